@@ -1,0 +1,212 @@
+"""How likely is the target to accept a candidate? `AcceptanceHead` learns it; `DraftProbability` takes the draft's word.
+
+An estimator is called once for each drafted token, with the `DraftStep` that drew it, and answers a probability. Its
+`inputs` says which token that answer judges: `"before"` the candidate just drawn, from what is known without feeding
+it to the draft; `"after"` the candidate before it, whose hidden state has only now been computed (SpecDec++).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NUM_SCALARS = 5
+
+
+@dataclass
+class DraftStep:
+    """One draft forward and the candidate drawn from it.
+
+    Attributes:
+        index: 0 for the first candidate of a round.
+        scores: `[vocab]` float32, the draft's logits after all processors: q is their softmax.
+        hidden: `[hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed from.
+        embed: maps a token id to its input embedding `[embedding_size]` in the draft.
+        token: 0-d int64, the candidate; `None` until it is drawn.
+    """
+
+    index: int
+    scores: Tensor
+    hidden: Tensor
+    embed: Callable[[Tensor], Tensor]
+    token: Tensor | None = None
+
+    @cached_property
+    def q(self) -> Tensor:
+        """`[vocab]`, the law that the candidate is drawn from (in greedy decoding: the draft's confidence)."""
+        return self.scores.softmax(dim=-1)
+
+    @property
+    def q_of_token(self) -> Tensor:
+        return self.q[self.token]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of q in nats."""
+        return torch.special.entr(self.q).sum()
+
+
+class Estimator(Protocol):
+    inputs: str
+
+    def estimate(self, step: DraftStep) -> Tensor | None:
+        """A probability (0-d), or `None` where there is no token to judge yet."""
+
+
+class DraftProbability:
+    """q(y): the draft's own probability of the candidate. Needs no training; usually overconfident."""
+
+    inputs = "before"
+
+    def estimate(self, step: DraftStep) -> Tensor:
+        return step.q_of_token
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Linear(x)), the paper's block."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class AcceptanceHead(nn.Module):
+    """Predicts whether the target will accept a candidate.
+
+    `inputs="after"` is SpecDec++'s head (section 3.2): `num_blocks` residual blocks and a linear layer with two logits
+    (0 reject, 1 accept) on the draft's last hidden state at the candidate.
+
+    `inputs="before"` needs no forward over the candidate. Its log-odds are those of q(y), plus a small network on
+    scalars (log q(y), entropy of q, margin between the two likeliest tokens, mass and number of the siblings drawn
+    earlier), plus a correction from the hidden state that produced q and the candidate's embedding, through a
+    projection of `rank` and `num_blocks` residual blocks. Both additions start at zero, so an untrained head says q(y).
+
+    Parameters stay in float32 whatever the model is cast to: only the device follows `.to()`.
+
+    Args:
+        hidden_size: size of the draft's hidden states.
+        num_blocks: residual blocks, 0 for none. The paper's choice is 3.
+        tied: whether the blocks share one weight matrix, as in the released SpecDec++ code.
+        inputs: `"after"` or `"before"`, see above.
+        embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
+        rank: width of the correction (`"before"`).
+        temperatures: calibration, one temperature a candidate position; the last one holds for all later positions.
+
+    Raises:
+        ValueError: a size is not positive, or `inputs` or `temperatures` make no sense.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_blocks: int = 3,
+        tied: bool = False,
+        inputs: str = "after",
+        embedding_size: int | None = None,
+        rank: int = 64,
+        temperatures: list[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if inputs not in ("after", "before"):
+            raise ValueError(f"inputs={inputs!r} must be 'after' or 'before': when the head sees a candidate.")
+        if hidden_size < 1 or rank < 1 or num_blocks < 0:
+            raise ValueError(
+                f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} at least 0."
+            )
+        if temperatures is not None and not (temperatures and all(t > 0 for t in temperatures)):
+            raise ValueError(f"temperatures={temperatures!r} must be positive numbers, one a position, or None.")
+        self.hidden_size, self.num_blocks, self.tied, self.inputs = hidden_size, num_blocks, tied, inputs
+        self.embedding_size = embedding_size or hidden_size
+        self.rank, self.temperatures = rank, temperatures
+
+        width = hidden_size if inputs == "after" else rank
+        distinct = min(num_blocks, 1) if tied else num_blocks
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(distinct))
+        self.output = nn.Linear(width, 2 if inputs == "after" else 1)
+        if inputs == "before":
+            self.from_hidden = nn.Linear(hidden_size, rank)
+            self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
+            self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), nn.Linear(32, 1))
+            for layer in (self.output, self.from_scalars[-1]):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    def to_config(self) -> dict[str, Any]:
+        """The constructor's arguments, as stored in `config.json`."""
+        names = ("hidden_size", "num_blocks", "tied", "inputs", "embedding_size", "rank", "temperatures")
+        return {name: getattr(self, name) for name in names}
+
+    def forward(self, hidden: Tensor, embedding: Tensor | None = None, scalars: Tensor | None = None) -> Tensor:
+        """Log-odds of acceptance.
+
+        Args:
+            hidden: `[..., hidden_size]`, at the candidate (`"after"`) or where q came from (`"before"`).
+            embedding: `[..., embedding_size]` of the candidate (`"before"`).
+            scalars: `[..., 5]` from `scalar_features` (`"before"`).
+
+        Returns:
+            `[...]` float32.
+        """
+        if self.inputs == "after":
+            reject, accept = self._blocks(hidden.float()).unbind(-1)
+            return accept - reject
+        assert embedding is not None and scalars is not None  # noqa: S101 - narrows the types
+        mixed = self.from_hidden(hidden.float()) + self.from_embedding(embedding.float())
+        correction = self._blocks(F.silu(mixed)).squeeze(-1)
+        return _log_odds(scalars[..., 0]) + self.from_scalars(scalars).squeeze(-1) + correction
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        for i in range(self.num_blocks):
+            x = self.blocks[0 if self.tied else i](x)
+        return self.output(x)
+
+    def estimate(self, step: DraftStep) -> Tensor | None:
+        """Calibrated acceptance probability: of the candidate (`"before"`) or of the previous one (`"after"`)."""
+        if self.inputs == "before":
+            position = step.index
+            embedding = step.embed(step.token)
+            log_odds = self.forward(step.hidden, embedding, scalar_features(step.q, step.token))
+        elif step.index == 0:
+            return None  # no candidate has been fed yet
+        else:
+            position = step.index - 1
+            log_odds = self.forward(step.hidden)
+        if self.temperatures is not None:
+            log_odds = log_odds / self.temperatures[min(position, len(self.temperatures) - 1)]
+        return log_odds.sigmoid()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AcceptanceHead:
+        # `.to(dtype)`, `.half()` and pipelines cast whole models; a head in half precision is a worse judge.
+        device = fn(torch.empty(0, device=self.output.weight.device)).device
+        return super()._apply(lambda tensor: tensor.to(device), recurse)
+
+
+def scalar_features(q: Tensor, token: Tensor, sibling_mass: float = 0.0, num_siblings: int = 0) -> Tensor:
+    """Scalars of a candidate for a head with `inputs="before"`.
+
+    Args:
+        q: `[vocab]`, the law it was drawn from.
+        token: 0-d, the candidate.
+        sibling_mass, num_siblings: total draft probability and number of the siblings drawn before it in a tree.
+
+    Returns:
+        `[5]` float32: log q(y), entropy in nats, margin q1 - q2, sibling mass, number of siblings.
+    """
+    top = q.topk(min(2, q.shape[-1])).values
+    siblings = q.new_tensor([sibling_mass, float(num_siblings)])
+    log_q = q[token].clamp_min(1e-30).log()
+    return torch.cat((torch.stack((log_q, torch.special.entr(q).sum(), top[0] - top[-1])), siblings)).float()
+
+
+def _log_odds(log_probability: Tensor) -> Tensor:
+    """log p - log(1 - p), finite for p = 1."""
+    return log_probability - torch.log1p(-log_probability.exp().clamp_max(1 - 1e-6))

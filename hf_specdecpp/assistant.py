@@ -1,0 +1,407 @@
+"""`SpecDecPPAssistant`: what users hold. It owns the draft, the head, the speculation config and the statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from hf_specdecpp import patching, publishing
+from hf_specdecpp.acceptance import AcceptanceHead, DraftProbability, Estimator
+from hf_specdecpp.adapters import add_adapter
+from hf_specdecpp.configuration import SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.drafter import Drafter
+from hf_specdecpp.early_exit import check_layers, early_exit
+from hf_specdecpp.repository import CONFIG, DRAFT_VOCAB, HEAD, Repository, load_strict, load_tensors, read_config
+from hf_specdecpp.stats import SpeculationStats
+from hf_specdecpp.unattached import DraftOutput, DraftState, draft_round
+from hf_specdecpp.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.get_logger("hf_specdecpp")
+
+
+class SpecDecPPAssistant(PreTrainedModel):
+    """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
+
+    Make one with `from_pretrained`, `from_draft` or `from_early_exit`. With `target=` it is attached, which is faster,
+    measures more and handles everything that `generate()` offers; without it transformers' own assisted generation
+    runs it. The output is the target's in both cases.
+
+    Attributes:
+        speculation: the knobs of a run; change them at any time between two calls.
+        stats: `SpeculationStats` of the latest `generate()`.
+        head: the acceptance head, or `None`.
+        drafter: the draft model, or `None` for an early-exit assistant that has not met its target yet.
+    """
+
+    config_class = SpecDecPPConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    def __init__(
+        self,
+        config: SpecDecPPConfig,
+        drafter: Drafter | None = None,
+        head: AcceptanceHead | None = None,
+        adapter: Path | None = None,
+        draft_vocab: Tensor | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.drafter = drafter
+        self.head = head
+        self.speculation = speculation or SpeculationConfig.from_dict(config.speculation)
+        self.stats = SpeculationStats()
+        self.adapter_folder = adapter
+        self.merge_adapter = False
+        self.draft_vocab = draft_vocab
+        # Measured once per target: what the verdict compares with.
+        self.plain_pass_seconds: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+        if head is not None and drafter is not None:
+            _check_head(head, drafter, config)
+
+    # Making one ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        repo_or_folder: str | Path,
+        target: PreTrainedModel | None = None,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        speculation: SpeculationConfig | None = None,
+        **hub_kwargs: Any,
+    ) -> Self:
+        """Load draft, adapter, head and options from a Hub repo or a folder.
+
+        Args:
+            repo_or_folder: Hub id or local folder, as written by `save_pretrained` or `specdecpp train`.
+            target: attach to this model. An early-exit assistant needs it here or in a later `attach`.
+            revision, subfolder: of the assistant's repository.
+            dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
+            speculation: replaces the repository's defaults.
+            hub_kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`: passed to every download.
+
+        Raises:
+            ValueError: a file is damaged or does not fit, or the assistant was trained for other tokens.
+            OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+        """
+        hub_kwargs = {key: hub_kwargs[key] for key in publishing.HUB_KWARGS if hub_kwargs.get(key) is not None}
+        repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
+        config_path = repository.file(CONFIG)
+        config = SpecDecPPConfig.from_dict(read_config(config_path))
+        config._name_or_path = str(repo_or_folder)
+        config._commit_hash = repository.commit(config_path)
+
+        head = None
+        if config.head is not None:
+            head = AcceptanceHead(**config.head)
+            shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
+            hint = f"It does not belong to the head that {CONFIG} describes, trained for draft {_draft_name(config)}."
+            head.load_state_dict(load_strict(repository.file(HEAD), shapes, hint))
+        draft_vocab = None
+        if config.draft_vocab_size is not None:
+            hint = f"{CONFIG} promises {config.draft_vocab_size} token ids."
+            path = repository.file(DRAFT_VOCAB)
+            shapes = {"token_ids": torch.Size([config.draft_vocab_size])}
+            draft_vocab = load_strict(path, shapes, hint)["token_ids"]
+        adapter = repository.adapter() if config.adapter else None
+
+        drafter = None
+        if config.draft_kind == "independent":
+            if dtype is None:
+                dtype = target.dtype if target is not None else "auto"
+            draft = _load_draft(config.draft_id, config.draft_revision, dtype, hub_kwargs)
+            draft = draft.to(device or (target.device if target is not None else "cpu"))
+            if adapter is not None:
+                draft = add_adapter(draft, adapter, merge=True)
+            drafter = Drafter(draft, draft_vocab)
+        assistant = cls(config, drafter, head, adapter, draft_vocab, speculation)
+        if device is not None or target is not None:
+            assistant.to(device or target.device)
+        if target is not None:
+            assistant.attach(target)
+        return assistant.eval()
+
+    @classmethod
+    def from_draft(
+        cls,
+        draft_model_or_id: PreTrainedModel | str | Path,
+        target: PreTrainedModel | None = None,
+        adapter: str | Path | None = None,
+        head: AcceptanceHead | None = None,
+        draft_vocab: Tensor | Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Self:
+        """Draft with a model of its own.
+
+        Args:
+            draft_model_or_id: a causal LM (a PEFT model too), its Hub id or its folder.
+            target: attach to this model; a draft given by name is loaded in its dtype and on its device.
+            adapter: folder or Hub id of a PEFT adapter for the draft. It is merged into a draft given by name; a model
+                object is left as it is.
+            head: acceptance head trained for this draft.
+            draft_vocab: token ids that the draft may propose, all by default.
+            speculation: knobs of a run.
+
+        Raises:
+            ValueError: the draft, head or vocabulary does not fit.
+        """
+        by_name = isinstance(draft_model_or_id, str | Path)
+        if isinstance(draft_model_or_id, str | Path):
+            dtype = target.dtype if target is not None else "auto"
+            draft = _load_draft(str(draft_model_or_id), None, dtype, {})
+            draft = draft.to(target.device if target is not None else "cpu")
+        else:
+            draft = patching.base_model(draft_model_or_id)
+        folder = Repository(str(adapter), None, None, {}).adapter(None) if adapter is not None else None
+        if folder is not None:
+            draft = add_adapter(draft, folder, merge=by_name)
+        config = SpecDecPPConfig(
+            draft_kind="independent",
+            draft_id=draft.config.name_or_path or None,
+            draft_revision=getattr(draft.config, "_commit_hash", None),
+            **_tokens(draft),
+        )
+        vocab = _as_ids(draft_vocab)
+        assistant = cls(config, Drafter(draft, vocab), head, folder, vocab, speculation)
+        if head is not None:
+            head.to(draft.device)
+        if target is not None:
+            assistant.attach(target)
+        return assistant.eval()
+
+    @classmethod
+    def from_early_exit(
+        cls,
+        target: PreTrainedModel,
+        layers: int | Sequence[int],
+        adapter: str | Path | None = None,
+        head: AcceptanceHead | None = None,
+        draft_vocab: Tensor | Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+        merge: bool = False,
+    ) -> Self:
+        """Draft with some of the target's own layers, and attach to it. Move the target to its device before.
+
+        Args:
+            target: the model to draft for and with. Its tensors are shared, not copied, and never changed.
+            layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
+            adapter, head, draft_vocab, speculation: as in `from_draft`.
+            merge: merge the adapter into copies of the weights that it changes: faster, but needs their memory.
+
+        Raises:
+            ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
+        """
+        target = patching.base_model(target)
+        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        config = SpecDecPPConfig(draft_kind="early_exit", draft_layers=check_layers(layers, num_layers))
+        folder = Repository(str(adapter), None, None, {}).adapter(None) if adapter is not None else None
+        assistant = cls(config, None, head, folder, _as_ids(draft_vocab), speculation)
+        assistant.merge_adapter = merge
+        if head is not None:
+            head.to(target.device)
+        assistant.attach(target)
+        return assistant.eval()
+
+    # Using one -------------------------------------------------------------------------------------------------------
+
+    def attach(self, target: PreTrainedModel) -> None:
+        """Make `target.generate(assistant_model=self)` use our decoding loop. May be called for several targets.
+
+        Nothing else about the target changes, and `detach` restores it exactly.
+
+        Raises:
+            ValueError: the target cannot be assisted, or speaks other tokens than the draft.
+        """
+        target = patching.base_model(target)
+        check_hash(target, self.config.vocab_hash, self.config.target_id)
+        if self.drafter is None or self.drafter.shares_target:
+            self._exit_early(target)
+        else:
+            check_same_tokenizer(target, self.drafter.model)
+        patching.attach(self, target)
+        self._describe(target)
+
+    def detach(self, target: PreTrainedModel | None = None) -> None:
+        """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
+        targets = patching.targets_of(self) if target is None else [patching.base_model(target)]
+        for model in targets:
+            patching.detach(self, model)
+
+    @property
+    def estimator(self) -> Estimator:
+        """What judges candidates: the head, or without one the draft's own probability."""
+        if self.head is not None:
+            return self.head
+        if self.speculation.rule == "threshold":
+            logger.warning_once(
+                "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
+                "acceptance, which is usually too optimistic. `specdecpp train` fits a head."
+            )
+        return DraftProbability()
+
+    def ready_drafter(self) -> Drafter:
+        """The drafter.
+
+        Raises:
+            ValueError: an early-exit assistant that has not met its target.
+        """
+        if self.drafter is None:
+            raise ValueError(
+                f"This assistant drafts with layers {self.config.draft_layers} of its target "
+                f"({self.config.target_id}), so it must be attached to it: "
+                "SpecDecPPAssistant.from_pretrained(repo, target=model), or assistant.attach(model). In a pipeline pass "
+                "the assistant object made in this way, not its name."
+            )
+        return self.drafter
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: list[Any] | None = None,
+        past_key_values: DraftState | None = None,
+        attention_mask: Tensor | None = None,
+        min_new_tokens: int = 0,
+        max_new_tokens: int | None = None,
+        **model_kwargs: Any,
+    ) -> DraftOutput:
+        """Draft one round for transformers' assisted generation, which is what calls this.
+
+        Raises:
+            ValueError: the generation cannot be assisted, or this was called directly.
+        """
+        if input_ids is None or generation_config is None or max_new_tokens is None:
+            raise ValueError(
+                "An assistant does not answer by itself. Pass it to its target: "
+                "model.generate(**inputs, assistant_model=assistant)."
+            )
+        if "encoder_outputs" in model_kwargs or model_kwargs.get("inputs_embeds") is not None:
+            kind = "Encoder-decoder targets" if "encoder_outputs" in model_kwargs else "Prompts given as inputs_embeds"
+            raise ValueError(f"{kind} cannot be assisted by hf_specdecpp. Generate without assistant_model=.")
+        return draft_round(
+            self, input_ids, generation_config, logits_processor, past_key_values, attention_mask, min_new_tokens,
+            max_new_tokens,
+        )  # fmt: skip
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        """The draft model's own forward, for measuring it."""
+        return self.ready_drafter().model(input_ids, **kwargs)
+
+    # What transformers reads -----------------------------------------------------------------------------------------
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule."""
+        return GenerationConfig(
+            num_assistant_tokens=self.speculation.most_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        if self.drafter is not None:
+            return self.drafter.device
+        return self.head.output.weight.device if self.head is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.drafter.dtype if self.drafter is not None else torch.float32
+
+    def _supports_logits_to_keep(self) -> bool:
+        return True
+
+    # Storing one -----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path, **_: Any) -> None:  # type: ignore[override]
+        """Write the repository of this assistant into `folder`: config, head, adapter, draft vocabulary, card.
+
+        Raises:
+            ValueError: an independent draft has neither a Hub id nor a folder to load it from again.
+        """
+        publishing.save(self, Path(folder))
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Upload what `save_pretrained` writes. See `publishing.push` for the arguments."""
+        return publishing.push(self, repo_id, **kwargs)
+
+    # Details ---------------------------------------------------------------------------------------------------------
+
+    def _exit_early(self, target: PreTrainedModel) -> None:
+        if self.drafter is not None:
+            if patching.is_attached(self, target):
+                return
+            raise ValueError(
+                "This early-exit assistant drafts with the layers of another target. Make a new one for this target."
+            )
+        draft = early_exit(target, self.config.draft_layers)
+        if self.adapter_folder is not None:
+            draft = add_adapter(draft, self.adapter_folder, merge=self.merge_adapter)
+        self.drafter = Drafter(draft, self.draft_vocab, shares_target=True)
+        if self.head is not None:
+            self.head.to(self.drafter.device)
+            _check_head(self.head, self.drafter, self.config)
+
+    def _describe(self, target: PreTrainedModel) -> None:
+        """Take over what transformers compares between an assistant and its target, and where the target is from."""
+        for name, value in _tokens(target).items():
+            setattr(self.config, name, value)
+        if self.config.target_id is None:
+            self.config.target_id = target.config.name_or_path or None
+            self.config.target_revision = getattr(target.config, "_commit_hash", None)
+            tokenizer = tokenizer_of(target.config.name_or_path)
+            self.config.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
+
+
+def _load_draft(name: str | None, revision: str | None, dtype: Any, hub_kwargs: dict[str, Any]) -> PreTrainedModel:
+    if name is None:
+        raise ValueError(f"{CONFIG} names no draft model (draft_id), so there is nothing to draft with.")
+    return AutoModelForCausalLM.from_pretrained(
+        name, revision=revision, dtype=dtype, trust_remote_code=False, **hub_kwargs
+    ).eval()
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config.get_text_config()
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _as_ids(draft_vocab: Tensor | Sequence[int] | None) -> Tensor | None:
+    return None if draft_vocab is None else torch.as_tensor(draft_vocab, dtype=torch.long)
+
+
+def _check_head(head: AcceptanceHead, drafter: Drafter, config: SpecDecPPConfig) -> None:
+    ours = {"hidden_size": head.hidden_size}
+    theirs = {"hidden_size": drafter.hidden_size}
+    if head.inputs == "before":
+        ours["embedding_size"], theirs["embedding_size"] = head.embedding_size, drafter.embedding_size
+    if ours != theirs:
+        raise ValueError(
+            f"The acceptance head was trained for {ours} but draft {_draft_name(config)} has {theirs}, so it cannot "
+            "read the draft's states. Load the draft that it was trained with, or train a head for this one."
+        )
+
+
+def _draft_name(config: SpecDecPPConfig) -> str:
+    if config.draft_kind == "independent":
+        return repr(config.draft_id)
+    return f"layers {config.draft_layers} of {config.target_id!r}"
+
+

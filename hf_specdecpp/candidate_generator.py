@@ -1,0 +1,136 @@
+"""`SpecDecPPCandidateGenerator`: transformers' interface to the drafting of one generation."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from hf_specdecpp.acceptance import DraftStep
+from hf_specdecpp.chain import Chain, draft_chain
+from hf_specdecpp.drafter import DraftSession
+from hf_specdecpp.processing import Processing
+from hf_specdecpp.randomness import Randomness, TorchRandomness
+from hf_specdecpp.stats import SpeculationStats
+from hf_specdecpp.stopping import make_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+
+class SpecDecPPCandidateGenerator(CandidateGenerator):
+    """Drafts the candidates of one `generate()` call and learns from their fate.
+
+    It works in transformers' own assisted decoding loop and in ours (`decoding.py`); both doors of the assistant draft
+    through it.
+
+    Args:
+        assistant: whose draft, head and speculation config to use.
+        generation_config: the target's, as prepared by `generate()`.
+        logits_processor: the target's processors; they are applied to the draft's logits too.
+        attention_mask: `[1, length]` of the prompt, or `None`. Masked tokens are not shown to the draft.
+        vocab_size: width of the target's logits, by default what the assistant's config says.
+        randomness: draws the candidates when sampling.
+
+    Raises:
+        ValueError: the speculation config or a processor cannot be used.
+    """
+
+    def __init__(
+        self,
+        assistant: SpecDecPPAssistant,
+        generation_config: GenerationConfig,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        attention_mask: Tensor | None = None,
+        vocab_size: int | None = None,
+        randomness: Randomness | None = None,
+    ) -> None:
+        self.session = DraftSession(assistant.ready_drafter(), vocab_size or assistant.config.vocab_size)
+        self.rule = make_rule(assistant.speculation, assistant.estimator)
+        self.processing = Processing(logits_processor or [])
+        self.stats = SpeculationStats()
+        self.max_length: int | None = generation_config.max_length
+        self.eos_token_ids = eos_ids(generation_config)
+        sample = randomness if randomness is not None else TorchRandomness()
+        self.randomness = sample if generation_config.do_sample else None
+        self._attention_mask = attention_mask
+        self._seen_length = 0
+        self._num_accepted = 0
+        self._num_drafted = 0
+
+    @torch.inference_mode()
+    def draft(self, input_ids: Tensor, max_tokens: int | None = None) -> Chain:
+        """Draft the next round.
+
+        Args:
+            input_ids: `[1, length]`, everything emitted so far, the prompt included.
+            max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`.
+        """
+        start = time.perf_counter()
+        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted)
+        room = self._room(input_ids.shape[1])
+        limit = room if max_tokens is None else min(room, max_tokens)
+
+        def step(candidates: list[int]) -> DraftStep:
+            logits, hidden = self.session.step(candidates)
+            scores = self.processing.one(input_ids, candidates, logits)
+            return self.session.draft_step(len(candidates), scores, hidden)
+
+        chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids)
+        self._num_drafted, self._num_accepted = len(chain.tokens), 0
+        self.stats.draft_seconds += time.perf_counter() - start
+        return chain
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Candidates in transformers' form.
+
+        Args:
+            input_ids: `[1, length]`.
+
+        Returns:
+            `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the candidates were drawn from (`None`
+            when k is 0).
+        """
+        chain = self.draft(input_ids)
+        if not chain.tokens:
+            return input_ids, None
+        candidates = input_ids.new_tensor([chain.tokens])
+        return torch.cat((input_ids, candidates), dim=1), torch.stack(chain.scores)[None]
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
+        """Learn that `num_matches` candidates of the last round were accepted."""
+        self._num_accepted = int(num_matches)
+        self.stats.record_round(self._num_drafted, self._num_accepted)
+        self.rule.update(self._num_drafted, self._num_accepted)
+
+    def _new_tokens(self, input_ids: Tensor) -> Tensor:
+        new = input_ids[:, self._seen_length :]
+        if self._seen_length == 0 and self._attention_mask is not None:
+            # Padding: the target ignores these tokens, and the draft is simply not shown them.
+            mask = self._attention_mask[0, : new.shape[1]].bool()
+            new = torch.cat((new[:, : mask.shape[0]][:, mask], new[:, mask.shape[0] :]), dim=1)
+        self._seen_length = input_ids.shape[1]
+        return new
+
+    def _room(self, length: int) -> int:
+        # One place under max_length belongs to the token that the target adds after the candidates.
+        room = self.max_length - length - 1 if self.max_length is not None else self.rule.max_tokens
+        draft_room = self.session.drafter.max_length - self.session.length + 1
+        return int(max(min(room, draft_room), 0))
+
+
+def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
+    """All end-of-sequence ids of a generation."""
+    prepared = getattr(generation_config, "_eos_token_tensor", None)
+    if prepared is not None:
+        return frozenset(prepared.flatten().tolist())
+    value = generation_config.eos_token_id
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)

@@ -1,0 +1,173 @@
+"""What a head's repository says (`SpecDecPPConfig`) and the knobs of a run (`SpeculationConfig`)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
+
+from transformers import PretrainedConfig
+
+Rule = Literal["threshold", "fixed", "confidence", "svip", "adaedl"]
+RULES: tuple[str, ...] = get_args(Rule)
+
+# Bumped when an older version of this package could not read the repository correctly.
+FORMAT_VERSION = 1
+
+
+@dataclass
+class SpeculationConfig:
+    """How far to speculate: the stopping rule of a chain and its parameters.
+
+    Args:
+        rule: when a round stops drafting.
+            `"threshold"` (SpecDec++, section 3): stop once the chance that a candidate was rejected passes `threshold`;
+            `"fixed"`: classic speculative decoding, always `num_tokens` candidates;
+            `"confidence"`: stop after a candidate whose own draft probability is below `confidence_threshold`
+            (what transformers does by default);
+            `"svip"`: stop once sqrt(0.15 H(q)) > `svip_threshold`, H being the entropy of q in nats (arXiv 2411.18462);
+            `"adaedl"`: stop once 1 - sqrt(0.2 H(q)) falls under a bound that follows the acceptance rate and starts at
+            `adaedl_threshold` (arXiv 2410.18351).
+        threshold: SpecDec++'s h, in [0, 1]. Larger speculates further.
+        num_tokens: candidates a round for `rule="fixed"`.
+        min_tokens, max_tokens: bounds on the candidates a round for every other rule, both inclusive (paper: 2 and 20).
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    rule: Rule = "threshold"
+    threshold: float = 0.7
+    num_tokens: int = 5
+    min_tokens: int = 1
+    max_tokens: int = 20
+    confidence_threshold: float = 0.4
+    svip_threshold: float = 0.3
+    adaedl_threshold: float = 0.4
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ValueError` naming the first value out of range. Runs again before every generation."""
+        if self.rule not in RULES:
+            raise ValueError(f"rule={self.rule!r} is not a stopping rule. Choose one of {', '.join(RULES)}.")
+        for name in ("threshold", "confidence_threshold", "svip_threshold", "adaedl_threshold"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name}={value!r} must be between 0 and 1: it is compared with a probability.")
+        for name in ("num_tokens", "min_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1: a round drafts tokens.")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
+                "satisfies both. Lower min_tokens or raise max_tokens."
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of candidates that a round can draft."""
+        return self.num_tokens if self.rule == "fixed" else self.max_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
+        """Build from `values`; fields that this version does not know are named in a warning and left out."""
+        known = {field.name for field in fields(cls)}
+        _warn_unknown(sorted(set(values) - known), "speculation")
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+class SpecDecPPConfig(PretrainedConfig):
+    """`config.json` of an assistant's repository: the draft, the head, where both come from.
+
+    To transformers it looks like the target's config: `vocab_size` and the special token ids are the target's, because
+    that is what assisted generation and pipelines compare.
+
+    Args:
+        target_id, target_revision: the target that the assistant was trained for, and its commit hash.
+        draft_kind: `"independent"` (a model of its own) or `"early_exit"` (layers of the target).
+        draft_id, draft_revision: the draft model and its commit hash (`"independent"`).
+        draft_layers: ascending indices of the target's layers (`"early_exit"`).
+        adapter: whether `adapter/` holds a PEFT adapter for the draft.
+        head: keyword arguments of `AcceptanceHead`, or `None` without a head.
+        draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.
+        vocab_hash: `vocabulary.hash_of` the target's tokenizer.
+        speculation: defaults of `SpeculationConfig`.
+    """
+
+    model_type = "specdecpp"
+
+    # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = (
+        "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
+        "draft_revision", "draft_layers", "adapter", "head", "draft_vocab_size", "vocab_hash", "speculation",
+        "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        target_id: str | None = None,
+        target_revision: str | None = None,
+        draft_kind: str = "independent",
+        draft_id: str | None = None,
+        draft_revision: str | None = None,
+        draft_layers: list[int] | None = None,
+        adapter: bool = False,
+        head: dict[str, Any] | None = None,
+        draft_vocab_size: int | None = None,
+        vocab_hash: str | None = None,
+        speculation: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        format_version: int = FORMAT_VERSION,
+        specdecpp_version: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if draft_kind not in ("independent", "early_exit"):
+            raise ValueError(f"draft_kind={draft_kind!r} must be 'independent' or 'early_exit'.")
+        self.target_id = target_id
+        self.target_revision = target_revision
+        self.draft_kind = draft_kind
+        self.draft_id = draft_id
+        self.draft_revision = draft_revision
+        self.draft_layers = draft_layers
+        self.adapter = adapter
+        self.head = head
+        self.draft_vocab_size = draft_vocab_size
+        self.vocab_hash = vocab_hash
+        self.speculation = speculation if speculation is not None else SpeculationConfig().to_dict()
+        self.vocab_size = vocab_size
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.format_version = format_version
+        self.specdecpp_version = specdecpp_version
+        super().__init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        written_for = config_dict.get("format_version", FORMAT_VERSION)
+        if written_for > FORMAT_VERSION:
+            raise ValueError(
+                f"This assistant is stored in format {written_for}, this hf_specdecpp reads up to {FORMAT_VERSION}, so "
+                "it could be misread. Upgrade: pip install -U hf-specdecpp"
+            )
+        theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
+        _warn_unknown(sorted(set(config_dict) - theirs - set(cls.OWN_FIELDS)), "config.json")
+        return super().from_dict(config_dict, **kwargs)
+
+
+def _warn_unknown(names: list[str], where: str) -> None:
+    if names:
+        warnings.warn(
+            f"{where} has fields that this version does not know and ignores: {', '.join(names)}. If the assistant was "
+            "saved by a newer hf_specdecpp, upgrade: pip install -U hf-specdecpp",
+            stacklevel=3,
+        )

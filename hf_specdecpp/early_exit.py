@@ -1,0 +1,90 @@
+"""Draft with the target's own layers: a copy of its modules that shares its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
+    """A causal LM made of some of the target's layers, its embeddings, final norm and LM head.
+
+    The module structure is copied and every parameter and buffer is shared, so it costs no memory to speak of, follows
+    the target when that is moved, and can be given a LoRA adapter without the target noticing.
+
+    Args:
+        target: any decoder-only causal LM.
+        layers: the number of first layers to keep, or their ascending indices.
+
+    Raises:
+        ValueError: `layers` does not name layers of the target, or the target's layers cannot be taken apart.
+    """
+    decoder = target.get_decoder()
+    name, stack = _layer_stack(decoder, target)
+    kept = check_layers(layers, len(stack))
+    if getattr(decoder.config, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"{type(target).__name__} shares keys and values between layers, so a subset of its layers is not a model. "
+            "Use an independent draft."
+        )
+
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*target.parameters(), *target.buffers())}
+    draft = copy.deepcopy(target, shared)
+    draft_decoder = draft.get_decoder()
+    copied = getattr(draft_decoder, name)
+    setattr(draft_decoder, name, nn.ModuleList(copied[i] for i in kept))
+    for position, layer in enumerate(getattr(draft_decoder, name)):
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = position  # which layer of the draft's own cache it writes to
+    for config in _configs(draft):
+        _keep_layers(config, kept, len(stack))
+    return draft.eval()
+
+
+def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
+    """`layers` as a list of ascending indices.
+
+    Raises:
+        ValueError: an index is out of range, the order is not ascending, or nothing or everything is kept.
+    """
+    kept = list(range(layers)) if isinstance(layers, int) else list(layers)
+    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
+        raise ValueError(
+            f"layers={layers!r} must be a number from 1 to {num_layers - 1}, or ascending layer indices from 0 to "
+            f"{num_layers - 1}: the target has {num_layers} layers."
+        )
+    if len(kept) == num_layers:
+        raise ValueError(f"layers={layers!r} keeps all {num_layers} layers: that draft is as slow as the target.")
+    return kept
+
+
+def _layer_stack(decoder: nn.Module, target: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    depth = decoder.config.num_hidden_layers
+    for name, module in decoder.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return name, module
+    raise ValueError(
+        f"hf_specdecpp does not find the {depth} layers of {type(target).__name__}, so it cannot exit early from it. Use "
+        "an independent draft."
+    )
+
+
+def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config object below `model`, each once (modules of one model share them)."""
+    found = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    text = {id(c.get_text_config(decoder=True)): c.get_text_config(decoder=True) for c in found.values()}
+    return list({**found, **text}.values())
+
+
+def _keep_layers(config: PreTrainedConfig, kept: list[int], depth: int) -> None:
+    if getattr(config, "num_hidden_layers", None) != depth:
+        return
+    config.num_hidden_layers = len(kept)
+    for name, value in list(vars(config).items()):
+        # `layer_types`, `mlp_layer_types`, `no_rope_layers`, ...: one entry a layer
+        if isinstance(value, list) and len(value) == depth and "layer" in name:
+            setattr(config, name, [value[i] for i in kept])

@@ -1,0 +1,137 @@
+"""Attach an assistant to a target and detach it: a class swap that keeps the class's name.
+
+transformers looks its decoding method up on the class of the model, so the target's class is replaced by a subclass of
+it. Nothing else of the target is touched, and only calls with an attached assistant take another path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.decoding import assisted_decoding
+from hf_specdecpp.support import check_mode, check_target
+
+if TYPE_CHECKING:
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+# Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
+_attached: WeakKeyDictionary[PreTrainedModel, WeakSet[SpecDecPPAssistant]] = WeakKeyDictionary()
+
+
+def attach(assistant: SpecDecPPAssistant, target: PreTrainedModel) -> None:
+    """Make `target.generate(assistant_model=assistant)` run our decoding loop.
+
+    Raises:
+        ValueError: the target cannot be assisted.
+    """
+    check_target(target)
+    if not isinstance(target, AttachedMixin):
+        original = type(target)
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        target.__class__ = type(original.__name__, (AttachedMixin, original), names)
+    _attached.setdefault(target, WeakSet()).add(assistant)
+
+
+def detach(assistant: SpecDecPPAssistant, target: PreTrainedModel) -> None:
+    """Undo `attach`. The target's class is restored when its last assistant leaves."""
+    assistants = _attached.get(target)
+    if assistants is None or assistant not in assistants:
+        return
+    assistants.discard(assistant)
+    if not assistants:
+        del _attached[target]
+        target.__class__ = original_class(target)
+
+
+def is_attached(assistant: object, target: PreTrainedModel) -> bool:
+    return assistant in _attached.get(target, ())
+
+
+def targets_of(assistant: SpecDecPPAssistant) -> list[PreTrainedModel]:
+    """All targets that an assistant is attached to."""
+    return [target for target, assistants in _attached.items() if assistant in assistants]
+
+
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper; other models as they are."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def original_class(target: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that the target had before anything was attached."""
+    return type(target).__mro__[2] if isinstance(target, AttachedMixin) else type(target)
+
+
+class AttachedMixin:
+    """Overrides of an attached target. Calls without an attached assistant go to the original methods."""
+
+    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: dict[str, Any]) -> None:
+        assistant = mode_kwargs.get("assistant_model")
+        if not is_attached(assistant, self):
+            return super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
+        check_target(self)
+        check_mode(generation_mode, generation_config, mode_kwargs)
+        assistant.ready_drafter()
+        # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
+        others = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
+        return super()._validate_generation_mode(generation_mode, generation_config, others)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> CandidateGenerator:
+        assistant = kwargs.get("assistant_model")
+        if not is_attached(assistant, self):
+            return super()._get_candidate_generator(*args, **kwargs)
+        return SpecDecPPCandidateGenerator(
+            assistant,
+            generation_config=kwargs["generation_config"],
+            logits_processor=kwargs["logits_processor"],
+            attention_mask=kwargs["model_kwargs"].get("attention_mask"),
+            vocab_size=self.config.get_text_config().vocab_size,
+        )
+
+    def _assisted_decoding(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        if not is_attached(assistant_model, self):
+            return super()._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus,
+                streamer=streamer, inputs_tensor=inputs_tensor, assistant_model=assistant_model,
+                assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **model_kwargs,
+            )  # fmt: skip
+        generator = self._get_candidate_generator(
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            assistant_model=assistant_model,
+            model_kwargs=model_kwargs,
+        )
+        assistant_model.stats = generator.stats
+        output, assistant_model.plain_pass_seconds[self] = assisted_decoding(
+            self, input_ids, generator, stopping_criteria, generation_config, streamer, model_kwargs,
+            assistant_model.plain_pass_seconds.get(self),
+        )  # fmt: skip
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy or a pickle of an attached target is an ordinary, unattached model.
+        constructor, arguments, *state = super().__reduce_ex__(protocol)
+        swapped = tuple(original_class(a) if a is type(self) else a for a in arguments)  # type: ignore[arg-type]
+        return (constructor, swapped, *state)
+
+

@@ -1,0 +1,87 @@
+"""Logits processors on several positions of one sequence: each position sees its own prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+# Never look at the tokens: all positions can go through them as one batch.
+PREFIX_FREE = frozenset(
+    {
+        EpsilonLogitsWarper,
+        EtaLogitsWarper,
+        InfNanRemoveLogitsProcessor,
+        LogitNormalization,
+        MinPLogitsWarper,
+        SuppressTokensLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        TypicalLogitsWarper,
+    }
+)
+# Count their calls or keep a cache of their own: a call for a position that is then rejected would derail them.
+STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+class Processing:
+    """The logits processors of one generation.
+
+    Raises:
+        ValueError: a processor keeps state from call to call, so that it cannot be asked about candidates.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        for processor in processors:
+            if isinstance(processor, STATEFUL):
+                raise ValueError(
+                    f"{type(processor).__name__} keeps state from one token to the next, and speculative decoding asks "
+                    "it about candidates that are then rejected, which would change the output. Generate without an "
+                    "assistant, or without guidance_scale / watermarking."
+                )
+        self.processors = list(processors)
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
+
+    def one(self, input_ids: Tensor, candidates: list[int], scores: Tensor) -> Tensor:
+        """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""
+        if not self.processors:
+            return scores
+        prefix = input_ids if self.prefix_free or not candidates else _extend(input_ids, candidates)
+        return self._apply(prefix, scores[None])[0]
+
+    def along(self, input_ids: Tensor, candidates: list[int], scores: Tensor) -> Tensor:
+        """Process `scores` (`[k + 1, vocab]`): row i follows `input_ids` (`[1, length]`) and i of the k candidates."""
+        if not self.processors:
+            return scores
+        if self.prefix_free:
+            return self._apply(input_ids, scores)
+        tokens = _extend(input_ids, candidates)
+        length = input_ids.shape[1]
+        rows = [self._apply(tokens[:, : length + i], scores[i : i + 1]) for i in range(len(candidates) + 1)]
+        return torch.cat(rows)
+
+    def _apply(self, prefix: Tensor, scores: Tensor) -> Tensor:
+        for processor in self.processors:
+            scores = processor(prefix, scores)
+        return scores
+
+
+def _extend(input_ids: Tensor, candidates: list[int]) -> Tensor:
+    return torch.cat((input_ids, input_ids.new_tensor([candidates])), dim=1)

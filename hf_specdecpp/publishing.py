@@ -1,0 +1,115 @@
+"""Write an assistant's repository to a folder and to the Hub, with its card."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
+
+from hf_specdecpp.repository import (
+    ADAPTER_FILES,
+    ADAPTER_FOLDER,
+    CARD,
+    CONFIG,
+    DRAFT_VOCAB,
+    HEAD,
+    save_tensors,
+    save_text,
+)
+from hf_specdecpp.version import __version__
+
+if TYPE_CHECKING:
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
+TEMPLATE = Path(__file__).with_name("card_template.md")
+
+
+def save(assistant: SpecDecPPAssistant, folder: Path) -> None:
+    """Write all files of the assistant's repository. A `README.md` that is there already is kept.
+
+    Raises:
+        ValueError: nobody could load the draft again.
+    """
+    config = assistant.config
+    if config.draft_kind == "independent" and config.draft_id is None:
+        raise ValueError(
+            "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. Save "
+            "the draft, load it from there and build the assistant from that: from_draft(folder)."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    config.head = assistant.head.to_config() if assistant.head is not None else None
+    config.adapter = assistant.adapter_folder is not None
+    config.draft_vocab_size = len(assistant.draft_vocab) if assistant.draft_vocab is not None else None
+    config.speculation = assistant.speculation.to_dict()
+    config.specdecpp_version = __version__
+    config.architectures = [type(assistant).__name__]
+    if assistant.head is not None:
+        save_tensors(assistant.head.state_dict(), folder / HEAD)
+    if assistant.draft_vocab is not None:
+        save_tensors({"token_ids": assistant.draft_vocab}, folder / DRAFT_VOCAB)
+    if assistant.adapter_folder is not None:
+        (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
+        for name in ADAPTER_FILES:
+            source, copy = assistant.adapter_folder / name, folder / ADAPTER_FOLDER / name
+            if source.resolve() != copy.resolve():
+                shutil.copyfile(source, copy)
+    # Last: a folder with a config is a complete one.
+    save_text(config.to_json_string(), folder / CONFIG)
+    if not (folder / CARD).exists():
+        save_text(str(card(assistant)), folder / CARD)
+
+
+def push(
+    assistant: SpecDecPPAssistant,
+    repo_id: str,
+    *,
+    commit_message: str = "Upload SpecDec++ assistant",
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> CommitInfo:
+    """Upload the assistant's repository to the Hub.
+
+    Args:
+        repo_id: `"user/name"`; created if it does not exist.
+        commit_message, private, token, revision, create_pr: as in `huggingface_hub`.
+
+    Raises:
+        ValueError: the draft is a local folder, which nobody else has.
+        huggingface_hub errors: as they are.
+    """
+    config = assistant.config
+    if config.draft_kind == "independent" and config.draft_id is not None and Path(config.draft_id).exists():
+        raise ValueError(
+            f"The draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. Push the draft "
+            "model first and build the assistant from its Hub id, or set assistant.config.draft_id to it."
+        )
+    api = HfApi(token=token)
+    repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with tempfile.TemporaryDirectory() as folder:
+        save(assistant, Path(folder))
+        return api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+def card(assistant: SpecDecPPAssistant) -> ModelCard:
+    """The model card, rendered from `card_template.md`."""
+    config = assistant.config
+    bases = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
+    data = ModelCardData(
+        library_name="hf_specdecpp",
+        base_model=bases or None,
+        tags=["speculative-decoding", "assisted-generation", "specdecpp"],
+        pipeline_tag="text-generation",
+    )
+    return ModelCard.from_template(data, template_path=str(TEMPLATE), config=config, head=assistant.head)

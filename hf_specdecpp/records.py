@@ -1,0 +1,62 @@
+"""What `return_dict_in_generate` returns beside the tokens, one entry a token as in plain `generate()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+
+class TokenRecords:
+    """Collects scores, logits, hidden states and attentions; what was not asked for stays `None`."""
+
+    def __init__(self, config: GenerationConfig) -> None:
+        def wanted(flag: bool | None) -> tuple[Any, ...] | None:
+            return () if config.return_dict_in_generate and flag else None
+
+        self.scores: tuple[Tensor, ...] | None = wanted(config.output_scores)
+        self.logits: tuple[Tensor, ...] | None = wanted(config.output_logits)
+        self.hidden_states: tuple[tuple[Tensor, ...], ...] | None = wanted(config.output_hidden_states)
+        self.attentions: tuple[tuple[Tensor, ...], ...] | None = wanted(config.output_attentions)
+
+    @property
+    def keeps_logits(self) -> bool:
+        return self.logits is not None
+
+    def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
+        """Add the first `count` rows of `[n, vocab]` processed scores and raw logits."""
+        if self.scores is not None:
+            self.scores += tuple(scores[i : i + 1] for i in range(count))
+        if self.logits is not None:
+            self.logits += tuple(logits[i : i + 1] for i in range(count))
+
+    def add_states(self, outputs: Any, count: int, num_candidates: int) -> None:
+        """Add the states that produced the first `count` emitted tokens.
+
+        The pass over the prompt (the first call) produced one token from all of its positions; a later pass fed the
+        last token and `num_candidates` candidates and produced a token from each position.
+        """
+        if self.hidden_states is not None:
+            first = not self.hidden_states
+            rows = [slice(None)] if first else [slice(i, i + 1) for i in range(count)]
+            self.hidden_states += tuple(tuple(layer[:, row] for layer in outputs.hidden_states) for row in rows)
+        if self.attentions is not None:
+            if not self.attentions:
+                self.attentions += (tuple(outputs.attentions),)
+                return
+            caches = outputs.past_key_values.layers
+            for i in range(count):
+                self.attentions += (
+                    tuple(
+                        _attention_row(layer, i, num_candidates, getattr(cache, "sliding_window", None))
+                        for layer, cache in zip(outputs.attentions, caches, strict=True)
+                    ),
+                )
+
+
+def _attention_row(attention: Tensor, row: int, num_candidates: int, window: int | None) -> Tensor:
+    """What a pass over one token would have returned, `[1, heads, 1, keys]`: no keys of later candidates."""
+    end = attention.shape[-1] - (num_candidates - row)
+    begin = max(0, end - window) if window is not None else 0
+    return attention[:, :, row : row + 1, begin:end]

@@ -1,0 +1,38 @@
+"""Make transformers know `model_type="specdecpp"`: Auto classes, and `pipeline(assistant_model="org/repo")`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.configuration import SpecDecPPConfig
+
+
+class DraftTokenizer(PreTrainedTokenizerFast):
+    """`AutoTokenizer.from_pretrained(assistant)`: the tokenizer of the model that the assistant was trained for.
+
+    Pipelines load a tokenizer for every assistant. An assistant's repository has none of its own.
+    """
+
+    @classmethod
+    def from_pretrained(cls, name: str, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        passed_on = ("cache_dir", "token", "local_files_only")
+        hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
+        config = SpecDecPPConfig.from_pretrained(name, **hub_kwargs)
+        if config.draft_id is not None:
+            source, revision = config.draft_id, config.draft_revision
+        else:
+            source, revision = config.target_id, config.target_revision
+        return AutoTokenizer.from_pretrained(source, revision=revision, **hub_kwargs)
+
+
+def register() -> None:
+    """Called on import of the package; calling it again changes nothing."""
+    AutoConfig.register(SpecDecPPConfig.model_type, SpecDecPPConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SpecDecPPConfig, SpecDecPPAssistant, exist_ok=True)
+    AutoTokenizer.register(SpecDecPPConfig, fast_tokenizer_class=DraftTokenizer, exist_ok=True)
+    # Pipelines look the class of an assistant up by name in the transformers module, and nowhere else.
+    transformers.SpecDecPPAssistant = SpecDecPPAssistant

@@ -1,0 +1,150 @@
+"""The files of an assistant's repository: find them on the Hub or in a folder, check them, read them, write them.
+
+safetensors only, loaded strictly; nothing here opens a pickle or runs code from a repository.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils.hub import extract_commit_hash
+
+CONFIG, HEAD, DRAFT_VOCAB, CARD = "config.json", "acceptance_head.safetensors", "draft_vocab.safetensors", "README.md"
+ADAPTER_FOLDER = "adapter"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass
+class Repository:
+    """A Hub id or a local folder, and how to reach it.
+
+    Args:
+        name: repo id or folder.
+        revision, subfolder: within the repo.
+        hub_kwargs: passed to `huggingface_hub.hf_hub_download` (`token`, `cache_dir`, `local_files_only`, ...).
+    """
+
+    name: str
+    revision: str | None
+    subfolder: str | None
+    hub_kwargs: dict[str, Any]
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.name).is_dir()
+
+    def file(self, filename: str, folder: str | None = None) -> Path:
+        """Local path of a file, downloaded if need be.
+
+        Raises:
+            FileNotFoundError: a local folder does not have it.
+            huggingface_hub errors: as they are (missing entry or repo, gated, offline, ...).
+        """
+        subfolder = "/".join(part for part in (self.subfolder, folder) if part)
+        if self.is_local:
+            path = Path(self.name, subfolder, filename)
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path} is missing, so {self.name!r} is not a complete assistant. Download or save it again."
+                )
+            return path
+        return Path(
+            hf_hub_download(self.name, filename, subfolder=subfolder or None, revision=self.revision, **self.hub_kwargs)
+        )
+
+    def commit(self, path: Path) -> str | None:
+        """The commit hash that a downloaded file came from; `None` for a folder."""
+        return None if self.is_local else extract_commit_hash(str(path), None)
+
+    def adapter(self, folder: str | None = ADAPTER_FOLDER) -> Path:
+        """Folder with both adapter files. peft would fall back to a pickle without the safetensors file; we do not."""
+        paths = [self.file(name, folder) for name in ADAPTER_FILES]
+        check_sound(paths[1])
+        return paths[0].parent
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Parse a `config.json`.
+
+    Raises:
+        ValueError: it is not JSON, or not the config of an assistant.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Download or save the assistant again.") from None
+    if not isinstance(config, dict) or config.get("model_type") != "specdecpp":
+        kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise ValueError(
+            f"{path} describes a {kind!r}, not an hf_specdecpp assistant (model_type 'specdecpp'). To use an ordinary "
+            "model as the draft: SpecDecPPAssistant.from_draft(...). To convert a released SpecDec++ head: specdecpp "
+            "inspect FOLDER --convert OUT."
+        )
+    return config
+
+
+def check_sound(path: Path) -> None:
+    """Raise `ValueError` unless `path` is a complete safetensors file with finite numbers."""
+    load_tensors(path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, on the CPU.
+
+    Raises:
+        ValueError: the file is a git-LFS pointer, truncated, not safetensors, or holds NaN or infinity.
+    """
+    with path.open("rb") as file:
+        if file.read(24).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{path} is a git-LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is incomplete or not a safetensors file ({error}). Delete it, or download it again with "
+            "force_download=True."
+        ) from None
+    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken:
+        raise ValueError(f"{path} holds NaN or infinite values in {', '.join(broken)}, so it cannot be used.")
+    return tensors
+
+
+def load_strict(path: Path, expected: dict[str, torch.Size], hint: str) -> dict[str, Tensor]:
+    """Tensors of `path`, which must have exactly the names and shapes of `expected`.
+
+    Raises:
+        ValueError: a name is missing or unexpected, or a shape differs; `hint` ends the message.
+    """
+    tensors = load_tensors(path)
+    missing, surplus = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    if missing or surplus:
+        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unexpected {', '.join(surplus)}"] * bool(surplus)
+        raise ValueError(f"{path} {' and '.join(parts)}. {hint}")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{path}: {name} has shape {list(tensors[name].shape)}, not {list(shape)}. {hint}")
+    return tensors
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file; a reader sees the old file or the new one, never half of one."""
+    temporary = path.with_name(path.name + ".tmp")
+    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+    temporary.replace(path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a text file, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
