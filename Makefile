@@ -1,0 +1,64 @@
+# `make` lists what there is. Pass more arguments with ARGS, for example: make test ARGS="-k tree -x"
+PYTHON ?= python3
+VENV   := .venv
+FLOOR  := .venv-floor
+BIN    := $(VENV)/bin
+MODELS := .models
+ARGS   ?=
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow test-floor lint format types bench-overhead clean
+
+# One torch thread for each of two test processes: small models are slower with more.
+PYTEST := OMP_NUM_THREADS=1
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed  ## Create .venv (with PYTHON=python3) and install the package, its tools and the demo
+
+# A stamp, so that nothing is installed again until one of the two files changes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): takes a minute or two the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo]"
+	@touch $@
+
+$(FLOOR)/.installed: pyproject.toml constraints-floor.txt
+	@echo "Installing into $(FLOOR): takes a minute or two the first time"
+	@test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
+	@$(FLOOR)/bin/python -m pip install --quiet -c constraints-floor.txt -e ".[test]"
+	@touch $@
+
+demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
+	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+	$(BIN)/specdecpp demo --target "$$target" $(ARGS)
+
+test: install  ## Run the fast tests
+	@$(PYTEST) $(BIN)/pytest -n 2 $(ARGS)
+
+test-slow: install  ## Run every test, the slow ones too
+	@$(PYTEST) $(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)
+
+test-floor: $(FLOOR)/.installed  ## Run the fast tests with the oldest supported transformers
+	@$(PYTEST) $(FLOOR)/bin/pytest -n 2 $(ARGS)
+
+lint: install  ## Check style and format
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+format: install  ## Fix what ruff can fix, and format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+types: install  ## Check types
+	@$(BIN)/mypy
+
+bench-overhead: install  ## Measure what a round costs beside the two models
+	@$(BIN)/python examples/round_overhead.py $(ARGS)
+
+clean:  ## Remove caches and build output (keeps .venv and the downloaded models)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find hf_specdecpp tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,161 @@
+"""`specdecpp demo`: the same answers with and without the assistant, streamed, compared token by token and timed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.utils import logging
+
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.stats import SpeculationStats
+
+PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
+)
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+@dataclass
+class Answer:
+    """New tokens `[length]` and the seconds they took."""
+
+    tokens: Tensor
+    seconds: float
+
+
+def run(
+    target: str,
+    assistant: str | None = None,
+    layers: str = "4",
+    max_new_tokens: int = 64,
+    prompts: list[str] | None = None,
+    sample: bool = False,
+) -> None:
+    """Load the target and its assistant, answer every prompt twice and print what came of it.
+
+    Args:
+        target: Hub id or folder.
+        assistant: Hub id or folder of an assistant; by default an untrained early exit after `layers`.
+        layers: "4" for the first four layers of the target, or "0,1,2,29" for these.
+        max_new_tokens: per answer.
+        prompts: asked in turn, three of ours by default.
+        sample: draw from the target's distribution (seeded) instead of taking its likeliest tokens.
+
+    Raises:
+        typer.Exit: code 1 if a greedy answer differs with the assistant.
+    """
+    logging.disable_progress_bar()
+    with console.status(f"loading {target}"):
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    if assistant is None:
+        helper = SpecDecPPAssistant.from_early_exit(model, _parse_layers(layers))
+        description = f"layers {', '.join(map(str, helper.config.draft_layers))} of the target, untrained, no head"
+    else:
+        helper = SpecDecPPAssistant.from_pretrained(assistant, target=model)
+        description = assistant
+    console.print(f"[bold]target[/]     {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
+    console.print(f"[bold]assistant[/]  {description}\n")
+
+    _warm_up(model, tokenizer, helper)
+    totals = SpeculationStats()
+    seconds = {"plain": 0.0, "assisted": 0.0}
+    differing = 0
+    questions = prompts or list(PROMPTS)
+    for number, prompt in enumerate(questions, 1):
+        console.print(f"[bold cyan]{number}/{len(questions)}  {prompt}[/]")
+        inputs = _encode(tokenizer, prompt).to(model.device)
+        plain = _answer("plain", model, tokenizer, inputs, None, max_new_tokens, sample)
+        assisted = _answer("assisted", model, tokenizer, inputs, helper, max_new_tokens, sample)
+        totals = totals + helper.stats if totals.rounds else helper.stats
+        seconds["plain"] += plain.seconds
+        seconds["assisted"] += assisted.seconds
+        if not sample:
+            differing += _compare(plain.tokens, assisted.tokens)
+        console.print()
+    _report(totals, seconds, sample)
+    if differing:
+        console.print(f"[bold red]{differing} answers differ: please report this.[/]")
+        raise typer.Exit(1)
+
+
+def _answer(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: dict[str, Tensor],
+    assistant: SpecDecPPAssistant | None,
+    max_new_tokens: int,
+    sample: bool,
+) -> Answer:
+    console.print(f"[bold]{name}[/]")
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    output = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=sample,
+        assistant_model=assistant,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    seconds = time.perf_counter() - begin
+    tokens = output[0, inputs["input_ids"].shape[1] :]
+    console.print(f"[dim]{len(tokens)} tokens in {seconds:.1f} s, {len(tokens) / seconds:.1f} tokens/s[/]")
+    return Answer(tokens, seconds)
+
+
+def _compare(plain: Tensor, assisted: Tensor) -> bool:
+    """Print whether the answers are the same; True if they differ."""
+    if torch.equal(plain, assisted):
+        console.print(f"[green]equal: all {len(plain)} tokens[/]")
+        return False
+    shared = min(len(plain), len(assisted))
+    agree = int((plain[:shared] == assisted[:shared]).long().cumprod(0).sum())
+    console.print(f"[red]different from token {agree} on (in half precision a near-tie can do this)[/]")
+    return True
+
+
+def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) -> None:
+    ratio = seconds["plain"] / seconds["assisted"]
+    console.print(f"[bold]Statistics of all answers[/]\n{stats}")
+    console.print(
+        f"\n[bold]Measured[/]  plain {seconds['plain']:.1f} s, assisted {seconds['assisted']:.1f} s, prompts included: "
+        f"{ratio:.2f} times the speed of plain generate()."
+    )
+    if sample:
+        console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
+
+
+def _warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, assistant: SpecDecPPAssistant) -> None:
+    inputs = _encode(tokenizer, "Hello").to(model.device)
+    for helper in (None, assistant):
+        model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=helper)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, Tensor]:
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def _parse_layers(layers: str) -> int | list[int]:
+    try:
+        numbers = [int(part) for part in layers.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers {layers!r} must be a number such as 4 or a list such as 0,1,2,29.") from None
+    return numbers if "," in layers else numbers[0]
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
