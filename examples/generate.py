@@ -1,6 +1,6 @@
 """Generate with an assistant: the shortest complete program.
 
-    python examples/generate.py HuggingFaceTB/SmolLM2-135M-Instruct
+python examples/generate.py HuggingFaceTB/SmolLM2-135M-Instruct
 """
 
 import sys

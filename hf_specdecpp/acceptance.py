@@ -1,4 +1,4 @@
-"""How likely is the target to accept a candidate? `AcceptanceHead` learns it; `DraftProbability` takes the draft's word.
+"""How likely is the target to accept a candidate? `AcceptanceHead` learns it, `DraftProbability` asks the draft.
 
 An estimator is called once for each drafted token, with the `DraftStep` that drew it, and answers a probability. Its
 `inputs` says which token that answer judges: `"before"` the candidate just drawn, from what is known without feeding
@@ -8,7 +8,7 @@ it to the draft; `"after"` the candidate before it, whose hidden state has only 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -28,14 +28,14 @@ class DraftStep:
         scores: `[vocab]` float32, the draft's logits after all processors: q is their softmax.
         hidden: `[hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed from.
         embed: maps a token id to its input embedding `[embedding_size]` in the draft.
-        token: 0-d int64, the candidate; `None` until it is drawn.
+        token: 0-d int64, the candidate; -1 until it is drawn.
     """
 
     index: int
     scores: Tensor
     hidden: Tensor
     embed: Callable[[Tensor], Tensor]
-    token: Tensor | None = None
+    token: Tensor = field(default_factory=lambda: torch.tensor(-1))
 
     @cached_property
     def q(self) -> Tensor:
@@ -135,8 +135,9 @@ class AcceptanceHead(nn.Module):
         if inputs == "before":
             self.from_hidden = nn.Linear(hidden_size, rank)
             self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
-            self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), nn.Linear(32, 1))
-            for layer in (self.output, self.from_scalars[-1]):
+            from_scalars = nn.Linear(32, 1)
+            self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), from_scalars)
+            for layer in (self.output, from_scalars):
                 nn.init.zeros_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
@@ -159,7 +160,8 @@ class AcceptanceHead(nn.Module):
         if self.inputs == "after":
             reject, accept = self._blocks(hidden.float()).unbind(-1)
             return accept - reject
-        assert embedding is not None and scalars is not None  # noqa: S101 - narrows the types
+        if embedding is None or scalars is None:
+            raise ValueError("A head with inputs='before' needs the candidate's embedding and scalar_features too.")
         mixed = self.from_hidden(hidden.float()) + self.from_embedding(embedding.float())
         correction = self._blocks(F.silu(mixed)).squeeze(-1)
         return _log_odds(scalars[..., 0]) + self.from_scalars(scalars).squeeze(-1) + correction

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import PreTrainedModel
 
 from hf_specdecpp.repository import ADAPTER_FILES, load_tensors
+from hf_specdecpp.typing import CausalLM
 
 
-def add_adapter(model: PreTrainedModel, folder: Path, merge: bool) -> PreTrainedModel:
+def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
     """The model with the adapter of `folder`, for inference.
 
     With `merge` the adapter is added to the weights, of which those that change are copied first, so that tensors

@@ -18,8 +18,9 @@ from hf_specdecpp.adapters import add_adapter
 from hf_specdecpp.configuration import SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafter import Drafter
 from hf_specdecpp.early_exit import check_layers, early_exit
-from hf_specdecpp.repository import CONFIG, DRAFT_VOCAB, HEAD, Repository, load_strict, load_tensors, read_config
+from hf_specdecpp.repository import CONFIG, Repository, load_config, load_draft_vocab, load_head
 from hf_specdecpp.stats import SpeculationStats
+from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.unattached import DraftOutput, DraftState, draft_round
 from hf_specdecpp.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
 
@@ -43,6 +44,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         drafter: the draft model, or `None` for an early-exit assistant that has not met its target yet.
     """
 
+    config: SpecDecPPConfig
     config_class = SpecDecPPConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
@@ -68,7 +70,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.merge_adapter = False
         self.draft_vocab = draft_vocab
         # Measured once per target: what the verdict compares with.
-        self.plain_pass_seconds: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+        self.plain_pass_seconds: WeakKeyDictionary[CausalLM, float] = WeakKeyDictionary()
         if head is not None and drafter is not None:
             _check_head(head, drafter, config)
 
@@ -78,7 +80,7 @@ class SpecDecPPAssistant(PreTrainedModel):
     def from_pretrained(  # type: ignore[override]
         cls,
         repo_or_folder: str | Path,
-        target: PreTrainedModel | None = None,
+        target: CausalLM | None = None,
         revision: str | None = None,
         subfolder: str | None = None,
         dtype: torch.dtype | str | None = None,
@@ -102,23 +104,9 @@ class SpecDecPPAssistant(PreTrainedModel):
         """
         hub_kwargs = {key: hub_kwargs[key] for key in publishing.HUB_KWARGS if hub_kwargs.get(key) is not None}
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
-        config_path = repository.file(CONFIG)
-        config = SpecDecPPConfig.from_dict(read_config(config_path))
-        config._name_or_path = str(repo_or_folder)
-        config._commit_hash = repository.commit(config_path)
-
-        head = None
-        if config.head is not None:
-            head = AcceptanceHead(**config.head)
-            shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
-            hint = f"It does not belong to the head that {CONFIG} describes, trained for draft {_draft_name(config)}."
-            head.load_state_dict(load_strict(repository.file(HEAD), shapes, hint))
-        draft_vocab = None
-        if config.draft_vocab_size is not None:
-            hint = f"{CONFIG} promises {config.draft_vocab_size} token ids."
-            path = repository.file(DRAFT_VOCAB)
-            shapes = {"token_ids": torch.Size([config.draft_vocab_size])}
-            draft_vocab = load_strict(path, shapes, hint)["token_ids"]
+        config = load_config(repository)
+        head = load_head(repository, config) if config.head is not None else None
+        draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
         adapter = repository.adapter() if config.adapter else None
 
         drafter = None
@@ -131,8 +119,10 @@ class SpecDecPPAssistant(PreTrainedModel):
                 draft = add_adapter(draft, adapter, merge=True)
             drafter = Drafter(draft, draft_vocab)
         assistant = cls(config, drafter, head, adapter, draft_vocab, speculation)
-        if device is not None or target is not None:
-            assistant.to(device or target.device)
+        if target is not None and device is None:
+            device = target.device
+        if device is not None:
+            assistant.to(device)  # type: ignore[arg-type]
         if target is not None:
             assistant.attach(target)
         return assistant.eval()
@@ -140,8 +130,8 @@ class SpecDecPPAssistant(PreTrainedModel):
     @classmethod
     def from_draft(
         cls,
-        draft_model_or_id: PreTrainedModel | str | Path,
-        target: PreTrainedModel | None = None,
+        draft_model_or_id: CausalLM | str | Path,
+        target: CausalLM | None = None,
         adapter: str | Path | None = None,
         head: AcceptanceHead | None = None,
         draft_vocab: Tensor | Sequence[int] | None = None,
@@ -188,7 +178,7 @@ class SpecDecPPAssistant(PreTrainedModel):
     @classmethod
     def from_early_exit(
         cls,
-        target: PreTrainedModel,
+        target: CausalLM,
         layers: int | Sequence[int],
         adapter: str | Path | None = None,
         head: AcceptanceHead | None = None,
@@ -220,7 +210,7 @@ class SpecDecPPAssistant(PreTrainedModel):
 
     # Using one -------------------------------------------------------------------------------------------------------
 
-    def attach(self, target: PreTrainedModel) -> None:
+    def attach(self, target: CausalLM) -> None:
         """Make `target.generate(assistant_model=self)` use our decoding loop. May be called for several targets.
 
         Nothing else about the target changes, and `detach` restores it exactly.
@@ -237,7 +227,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         patching.attach(self, target)
         self._describe(target)
 
-    def detach(self, target: PreTrainedModel | None = None) -> None:
+    def detach(self, target: CausalLM | None = None) -> None:
         """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
         targets = patching.targets_of(self) if target is None else [patching.base_model(target)]
         for model in targets:
@@ -251,7 +241,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         if self.speculation.rule == "threshold":
             logger.warning_once(
                 "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
-                "acceptance, which is usually too optimistic. `specdecpp train` fits a head."
+                "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
             )
         return DraftProbability()
 
@@ -265,8 +255,8 @@ class SpecDecPPAssistant(PreTrainedModel):
             raise ValueError(
                 f"This assistant drafts with layers {self.config.draft_layers} of its target "
                 f"({self.config.target_id}), so it must be attached to it: "
-                "SpecDecPPAssistant.from_pretrained(repo, target=model), or assistant.attach(model). In a pipeline pass "
-                "the assistant object made in this way, not its name."
+                "SpecDecPPAssistant.from_pretrained(repo, target=model), or assistant.attach(model). In a pipeline "
+                "pass the assistant object made in this way, not its name."
             )
         return self.drafter
 
@@ -306,7 +296,7 @@ class SpecDecPPAssistant(PreTrainedModel):
     # What transformers reads -----------------------------------------------------------------------------------------
 
     @property
-    def generation_config(self) -> GenerationConfig:
+    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
         """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule."""
         return GenerationConfig(
             num_assistant_tokens=self.speculation.most_tokens,
@@ -343,14 +333,14 @@ class SpecDecPPAssistant(PreTrainedModel):
 
     # Details ---------------------------------------------------------------------------------------------------------
 
-    def _exit_early(self, target: PreTrainedModel) -> None:
+    def _exit_early(self, target: CausalLM) -> None:
         if self.drafter is not None:
             if patching.is_attached(self, target):
                 return
             raise ValueError(
                 "This early-exit assistant drafts with the layers of another target. Make a new one for this target."
             )
-        draft = early_exit(target, self.config.draft_layers)
+        draft = early_exit(target, self.config.draft_layers or [])
         if self.adapter_folder is not None:
             draft = add_adapter(draft, self.adapter_folder, merge=self.merge_adapter)
         self.drafter = Drafter(draft, self.draft_vocab, shares_target=True)
@@ -358,7 +348,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             self.head.to(self.drafter.device)
             _check_head(self.head, self.drafter, self.config)
 
-    def _describe(self, target: PreTrainedModel) -> None:
+    def _describe(self, target: CausalLM) -> None:
         """Take over what transformers compares between an assistant and its target, and where the target is from."""
         for name, value in _tokens(target).items():
             setattr(self.config, name, value)
@@ -369,15 +359,19 @@ class SpecDecPPAssistant(PreTrainedModel):
             self.config.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
 
 
-def _load_draft(name: str | None, revision: str | None, dtype: Any, hub_kwargs: dict[str, Any]) -> PreTrainedModel:
+def _load_draft(name: str | None, revision: str | None, dtype: Any, hub_kwargs: dict[str, Any]) -> CausalLM:
     if name is None:
-        raise ValueError(f"{CONFIG} names no draft model (draft_id), so there is nothing to draft with.")
+        raise ValueError(
+            f"{CONFIG} names no draft model (draft_id), so there is nothing to draft with. Write its Hub id there, or "
+            "load the draft yourself: SpecDecPPAssistant.from_draft(draft, head=load_head(...)), see "
+            "hf_specdecpp/repository.py."
+        )
     return AutoModelForCausalLM.from_pretrained(
         name, revision=revision, dtype=dtype, trust_remote_code=False, **hub_kwargs
     ).eval()
 
 
-def _tokens(model: PreTrainedModel) -> dict[str, Any]:
+def _tokens(model: CausalLM) -> dict[str, Any]:
     config = model.config.get_text_config()
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name, None) for name in names}
@@ -394,14 +388,6 @@ def _check_head(head: AcceptanceHead, drafter: Drafter, config: SpecDecPPConfig)
         ours["embedding_size"], theirs["embedding_size"] = head.embedding_size, drafter.embedding_size
     if ours != theirs:
         raise ValueError(
-            f"The acceptance head was trained for {ours} but draft {_draft_name(config)} has {theirs}, so it cannot "
+            f"The acceptance head was trained for {ours} but draft {config.draft_name} has {theirs}, so it cannot "
             "read the draft's states. Load the draft that it was trained with, or train a head for this one."
         )
-
-
-def _draft_name(config: SpecDecPPConfig) -> str:
-    if config.draft_kind == "independent":
-        return repr(config.draft_id)
-    return f"layers {config.draft_layers} of {config.target_id!r}"
-
-

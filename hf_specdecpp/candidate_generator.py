@@ -51,7 +51,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         vocab_size: int | None = None,
         randomness: Randomness | None = None,
     ) -> None:
-        self.session = DraftSession(assistant.ready_drafter(), vocab_size or assistant.config.vocab_size)
+        width = vocab_size or assistant.config.vocab_size or 0
+        self.session = DraftSession(assistant.ready_drafter(), width)
         self.rule = make_rule(assistant.speculation, assistant.estimator)
         self.processing = Processing(logits_processor or [])
         self.stats = SpeculationStats()
@@ -87,7 +88,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.draft_seconds += time.perf_counter() - start
         return chain
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form.
 
         Args:

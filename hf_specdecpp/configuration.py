@@ -151,6 +151,13 @@ class SpecDecPPConfig(PretrainedConfig):
         self.specdecpp_version = specdecpp_version
         super().__init__(**kwargs)
 
+    @property
+    def draft_name(self) -> str:
+        """The draft, for a message."""
+        if self.draft_kind == "independent":
+            return repr(self.draft_id)
+        return f"layers {self.draft_layers} of {self.target_id!r}"
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         written_for = config_dict.get("format_version", FORMAT_VERSION)

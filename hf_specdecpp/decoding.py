@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.records import TokenRecords
 from hf_specdecpp.support import check_cache, check_inputs
+from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.verification import verify_chain, verify_greedy
 
 
@@ -34,7 +35,7 @@ class AssistedDecoding:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: CausalLM,
         generator: SpecDecPPCandidateGenerator,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -51,7 +52,9 @@ class AssistedDecoding:
         self.eos = {i for c in stopping_criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
 
-    def run(self, input_ids: Tensor, plain_pass_seconds: float | None) -> tuple[Tensor | GenerateDecoderOnlyOutput, Any]:
+    def run(
+        self, input_ids: Tensor, plain_pass_seconds: float | None
+    ) -> tuple[Tensor | GenerateDecoderOnlyOutput, Any]:
         """Generate.
 
         Args:
@@ -83,7 +86,7 @@ class AssistedDecoding:
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)  # noqa: SLF001
+        outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
         check_cache(outputs.past_key_values)
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         outputs.past_key_values.activate_past_recording()
@@ -134,7 +137,7 @@ class AssistedDecoding:
         self.stats.generated += kept
         # The last emitted token is not in the cache, as in plain generation.
         outputs.past_key_values.crop(kept - 1 - count)
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(  # noqa: SLF001
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.model_kwargs, num_new_tokens=kept
         )
         if self.streamer is not None:
@@ -183,7 +186,7 @@ class AssistedDecoding:
         if not self.config.return_dict_in_generate:
             return input_ids
         return GenerateDecoderOnlyOutput(
-            sequences=input_ids,
+            sequences=input_ids,  # type: ignore[arg-type]
             scores=self.records.scores,
             logits=self.records.logits,
             attentions=self.records.attentions,
@@ -193,7 +196,7 @@ class AssistedDecoding:
 
 
 def assisted_decoding(
-    target: PreTrainedModel,
+    target: CausalLM,
     input_ids: Tensor,
     generator: SpecDecPPCandidateGenerator,
     stopping_criteria: StoppingCriteriaList,

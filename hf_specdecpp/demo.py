@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.stats import SpeculationStats
+from hf_specdecpp.typing import CausalLM
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
@@ -59,7 +61,9 @@ def run(
         tokenizer = AutoTokenizer.from_pretrained(target)
     if assistant is None:
         helper = SpecDecPPAssistant.from_early_exit(model, _parse_layers(layers))
-        description = f"layers {', '.join(map(str, helper.config.draft_layers))} of the target, untrained, no head"
+        description = (
+            f"layers {', '.join(map(str, helper.config.draft_layers or []))} of the target, untrained, no head"
+        )
     else:
         helper = SpecDecPPAssistant.from_pretrained(assistant, target=model)
         description = assistant
@@ -90,9 +94,9 @@ def run(
 
 def _answer(
     name: str,
-    model: PreTrainedModel,
+    model: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    inputs: dict[str, Tensor],
+    inputs: BatchEncoding,
     assistant: SpecDecPPAssistant | None,
     max_new_tokens: int,
     sample: bool,
@@ -135,17 +139,20 @@ def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) ->
         console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
 
 
-def _warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, assistant: SpecDecPPAssistant) -> None:
+def _warm_up(model: CausalLM, tokenizer: PreTrainedTokenizerBase, assistant: SpecDecPPAssistant) -> None:
     inputs = _encode(tokenizer, "Hello").to(model.device)
     for helper in (None, assistant):
         model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=helper)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, Tensor]:
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")
     messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded
 
 
 def _parse_layers(layers: str) -> int | list[int]:

@@ -7,12 +7,14 @@ generation, so one drafter can serve several threads; each generation owns a ses
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from hf_specdecpp.acceptance import DraftStep
+from hf_specdecpp.typing import CausalLM
 
 # Decoders whose positions come from a table cannot run past its end; rotary ones merely get worse.
 LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt"})
@@ -32,9 +34,10 @@ class Drafter(nn.Module):
             into logits in a way that is not understood.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, draft_vocab: Tensor | None = None, shares_target: bool = False
-    ) -> None:
+    draft_vocab: Tensor | None
+    model: CausalLM
+
+    def __init__(self, model: CausalLM, draft_vocab: Tensor | None = None, shares_target: bool = False) -> None:
         super().__init__()
         check_can_draft(model)
         self.shares_target = shares_target
@@ -97,10 +100,10 @@ class Drafter(nn.Module):
             return nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:vocab_size]
 
-    def _head(self) -> nn.Module:
+    def _head(self) -> Any:
         return self.model.get_output_embeddings()
 
-    def _head_logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
+    def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
         """The model's own route from hidden state to logits: the head, then what some families do to its output."""
         logits = head(hidden)
         config = self.text_config
@@ -113,7 +116,7 @@ class Drafter(nn.Module):
         return logits.float()
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Replace ids beyond the draft's embedding table. The draft then guesses badly, but its guesses are verified."""
+        """Replace ids beyond the draft's embedding table: the draft then guesses badly, but guesses are verified."""
         return token_ids.where(token_ids < self.model.get_input_embeddings().weight.shape[0], 0)
 
     @torch.inference_mode()
@@ -128,7 +131,7 @@ class Drafter(nn.Module):
         if not error <= tolerance * max(1.0, float(expected.abs().max())):
             raise ValueError(
                 f"{type(self.model).__name__} turns hidden states into logits in a way that hf_specdecpp does not know "
-                f"(largest difference {error:.3g}), so it would draft from wrong probabilities. Use another draft model."
+                f"(largest difference {error:.3g}), so it would draft from wrong probabilities. Use another draft."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
@@ -190,22 +193,22 @@ class DraftSession:
         return DraftStep(index=index, scores=scores, hidden=hidden, embed=self.drafter.embed)
 
 
-def check_can_draft(model: PreTrainedModel) -> None:
+def check_can_draft(model: CausalLM) -> None:
     """Raise `ValueError` if `model` is of a kind that cannot draft."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
     if getattr(model, "_is_stateful", False):
         raise ValueError(
-            f"{name} keeps a recurrent state that cannot be rolled back to the accepted tokens, so it cannot draft. Use "
-            "a draft whose layers all use attention."
+            f"{name} keeps a recurrent state that cannot be rolled back to the accepted tokens, so it cannot draft. "
+            "Use a draft whose layers all use attention."
         )
     head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(f"{name} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM.")
 
 
-def _check_draft_vocab(token_ids: Tensor | None, model: PreTrainedModel) -> Tensor | None:
+def _check_draft_vocab(token_ids: Tensor | None, model: CausalLM) -> Tensor | None:
     if token_ids is None:
         return None
     rows = model.get_output_embeddings().weight.shape[0]
@@ -219,7 +222,7 @@ def _check_draft_vocab(token_ids: Tensor | None, model: PreTrainedModel) -> Tens
     return ids
 
 
-def _slice_head(head: nn.Module, token_ids: Tensor) -> nn.Linear:
+def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
     """The rows of an LM head that belong to `token_ids`."""
     with torch.no_grad():
         weight = head.weight[token_ids]

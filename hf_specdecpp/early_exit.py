@@ -6,10 +6,12 @@ import copy
 from collections.abc import Sequence
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+
+from hf_specdecpp.typing import CausalLM
 
 
-def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
+def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
     """A causal LM made of some of the target's layers, its embeddings, final norm and LM head.
 
     The module structure is copied and every parameter and buffer is shared, so it costs no memory to speak of, follows
@@ -62,20 +64,22 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     return kept
 
 
-def _layer_stack(decoder: nn.Module, target: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def _layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
     depth = decoder.config.num_hidden_layers
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return name, module
     raise ValueError(
-        f"hf_specdecpp does not find the {depth} layers of {type(target).__name__}, so it cannot exit early from it. Use "
-        "an independent draft."
+        f"hf_specdecpp does not find the {depth} layers of {type(target).__name__}, so it cannot exit early from it. "
+        "Use an independent draft."
     )
 
 
-def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+def _configs(model: CausalLM) -> list[PreTrainedConfig]:
     """Every config object below `model`, each once (modules of one model share them)."""
-    found = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    found = {
+        id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
+    }
     text = {id(c.get_text_config(decoder=True)): c.get_text_config(decoder=True) for c in found.values()}
     return list({**found, **text}.values())
 

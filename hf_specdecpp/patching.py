@@ -11,21 +11,24 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers import GenerationConfig
 
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.decoding import assisted_decoding
 from hf_specdecpp.support import check_mode, check_target
+from hf_specdecpp.typing import CausalLM
 
 if TYPE_CHECKING:
     from hf_specdecpp.assistant import SpecDecPPAssistant
 
 # Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
-_attached: WeakKeyDictionary[PreTrainedModel, WeakSet[SpecDecPPAssistant]] = WeakKeyDictionary()
+_attached: WeakKeyDictionary[CausalLM, WeakSet[SpecDecPPAssistant]] = WeakKeyDictionary()
+
+# Arguments of transformers' decoding method that are not for the model's forward.
+MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
 
 
-def attach(assistant: SpecDecPPAssistant, target: PreTrainedModel) -> None:
+def attach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
     """Make `target.generate(assistant_model=assistant)` run our decoding loop.
 
     Raises:
@@ -39,7 +42,7 @@ def attach(assistant: SpecDecPPAssistant, target: PreTrainedModel) -> None:
     _attached.setdefault(target, WeakSet()).add(assistant)
 
 
-def detach(assistant: SpecDecPPAssistant, target: PreTrainedModel) -> None:
+def detach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
     """Undo `attach`. The target's class is restored when its last assistant leaves."""
     assistants = _attached.get(target)
     if assistants is None or assistant not in assistants:
@@ -50,21 +53,21 @@ def detach(assistant: SpecDecPPAssistant, target: PreTrainedModel) -> None:
         target.__class__ = original_class(target)
 
 
-def is_attached(assistant: object, target: PreTrainedModel) -> bool:
+def is_attached(assistant: Any, target: CausalLM) -> bool:
     return assistant in _attached.get(target, ())
 
 
-def targets_of(assistant: SpecDecPPAssistant) -> list[PreTrainedModel]:
+def targets_of(assistant: SpecDecPPAssistant) -> list[CausalLM]:
     """All targets that an assistant is attached to."""
     return [target for target, assistants in _attached.items() if assistant in assistants]
 
 
-def base_model(model: PreTrainedModel) -> PreTrainedModel:
+def base_model(model: CausalLM) -> CausalLM:
     """The transformers model inside a PEFT wrapper; other models as they are."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def original_class(target: PreTrainedModel) -> type[PreTrainedModel]:
+def original_class(target: CausalLM) -> type[CausalLM]:
     """The class that the target had before anything was attached."""
     return type(target).__mro__[2] if isinstance(target, AttachedMixin) else type(target)
 
@@ -72,21 +75,24 @@ def original_class(target: PreTrainedModel) -> type[PreTrainedModel]:
 class AttachedMixin:
     """Overrides of an attached target. Calls without an attached assistant go to the original methods."""
 
-    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: dict[str, Any]) -> None:
-        assistant = mode_kwargs.get("assistant_model")
-        if not is_attached(assistant, self):
-            return super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
-        check_target(self)
-        check_mode(generation_mode, generation_config, mode_kwargs)
-        assistant.ready_drafter()
-        # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
-        others = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
-        return super()._validate_generation_mode(generation_mode, generation_config, others)
+    def _validate_generation_mode(
+        self: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
+    ) -> None:
+        original: Any = super()
+        assistant: Any = mode_kwargs.get("assistant_model")
+        if is_attached(assistant, self):
+            check_target(self)
+            check_mode(mode, config, mode_kwargs)
+            assistant.ready_drafter()
+            # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
+            mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
+        original._validate_generation_mode(mode, config, mode_kwargs)
 
-    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> CandidateGenerator:
-        assistant = kwargs.get("assistant_model")
+    def _get_candidate_generator(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
+        original: Any = super()
+        assistant: Any = kwargs.get("assistant_model")
         if not is_attached(assistant, self):
-            return super()._get_candidate_generator(*args, **kwargs)
+            return original._get_candidate_generator(*args, **kwargs)
         return SpecDecPPCandidateGenerator(
             assistant,
             generation_config=kwargs["generation_config"],
@@ -95,26 +101,25 @@ class AttachedMixin:
             vocab_size=self.config.get_text_config().vocab_size,
         )
 
+    # `inputs_tensor` is named because transformers reads from the signature whether to pass it.
     def _assisted_decoding(
-        self,
+        self: CausalLM,
         input_ids: Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
+        generation_config: GenerationConfig,
         inputs_tensor: Tensor | None = None,
         assistant_model: Any = None,
-        assistant_tokenizer: Any = None,
-        tokenizer: Any = None,
-        **model_kwargs: Any,
+        streamer: Any = None,
+        **kwargs: Any,
     ) -> Any:
+        original: Any = super()
         if not is_attached(assistant_model, self):
-            return super()._assisted_decoding(
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus,
-                streamer=streamer, inputs_tensor=inputs_tensor, assistant_model=assistant_model,
-                assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **model_kwargs,
-            )  # fmt: skip
+            kwargs |= {"inputs_tensor": inputs_tensor, "assistant_model": assistant_model, "streamer": streamer}
+            return original._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+            )
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
         generator = self._get_candidate_generator(
             generation_config=generation_config,
             logits_processor=logits_processor,
@@ -123,15 +128,19 @@ class AttachedMixin:
         )
         assistant_model.stats = generator.stats
         output, assistant_model.plain_pass_seconds[self] = assisted_decoding(
-            self, input_ids, generator, stopping_criteria, generation_config, streamer, model_kwargs,
+            self,
+            input_ids,
+            generator,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
             assistant_model.plain_pass_seconds.get(self),
-        )  # fmt: skip
+        )
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle of an attached target is an ordinary, unattached model.
-        constructor, arguments, *state = super().__reduce_ex__(protocol)
-        swapped = tuple(original_class(a) if a is type(self) else a for a in arguments)  # type: ignore[arg-type]
-        return (constructor, swapped, *state)
-
-
+        reduced: Any = super().__reduce_ex__(protocol)
+        constructor, arguments, *state = reduced
+        return (constructor, tuple(original_class(self) if a is type(self) else a for a in arguments), *state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
 
@@ -37,8 +37,8 @@ def save(assistant: SpecDecPPAssistant, folder: Path) -> None:
     config = assistant.config
     if config.draft_kind == "independent" and config.draft_id is None:
         raise ValueError(
-            "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. Save "
-            "the draft, load it from there and build the assistant from that: from_draft(folder)."
+            "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. "
+            "Save the draft, load it from there and build the assistant from that: from_draft(folder)."
         )
     folder.mkdir(parents=True, exist_ok=True)
     config.head = assistant.head.to_config() if assistant.head is not None else None
@@ -86,8 +86,8 @@ def push(
     config = assistant.config
     if config.draft_kind == "independent" and config.draft_id is not None and Path(config.draft_id).exists():
         raise ValueError(
-            f"The draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. Push the draft "
-            "model first and build the assistant from its Hub id, or set assistant.config.draft_id to it."
+            f"The draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. Push the "
+            "draft model first and build the assistant from its Hub id, or set assistant.config.draft_id to it."
         )
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

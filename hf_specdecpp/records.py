@@ -15,10 +15,10 @@ class TokenRecords:
         def wanted(flag: bool | None) -> tuple[Any, ...] | None:
             return () if config.return_dict_in_generate and flag else None
 
-        self.scores: tuple[Tensor, ...] | None = wanted(config.output_scores)
-        self.logits: tuple[Tensor, ...] | None = wanted(config.output_logits)
-        self.hidden_states: tuple[tuple[Tensor, ...], ...] | None = wanted(config.output_hidden_states)
-        self.attentions: tuple[tuple[Tensor, ...], ...] | None = wanted(config.output_attentions)
+        self.scores: Any = wanted(config.output_scores)
+        self.logits: Any = wanted(config.output_logits)
+        self.hidden_states: Any = wanted(config.output_hidden_states)
+        self.attentions: Any = wanted(config.output_attentions)
 
     @property
     def keeps_logits(self) -> bool:

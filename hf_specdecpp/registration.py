@@ -18,15 +18,13 @@ class DraftTokenizer(PreTrainedTokenizerFast):
     """
 
     @classmethod
-    def from_pretrained(cls, name: str, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         passed_on = ("cache_dir", "token", "local_files_only")
         hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
         config = SpecDecPPConfig.from_pretrained(name, **hub_kwargs)
         if config.draft_id is not None:
-            source, revision = config.draft_id, config.draft_revision
-        else:
-            source, revision = config.target_id, config.target_revision
-        return AutoTokenizer.from_pretrained(source, revision=revision, **hub_kwargs)
+            return AutoTokenizer.from_pretrained(config.draft_id, revision=config.draft_revision, **hub_kwargs)
+        return AutoTokenizer.from_pretrained(config.target_id, revision=config.target_revision, **hub_kwargs)
 
 
 def register() -> None:
@@ -35,4 +33,4 @@ def register() -> None:
     AutoModelForCausalLM.register(SpecDecPPConfig, SpecDecPPAssistant, exist_ok=True)
     AutoTokenizer.register(SpecDecPPConfig, fast_tokenizer_class=DraftTokenizer, exist_ok=True)
     # Pipelines look the class of an assistant up by name in the transformers module, and nowhere else.
-    transformers.SpecDecPPAssistant = SpecDecPPAssistant
+    transformers.SpecDecPPAssistant = SpecDecPPAssistant  # type: ignore[attr-defined]

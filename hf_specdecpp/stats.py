@@ -116,22 +116,20 @@ class SpeculationStats:
         return f"It does not pay: {how} plain generate(). {self._why_not()}"
 
     def _why_not(self) -> str:
-        assert self.plain_pass_seconds is not None  # noqa: S101 - only called with a measured speed-up
-        draft = self.draft_seconds / max(self.drafted, 1) / self.plain_pass_seconds
-        verify = self.target_seconds / self.rounds / self.plain_pass_seconds
-        per_round = self.rounds * self.plain_pass_seconds
-        overhead = self.overhead_seconds / per_round
-        costs = draft * self.drafted / self.rounds + verify + overhead
-        emitted = self.accepted / self.rounds + 1
+        unit = self.rounds * (self.plain_pass_seconds or 1.0)
+        draft, verify, overhead = (
+            seconds / unit for seconds in (self.draft_seconds, self.target_seconds, self.overhead_seconds)
+        )
         reason = (
-            f"A round costs {costs:.2f} plain passes (drafting {costs - verify - overhead:.2f}, verifying {verify:.2f}, "
-            f"overhead {overhead:.2f}) and yields {emitted:.2f} tokens: {self.acceptance_rate:.0%} of the candidates "
-            "are accepted. "
+            f"A round costs {draft + verify + overhead:.2f} plain passes (drafting {draft:.2f}, verifying "
+            f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + self.accepted / self.rounds:.2f} tokens: "
+            f"{self.acceptance_rate:.0%} of the candidates are accepted. "
         )
         if self.acceptance_rate < 0.5:
             return reason + "The draft is not good enough for this target: train it and a head, or draft fewer tokens."
-        if draft > 0.4:
-            return reason + f"The draft is too slow: one of its tokens costs {draft:.2f} target passes."
+        per_candidate = draft * self.rounds / max(self.drafted, 1)
+        if per_candidate > 0.4:
+            return reason + f"The draft is too slow: one of its tokens costs {per_candidate:.2f} target passes."
         if verify > 1.5:
             return reason + "Verifying several tokens at once is expensive on this device: draft fewer tokens."
         return reason + "The target is too fast for the overhead of a round: assistants pay with larger targets."
@@ -173,8 +171,8 @@ class SpeculationStats:
         if not self.complete:
             return f"draft {self.draft_seconds:.2f} s"
         return (
-            f"prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, target {self.target_seconds:.2f} s, "
-            f"overhead {self.overhead_seconds:.2f} s"
+            f"prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, "
+            f"target {self.target_seconds:.2f} s, overhead {self.overhead_seconds:.2f} s"
         )
 
 

@@ -32,11 +32,11 @@ class StoppingRule:
     def begin_round(self) -> None:
         """Forget the previous round."""
 
-    def signal(self, step: DraftStep) -> Tensor | None:
+    def signal(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - for subclasses
         """What `stops` looks at, or `None` if nothing."""
         return None
 
-    def stops(self, signal: float | None) -> bool:
+    def stops(self, signal: float | None) -> bool:  # noqa: ARG002 - for subclasses
         """Whether the round ends after the candidate that `signal` belongs to."""
         return False
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache, QuantizedCache, StaticCache
 from transformers.generation import GenerationMode
+
+from hf_specdecpp.typing import CausalLM
 
 WITHOUT = "Generate without assistant_model="
 
 
-def check_target(target: PreTrainedModel) -> None:
+def check_target(target: CausalLM) -> None:
     """Raise `ValueError` if nothing that `target` generates can be assisted."""
     name = type(target).__name__
     if not target.can_generate():
@@ -57,8 +59,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` for inputs that cannot be assisted. Runs before the first forward."""
     if input_ids.shape[0] != 1:
         raise ValueError(
-            f"A batch of {input_ids.shape[0]} sequences: candidates are verified for one sequence at a time, since each "
-            "would accept a different number. Call generate() once a sequence (in a pipeline: batch_size=1)."
+            f"A batch of {input_ids.shape[0]} sequences: candidates are verified for one sequence at a time, since "
+            "each would accept a different number. Call generate() once a sequence (in a pipeline: batch_size=1)."
         )
     if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
         raise ValueError("The prompt was given as inputs_embeds, which the draft cannot read. Pass input_ids.")
@@ -68,9 +70,11 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
 def check_cache(cache: object) -> None:
     """Raise `ValueError` unless `cache` can be rolled back."""
     if not isinstance(cache, Cache):
-        raise ValueError(f"The target made no cache ({type(cache).__name__}), so candidates cannot be verified. {WITHOUT}.")
+        raise ValueError(
+            f"The target made no cache ({type(cache).__name__}), so candidates cannot be verified. {WITHOUT}."
+        )
     if isinstance(cache, StaticCache | QuantizedCache):
         raise ValueError(
-            f"{type(cache).__name__} cannot be rolled back when a candidate is rejected. Use a DynamicCache, or generate "
-            "without assistant_model=."
+            f"{type(cache).__name__} cannot be rolled back when a candidate is rejected. Use a DynamicCache, or "
+            "generate without assistant_model=."
         )

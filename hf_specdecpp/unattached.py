@@ -19,6 +19,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 from transformers.utils import ModelOutput
 
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator, eos_ids
+from hf_specdecpp.chain import Chain
 from hf_specdecpp.processing import Processing
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ class DraftOutput(ModelOutput):
 class DraftState:
     """Travels as the assistant's `past_key_values` from round to round, so that the assistant itself has no state."""
 
-    def __init__(self, generator: SpecDecPPCandidateGenerator, length: int) -> None:
+    def __init__(self, generator: SpecDecPPCandidateGenerator, length: int, num_drafted: int) -> None:
         self.generator = generator
         self.length = length
+        self.num_drafted = num_drafted
 
     def get_seq_length(self) -> int:
         return self.length
@@ -77,20 +79,33 @@ def draft_round(
     else:
         generator = past_key_values.generator
         emitted = input_ids.shape[1] - past_key_values.length
-        generator.update_candidate_strategy(input_ids, None, emitted - 1)
+        generator.update_candidate_strategy(input_ids, None, min(emitted - 1, past_key_values.num_drafted))
         generator.stats.generated += emitted
     processors = list(logits_processor or [])
     eos = list(eos_ids(generation_config))
     if min_new_tokens > 0 and eos:
-        # transformers takes the target's minimum length out of the processors and passes it like this.
-        processors.append(MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, input_ids.device))
+        # transformers takes the target's minimum length out of the processors and passes it like this. It comes first
+        # again: after top-k it could forbid the only token left.
+        minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
+        processors.insert(0, minimum)
     generator.processing = Processing(processors)
     chain = generator.draft(input_ids, max_new_tokens)
+    state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
+    if not chain.tokens:
+        chain = _repeat_last(input_ids, generator.session.vocab_size)
     return DraftOutput(
         sequences=torch.cat((input_ids, input_ids.new_tensor([chain.tokens])), dim=1),
         scores=tuple(scores[None] for scores in chain.scores),
-        past_key_values=DraftState(generator, input_ids.shape[1]),
+        past_key_values=state,
     )
+
+
+def _repeat_last(input_ids: Tensor, vocab_size: int) -> Chain:
+    """For a draft that cannot read such a long text: transformers needs a candidate all the same. q is a point mass."""
+    token = int(input_ids[0, -1])
+    scores = torch.full((vocab_size,), float("-inf"), device=input_ids.device)
+    scores[token] = 0.0
+    return Chain([token], [scores])
 
 
 def check_loop(generation_config: GenerationConfig) -> None:
@@ -111,23 +126,32 @@ def check_loop(generation_config: GenerationConfig) -> None:
         raise ValueError("A quantized cache cannot be rolled back when a candidate is rejected. Use a DynamicCache.")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
-            "past_key_values holds an earlier turn, and transformers' assisted generation would feed the whole prompt on "
-            "top of it and answer wrongly. " + ATTACH
+            "past_key_values holds an earlier turn, and transformers' assisted generation would feed the whole prompt "
+            "on top of it and answer wrongly. " + ATTACH
         )
     per_token = [
         type(criterion).__name__
         for criterion in loop.f_locals.get("stopping_criteria", ())
-        if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+        if not _heeded_within_rounds(criterion, loop.f_locals["generation_config"])
     ]
     if per_token:
         raise ValueError(
-            f"{', '.join(per_token)}: transformers asks stopping criteria once a round, so the answer would run past the "
-            "point where it should stop. " + ATTACH
+            f"{', '.join(per_token)}: transformers asks stopping criteria once a round, so the answer would run past "
+            "the point where it should stop. " + ATTACH
         )
 
 
+def _heeded_within_rounds(criterion: object, config: GenerationConfig) -> bool:
+    # transformers cuts a round at its own maximum length and end-of-sequence ids, not at those of a user's criterion.
+    if type(criterion) is MaxLengthCriteria:
+        return criterion.max_length == config.max_length
+    if type(criterion) is EosTokenCriteria:
+        return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
+    return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
+
+
 def _loop_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the loop passes neither its cache nor its criteria on
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_assisted_decoding":
         frame = frame.f_back
     return frame

@@ -7,7 +7,9 @@ import json
 import warnings
 from functools import lru_cache
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_specdecpp.typing import CausalLM
 
 
 def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -26,7 +28,7 @@ def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:
     """Refuse a draft whose tokens mean something else to the target.
 
     Where a tokenizer cannot be found (a model built in memory) only a difference in vocabulary size can be seen, and is
@@ -43,9 +45,9 @@ def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> Non
         sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
         if sizes[0] != sizes[1]:
             warnings.warn(
-                f"The target has {sizes[0]} token ids and the draft {sizes[1]}. That is harmless padding if both use the "
-                "same tokenizer, which could not be checked because no tokenizer files were found beside the models. If "
-                "almost nothing is accepted, the tokenizers differ.",
+                f"The target has {sizes[0]} token ids and the draft {sizes[1]}. That is harmless padding if both use "
+                "the same tokenizer, which could not be checked because no tokenizer files were found beside the "
+                "models. If almost nothing is accepted, the tokenizers differ.",
                 stacklevel=2,
             )
         return
@@ -72,15 +74,15 @@ def check_same_tokens(
         )
 
 
-def check_hash(target: PreTrainedModel, expected: str | None, trained_for: str | None) -> None:
+def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) -> None:
     """Raise `ValueError` if the target's tokenizer is not the one that an assistant was trained with."""
     tokenizer = tokenizer_of(target.config.name_or_path)
     if expected is None or tokenizer is None or hash_of(tokenizer) == expected:
         return
     raise ValueError(
         f"This assistant was trained for {trained_for!r}, whose tokenizer differs from that of "
-        f"{target.config.name_or_path!r} (hash {expected[:12]} against {hash_of(tokenizer)[:12]}), so its token ids mean "
-        "something else. Load the assistant that belongs to your target."
+        f"{target.config.name_or_path!r} (hash {expected[:12]} against {hash_of(tokenizer)[:12]}), so its token ids "
+        "mean something else. Load the assistant that belongs to your target."
     )
 
 
