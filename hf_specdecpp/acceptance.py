@@ -8,7 +8,7 @@ it to the draft; `"after"` the candidate before it, whose hidden state has only 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -28,14 +28,14 @@ class DraftStep:
         scores: `[vocab]` float32, the draft's logits after all processors: q is their softmax.
         hidden: `[hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed from.
         embed: maps a token id to its input embedding `[embedding_size]` in the draft.
-        token: 0-d int64, the candidate; -1 until it is drawn.
+        token: 0-d int64, the candidate; unset until it is drawn.
     """
 
     index: int
     scores: Tensor
     hidden: Tensor
     embed: Callable[[Tensor], Tensor]
-    token: Tensor = field(default_factory=lambda: torch.tensor(-1))
+    token: Tensor = None  # type: ignore[assignment]
 
     @cached_property
     def q(self) -> Tensor:

@@ -1,0 +1,71 @@
+"""The exact law of a program that makes random choices: run it once for every outcome, weighted. No sampling error.
+
+A program takes a `hf_specdecpp.randomness.Randomness` and returns what it emitted. In production that object draws from
+torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Tokens = tuple[int, ...]
+Law = dict[Tokens, float]
+
+
+class Replay:
+    """One path through a program's choices.
+
+    Attributes:
+        weight: the probability of the path.
+        untried: the paths that branch off this one, for every choice made for the first time.
+    """
+
+    def __init__(self, choices: list[int]) -> None:
+        self.choices = choices
+        self.made = 0
+        self.weight = 1.0
+        self.untried: list[list[int]] = []
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        # Normalised as torch.multinomial does it. No rounding here: float64 from the first step to the last.
+        weights = probs.double().tolist()
+        return torch.tensor(self._choose(weights))
+
+    def bernoulli(self, probability: float) -> bool:
+        # 0 and 1 leave only one outcome of positive weight, so they branch into nothing.
+        return self._choose([1.0 - probability, probability]) == 1
+
+    def _choose(self, weights: list[float]) -> int:
+        if self.made == len(self.choices):
+            first, *others = [index for index, weight in enumerate(weights) if weight > 0.0]
+            self.untried += [[*self.choices, other] for other in others]
+            self.choices = [*self.choices, first]
+        choice = self.choices[self.made]
+        self.made += 1
+        self.weight *= weights[choice] / sum(weights)
+        return choice
+
+
+def exact_law(program: Callable[[Replay], Tokens]) -> Law:
+    """What `program` emits, with its exact probability."""
+    law: Law = defaultdict(float)
+    todo: list[list[int]] = [[]]
+    while todo:
+        replay = Replay(todo.pop())
+        emitted = program(replay)
+        law[emitted] += replay.weight
+        todo += replay.untried
+    return law
+
+
+def worst_error(law: Law, p: Callable[[Tokens], Tensor], vocab: int) -> float:
+    """Largest |law - p| of the next token, over every prefix that is emitted. `p(prefix)`: probabilities `[vocab]`."""
+    masses: dict[Tokens, Tensor] = defaultdict(lambda: torch.zeros(vocab, dtype=torch.float64))
+    for emitted, weight in law.items():
+        for length, token in enumerate(emitted):
+            masses[emitted[:length]][token] += weight
+    return max(float((mass / mass.sum() - p(prefix)).abs().max()) for prefix, mass in masses.items())
