@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-from peft import PeftModel, get_peft_model_state_dict
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
 
-from hf_specdecpp.repository import ADAPTER_FILES, load_tensors
+from hf_specdecpp.repository import ADAPTER_FILES, load_tensors, read_json
 from hf_specdecpp.typing import CausalLM
+
+# Ways to begin that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
+HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
 
 
 def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
@@ -19,29 +24,73 @@ def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
     shared with a target keep their values. Without it the adapter stays beside them: slower, but no copies.
 
     Raises:
-        ValueError: the adapter does not fit the model.
+        ValueError: the adapter does not fit the model, or would overwrite weights that a target may share.
     """
     if hasattr(model, "peft_config"):
         raise ValueError(
             "The draft already has a PEFT adapter, and a second one on top would not be what it was trained as. Merge "
             "the first: model.merge_and_unload()."
         )
+    _check_kind(folder)
+    stored = load_tensors(folder / ADAPTER_FILES[1])
     if not merge:
         model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
-    stored = load_tensors(folder / ADAPTER_FILES[1])
-    expected = get_peft_model_state_dict(adapted)
-    if set(stored) != set(expected):
-        odd = sorted(set(stored) ^ set(expected))
-        raise ValueError(
-            f"The adapter in {folder} does not fit {type(model).__name__}: {len(odd)} tensors have no counterpart, for "
-            f"example {odd[0]}. It was trained for another draft; see base_model_name_or_path and the layers in its "
-            "config."
-        )
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = True
+        adapted = PeftModel(model, config, autocast_adapter_dtype=False)
+    finally:
+        for parameter, flag in flags:  # PEFT freezes them, but they may be a target's
+            parameter.requires_grad_(flag)
+    _load(adapted, stored, folder)
     if not merge:
         return adapted.get_base_model().eval()
     for module in adapted.modules():
         if isinstance(module, BaseTunerLayer):
-            for parameter in module.get_base_layer().parameters():
-                parameter.data = parameter.data.clone()
+            base = module.get_base_layer()
+            for name, parameter in list(base.named_parameters(recurse=False)):
+                # A new object: an assignment to the old one's `.data` would reach the target.
+                setattr(base, name, copy.deepcopy(parameter))
     return adapted.merge_and_unload().eval()
+
+
+def _check_kind(folder: Path) -> None:
+    """Raise `ValueError` unless the adapter adds to a model and leaves the model's own weights as they are."""
+    path = folder / ADAPTER_FILES[0]
+    config = read_json(path)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only.")
+    bias, init = config.get("bias", "none"), config.get("init_lora_weights")
+    if bias != "none" or init not in HARMLESS_INITS:
+        raise ValueError(
+            f"{path} has bias={bias!r} and init_lora_weights={init!r}, so loading the adapter overwrites the model's "
+            "own weights, which a draft may share with its target. Use one with bias='none' and the usual "
+            "initialisation, or merge it, save that model (merge_and_unload) and make it an independent draft."
+        )
+
+
+def _load(adapted: PeftModel, stored: dict[str, Tensor], folder: Path) -> None:
+    """Fill the adapter. Only what is the adapter's: PEFT would take values for the model's own weights, too."""
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    own = adapted.state_dict()
+    # PEFT stores the embeddings as they are beside an adapter on them.
+    copies = {name for name, tensor in stored.items() if name in own and _equal(own[name], tensor)}
+    odd = sorted((set(stored) ^ set(expected)) - (copies - set(expected)))
+    name = type(adapted.get_base_model()).__name__
+    if odd:
+        raise ValueError(
+            f"The adapter in {folder} does not fit {name}: {len(odd)} tensors have no counterpart, for example "
+            f"{odd[0]}. It was trained for another draft; see base_model_name_or_path and the layers in its config."
+        )
+    try:
+        set_peft_model_state_dict(adapted, {name: stored[name] for name in expected})
+    except RuntimeError as error:
+        raise ValueError(
+            f"The adapter in {folder} does not fit {name}; it was trained for another draft. {error}"
+        ) from None
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.to(ours.dtype))

@@ -113,9 +113,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _new_tokens(self, input_ids: Tensor) -> Tensor:
         new = input_ids[:, self._seen_length :]
         if self._seen_length == 0 and self._attention_mask is not None:
-            # Padding: the target ignores these tokens, and the draft is simply not shown them.
-            mask = self._attention_mask[0, : new.shape[1]].bool()
-            new = torch.cat((new[:, : mask.shape[0]][:, mask], new[:, mask.shape[0] :]), dim=1)
+            # Padding: the target ignores these tokens, and the draft is simply not shown them. The mask is longer than
+            # the prompt where that continues a cache.
+            mask = self._attention_mask[0].bool()[-new.shape[1] :]
+            kept = torch.cat((new[:, : mask.shape[0]][:, mask], new[:, mask.shape[0] :]), dim=1)
+            new = kept if kept.shape[1] else new
         self._seen_length = input_ids.shape[1]
         return new
 

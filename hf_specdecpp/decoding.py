@@ -22,6 +22,9 @@ from hf_specdecpp.support import check_cache, check_inputs
 from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.verification import verify_chain, verify_greedy
 
+# How many plain target passes are timed, after the first answer for a target, so that the verdict can compare.
+PLAIN_PASSES = 3
+
 
 class AssistedDecoding:
     """One `generate()` call of an attached target.
@@ -51,6 +54,7 @@ class AssistedDecoding:
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
         self.eos = {i for c in stopping_criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
+        self.cached = 0  # tokens in the cache after the last whole round, those of an earlier turn included
 
     def run(
         self, input_ids: Tensor, plain_pass_seconds: float | None
@@ -75,7 +79,7 @@ class AssistedDecoding:
                 spent = self.stats.draft_seconds + self.stats.target_seconds - spent
                 self.stats.overhead_seconds += time.perf_counter() - begin - spent
         except BaseException:
-            self._roll_back(input_ids.shape[1] - 1)
+            self._roll_back()
             raise
         if self.streamer is not None:
             self.streamer.end()
@@ -130,13 +134,15 @@ class AssistedDecoding:
 
         emitted = [*candidates[:accepted], token]
         before = input_ids.shape[1]
-        input_ids = torch.cat((input_ids, input_ids.new_tensor([emitted])), dim=1)
+        # As int64 whatever the prompt's type is, like plain generation.
+        input_ids = torch.cat((input_ids, torch.tensor([emitted], device=input_ids.device)), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count)
         self.stats.generated += kept
         # The last emitted token is not in the cache, as in plain generation.
         outputs.past_key_values.crop(kept - 1 - count)
+        self.cached = outputs.past_key_values.get_seq_length()
         self.model_kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.model_kwargs, num_new_tokens=kept
         )
@@ -161,21 +167,19 @@ class AssistedDecoding:
                 return i + 1, True
         return kept, finished
 
-    def _roll_back(self, length: int) -> None:
-        """After an exception: the cache, which may be the user's, goes back to the text before the broken round."""
+    def _roll_back(self) -> None:
+        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
         for layer in self.model_kwargs["past_key_values"].layers:
-            if layer.get_seq_length() > length:
-                layer.crop(length - layer.get_seq_length())
+            if layer.get_seq_length() > self.cached:
+                layer.crop(self.cached - layer.get_seq_length())
 
     def _time_plain_pass(self, input_ids: Tensor) -> float:
-        """Seconds of one target pass over one token, the better of two. Leaves the cache as it was."""
-        times = []
-        for _ in range(2):
-            begin = time.perf_counter()
+        """Seconds of one target pass over one token, mean of a few. Leaves the cache as it was."""
+        begin = time.perf_counter()
+        for _ in range(PLAIN_PASSES):
             outputs = self._forward(input_ids, [])
-            times.append(self._since(begin))
             outputs.past_key_values.crop(-1)
-        return min(times)
+        return self._since(begin) / PLAIN_PASSES
 
     def _since(self, begin: float) -> float:
         if self.target.device.type != "cpu":

@@ -140,7 +140,8 @@ class AttachedMixin:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy or a pickle of an attached target is an ordinary, unattached model.
+        # A copy or a pickle of an attached target is an ordinary, unattached model. Made by `object.__new__`, since
+        # pickle takes its usual constructor for the very class of the object only.
         reduced: Any = super().__reduce_ex__(protocol)
-        constructor, arguments, *state = reduced
-        return (constructor, tuple(original_class(self) if a is type(self) else a for a in arguments), *state)
+        _, _, *state = reduced
+        return (object.__new__, (original_class(self),), *state)

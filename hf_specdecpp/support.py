@@ -41,7 +41,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
         )
     if config.use_cache is False:
         raise ValueError("use_cache=False: verifying candidates needs the target's key-value cache. Leave it on.")
-    if config.cache_implementation not in (None, "dynamic", "offloaded", "dynamic_full"):
+    if config.cache_implementation not in (None, "dynamic", "offloaded"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
             "Leave it unset, or generate without assistant_model=."
