@@ -192,21 +192,31 @@ class AcceptanceHead(nn.Module):
         return super()._apply(lambda tensor: tensor.to(device), recurse)
 
 
-def scalar_features(q: Tensor, token: Tensor, sibling_mass: float = 0.0, num_siblings: int = 0) -> Tensor:
-    """Scalars of a candidate for a head with `inputs="before"`.
+def scalar_features(
+    q: Tensor, token: Tensor, sibling_mass: Tensor | None = None, num_siblings: Tensor | None = None
+) -> Tensor:
+    """Scalars of candidates for a head with `inputs="before"`.
 
     Args:
-        q: `[vocab]`, the law it was drawn from.
-        token: 0-d, the candidate.
-        sibling_mass, num_siblings: total draft probability and number of the siblings drawn before it in a tree.
+        q: `[..., vocab]`, the laws that they were drawn from.
+        token: `[...]`, the candidates.
+        sibling_mass, num_siblings: `[...]`, total draft probability and number of the siblings drawn before each in a
+            tree; zero by default.
 
     Returns:
-        `[5]` float32: log q(y), entropy in nats, margin q1 - q2, sibling mass, number of siblings.
+        `[..., 5]` float32: log q(y), entropy in nats, margin q1 - q2, sibling mass, number of siblings.
     """
-    top = q.topk(min(2, q.shape[-1])).values
-    siblings = q.new_tensor([sibling_mass, float(num_siblings)])
-    log_q = q[token].clamp_min(1e-30).log()
-    return torch.cat((torch.stack((log_q, torch.special.entr(q).sum(), top[0] - top[-1])), siblings)).float()
+    top = q.topk(min(2, q.shape[-1]), dim=-1).values
+    log_q = q.gather(-1, token[..., None])[..., 0].clamp_min(1e-30).log()
+    none = torch.zeros_like(log_q)
+    scalars = (
+        log_q,
+        torch.special.entr(q).sum(-1),
+        top[..., 0] - top[..., -1],
+        none if sibling_mass is None else sibling_mass,
+        none if num_siblings is None else num_siblings.to(q.dtype),
+    )
+    return torch.stack(scalars, dim=-1).float()
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from hf_specdecpp.adapters import add_adapter
 from hf_specdecpp.configuration import SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafter import Drafter
 from hf_specdecpp.early_exit import check_layers, early_exit
-from hf_specdecpp.repository import CONFIG, Repository, load_config, load_draft_vocab, load_head
+from hf_specdecpp.provenance import commit_of, warn_of_drift
+from hf_specdecpp.repository import CONFIG, Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
 from hf_specdecpp.stats import SpeculationStats
 from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.unattached import DraftOutput, DraftState, draft_round
@@ -100,9 +101,10 @@ class SpecDecPPAssistant(PreTrainedModel):
 
         Raises:
             ValueError: a file is damaged or does not fit, or the assistant was trained for other tokens.
+            TypeError: an argument is not known.
             OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
         """
-        hub_kwargs = {key: hub_kwargs[key] for key in publishing.HUB_KWARGS if hub_kwargs.get(key) is not None}
+        hub_kwargs = check_hub_kwargs(hub_kwargs)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
         head = load_head(repository, config) if config.head is not None else None
@@ -164,7 +166,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         config = SpecDecPPConfig(
             draft_kind="independent",
             draft_id=draft.config.name_or_path or None,
-            draft_revision=getattr(draft.config, "_commit_hash", None),
+            draft_revision=commit_of(draft),
             **_tokens(draft),
         )
         vocab = _as_ids(draft_vocab)
@@ -220,6 +222,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         """
         target = patching.base_model(target)
         check_hash(target, self.config.vocab_hash, self.config.target_id)
+        warn_of_drift(target, self.config.target_id, self.config.target_revision)
         if self.drafter is None or self.drafter.shares_target:
             self._exit_early(target)
         else:
@@ -354,7 +357,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             setattr(self.config, name, value)
         if self.config.target_id is None:
             self.config.target_id = target.config.name_or_path or None
-            self.config.target_revision = getattr(target.config, "_commit_hash", None)
+            self.config.target_revision = commit_of(target)
             tokenizer = tokenizer_of(target.config.name_or_path)
             self.config.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
 

@@ -31,8 +31,8 @@ def convert(
     out: Path,
     tied: bool | None = None,
     draft_id: str | None = None,
-    target_id: str | None = None,
     draft_revision: str | None = None,
+    target_id: str | None = None,
     target_revision: str | None = None,
 ) -> SpecDecPPConfig:
     """Write the head of `folder` to the new folder `out`, in our format.
@@ -41,7 +41,7 @@ def convert(
         folder: `config.json` and `pytorch_model.bin` or a safetensors file.
         out: must not hold a `config.json` yet.
         tied: see `read_released_head`.
-        draft_id, target_id, draft_revision, target_revision: the models that the head was trained with. Without
+        draft_id, draft_revision, target_id, target_revision: the models that the head was trained with. Without
             `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
 
     Raises:

@@ -78,14 +78,18 @@ class Drafter(nn.Module):
         weight = self.model.get_input_embeddings().weight
         return weight[self._known(token)]
 
-    def hidden_states(self, input_ids: Tensor, cache: DynamicCache) -> Tensor:
-        """Feed `input_ids` (`[1, n]`) after what `cache` holds; the last hidden state, `[hidden_size]`."""
+    def hidden_states(self, input_ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+        """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
+
+        With a cache they are fed after what it holds, and added to it.
+        """
         decoder = self.model.get_decoder()
-        output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=True)
-        return output.last_hidden_state[0, -1]
+        use_cache = cache is not None
+        output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache)
+        return output.last_hidden_state
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Logits `[vocab_size]` float32 for one hidden state `[hidden_size]`.
+        """Logits `[..., vocab_size]` float32 of hidden states `[..., hidden_size]`.
 
         `vocab_size` is the width of the target's logits. The draft's are cut or padded to it; ids that the draft does
         not have, or that are not in its `draft_vocab`, get -inf, so that q is zero there.
@@ -93,12 +97,13 @@ class Drafter(nn.Module):
         if self.small_head is None:
             logits = self._head_logits(self._head(), hidden)
         else:
-            logits = hidden.new_full((self._head().weight.shape[0],), float("-inf"), dtype=torch.float32)
-            logits[self.draft_vocab] = self._head_logits(self.small_head, hidden)
+            shape = (*hidden.shape[:-1], self._head().weight.shape[0])
+            logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
+            logits[..., self.draft_vocab] = self._head_logits(self.small_head, hidden)
         missing = vocab_size - logits.shape[-1]
         if missing > 0:
             return nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits[:vocab_size]
+        return logits[..., :vocab_size]
 
     def _head(self) -> Any:
         return self.model.get_output_embeddings()
@@ -124,8 +129,7 @@ class Drafter(nn.Module):
         """Compare the route above with the model's own forward on one token."""
         probe = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         expected = self.model(probe).logits[0, -1].float()
-        hidden = self.hidden_states(probe, DynamicCache(config=self.text_config))
-        actual = self._head_logits(self._head(), hidden)
+        actual = self._head_logits(self._head(), self.hidden_states(probe)[0, -1])
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
         error = float((actual - expected).abs().max())
         if not error <= tolerance * max(1.0, float(expected.abs().max())):
@@ -180,7 +184,7 @@ class DraftSession:
         if candidates:
             self._pending = torch.tensor([[candidates[-1]]], device=self.drafter.device)
             self._fed_candidates += 1
-        hidden = self.drafter.hidden_states(self._pending, self.cache)
+        hidden = self.drafter.hidden_states(self._pending, self.cache)[0, -1]
         self._pending = self._pending[:, :0]
         if not self._recording:
             # From here on the cache must be able to roll back. Not before: the prompt needs no roll-back, and its

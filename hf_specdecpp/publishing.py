@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import transformers
 from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
 
 from hf_specdecpp.repository import (
@@ -24,7 +25,6 @@ from hf_specdecpp.version import __version__
 if TYPE_CHECKING:
     from hf_specdecpp.assistant import SpecDecPPAssistant
 
-HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
@@ -32,7 +32,7 @@ def save(assistant: SpecDecPPAssistant, folder: Path) -> None:
     """Write all files of the assistant's repository. A `README.md` that is there already is kept.
 
     Raises:
-        ValueError: nobody could load the draft again.
+        ValueError: nobody could load the draft again as it is.
     """
     config = assistant.config
     if config.draft_kind == "independent" and config.draft_id is None:
@@ -40,12 +40,14 @@ def save(assistant: SpecDecPPAssistant, folder: Path) -> None:
             "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. "
             "Save the draft, load it from there and build the assistant from that: from_draft(folder)."
         )
+    if config.draft_kind == "independent" and assistant.adapter_folder is None:
+        _refuse_adapter_in_memory(assistant)
     folder.mkdir(parents=True, exist_ok=True)
     config.head = assistant.head.to_config() if assistant.head is not None else None
     config.adapter = assistant.adapter_folder is not None
     config.draft_vocab_size = len(assistant.draft_vocab) if assistant.draft_vocab is not None else None
     config.speculation = assistant.speculation.to_dict()
-    config.specdecpp_version = __version__
+    config.specdecpp_version, config.transformers_version = __version__, transformers.__version__
     config.architectures = [type(assistant).__name__]
     if assistant.head is not None:
         save_tensors(assistant.head.state_dict(), folder / HEAD)
@@ -73,7 +75,7 @@ def push(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> CommitInfo:
-    """Upload the assistant's repository to the Hub.
+    """Upload the assistant's repository to the Hub. A card that is there already is kept.
 
     Args:
         repo_id: `"user/name"`; created if it does not exist.
@@ -91,6 +93,8 @@ def push(
         )
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    # Somebody may have written more into the card than we would.
+    kept = [CARD] if api.file_exists(repo, CARD, revision=revision) else None
     with tempfile.TemporaryDirectory() as folder:
         save(assistant, Path(folder))
         return api.upload_folder(
@@ -99,6 +103,15 @@ def push(
             commit_message=commit_message,
             revision=revision,
             create_pr=create_pr,
+            ignore_patterns=kept,
+        )
+
+
+def _refuse_adapter_in_memory(assistant: SpecDecPPAssistant) -> None:
+    if assistant.drafter is not None and hasattr(assistant.drafter.model, "peft_config"):
+        raise ValueError(
+            f"The draft {assistant.config.draft_id!r} carries a PEFT adapter in memory, which the saved assistant "
+            "would lack. Save the adapter and name its folder: from_draft(draft, adapter=folder)."
         )
 
 

@@ -21,7 +21,8 @@ class DraftTokenizer(PreTrainedTokenizerFast):
     def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         passed_on = ("cache_dir", "token", "local_files_only")
         hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
-        config = SpecDecPPConfig.from_pretrained(name, **hub_kwargs)
+        place = {key: kwargs[key] for key in ("revision", "subfolder") if kwargs.get(key) is not None}
+        config = SpecDecPPConfig.from_pretrained(name, **place, **hub_kwargs)
         if config.draft_id is not None:
             return AutoTokenizer.from_pretrained(config.draft_id, revision=config.draft_revision, **hub_kwargs)
         return AutoTokenizer.from_pretrained(config.target_id, revision=config.target_revision, **hub_kwargs)

@@ -28,6 +28,25 @@ CONFIG, HEAD, DRAFT_VOCAB, CARD = "config.json", "acceptance_head.safetensors", 
 ADAPTER_FOLDER = "adapter"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
+HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
+# What Auto classes and pipelines add to a call of `from_pretrained`; none of it concerns an assistant.
+AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_from_pipeline", "_commit_hash")
+
+
+def check_hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for downloads among `kwargs`.
+
+    Raises:
+        TypeError: an argument is neither for downloads nor added by an Auto class; ignoring it would hide a typo.
+    """
+    unknown = sorted(set(kwargs) - {*HUB_KWARGS, *AUTO_KWARGS})
+    if unknown:
+        raise TypeError(
+            f"from_pretrained() got unexpected arguments {', '.join(unknown)}. It takes target, revision, subfolder, "
+            f"dtype, device, speculation and, for downloads, {', '.join(HUB_KWARGS)}."
+        )
+    return {name: kwargs[name] for name in HUB_KWARGS if kwargs.get(name) is not None}
+
 
 @dataclass
 class Repository:

@@ -17,15 +17,20 @@ def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(_regular(tokenizer).items())).encode()).hexdigest()
 
 
-@lru_cache(maxsize=16)
 def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer stored beside a model, from its folder or the local cache; `None` if it is not there."""
     if not name_or_path:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)
+        return _load_tokenizer(name_or_path)
     except Exception:  # noqa: BLE001 - any reason for not having it means that there is nothing to compare
         return None
+
+
+@lru_cache(maxsize=16)
+def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    # Apart, since a failure must not be remembered: the tokenizer may be downloaded at any time.
+    return AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)
 
 
 def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:

@@ -155,10 +155,13 @@ def test_certain_and_impossible_tokens_get_finite_verdicts(scores: list[float]) 
 
 def test_scalar_features() -> None:
     q = torch.tensor([0.5, 0.25, 0.25, 0.0])
-    features = scalar_features(q, torch.tensor(1), sibling_mass=0.5, num_siblings=1)
+    features = scalar_features(q, torch.tensor(1), torch.tensor(0.5), torch.tensor(1))
     entropy = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
     assert_close(features, torch.tensor([math.log(0.25), entropy, 0.25, 0.5, 1.0]))
     assert features.shape == (NUM_SCALARS,)
+    rows = scalar_features(torch.stack((q, q.flip(0))), torch.tensor([1, 2]))
+    assert_close(rows[0, :3], features[:3])
+    assert_close(rows[0], rows[1])
     assert bool(scalar_features(q, torch.tensor(3)).isfinite().all())
     assert float(scalar_features(torch.ones(1), torch.tensor(0))[2]) == 0.0  # a vocabulary of one has no runner-up
 

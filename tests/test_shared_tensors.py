@@ -10,14 +10,13 @@ import pytest
 import torch
 from models import tiny
 from peft import LoraConfig, get_peft_model
-from test_target_untouched import FIXED, generate, pytestmark, snapshot
+from test_target_untouched import FIXED, generate, snapshot
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.early_exit import early_exit
 from hf_specdecpp.typing import CausalLM
 
-__all__ = ["pytestmark"]  # pytest reads it here, too
 
 
 def bytes_of(tensors: Any, without: set[int] = frozenset()) -> int:  # type: ignore[assignment]

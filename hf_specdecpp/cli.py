@@ -1,0 +1,145 @@
+"""The command line: `specdecpp demo` and `specdecpp inspect`. Each command imports what it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from hf_specdecpp.configuration import SpecDecPPConfig
+    from hf_specdecpp.inspection import Report
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from hf_specdecpp.version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for Hugging Face generate()."""
+
+
+@app.command()
+def demo(
+    target: Annotated[str, typer.Option(help="Hub id or folder of the model to speed up.")],
+    assistant: Annotated[
+        str | None, typer.Option(help="Hub id or folder of its assistant; by default an untrained early exit.")
+    ] = None,
+    layers: Annotated[str, typer.Option(help="Layers of the early exit: 4 for the first four, or 0,1,2,29.")] = "4",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 64,
+    prompt: Annotated[list[str] | None, typer.Option(help="What to ask; may be repeated.")] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+) -> None:
+    """Answer prompts with and without the assistant, and compare tokens and times."""
+    from hf_specdecpp.demo import run
+
+    run(target, assistant, layers, max_new_tokens, prompt, sample)
+
+
+@app.command()
+def inspect(
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Hub id (private: set HF_TOKEN) or folder.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+    subfolder: Annotated[str | None, typer.Option(help="Folder within the repository.")] = None,
+    convert: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Convert a released SpecDec++ head into this new folder.")
+    ] = None,
+    tied: Annotated[
+        bool | None, typer.Option("--tied/--untied", help="Whether its blocks share weights; recognised by default.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="The draft that it was trained with: Hub id or id@commit.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target that it was trained for: Hub id or id@commit.")] = None,
+) -> None:
+    """Show what an assistant's repository holds and whether its files are sound (exit code 1 if not)."""
+    if convert is None and (tied, draft, target) != (None, None, None):
+        raise typer.BadParameter("--tied, --untied, --draft and --target say how to convert: they need --convert OUT.")
+    from huggingface_hub.errors import EntryNotFoundError
+
+    from hf_specdecpp import conversion, inspection
+    from hf_specdecpp.repository import Repository
+
+    repository = Repository(repo, revision, subfolder)
+    try:
+        if convert is not None:
+            folder = repository.folder(conversion.PATTERNS)
+            conversion.convert(folder, convert, tied, *_pin(draft), *_pin(target))
+            repository = Repository(str(convert))
+        report = inspection.inspect(repository)
+    except (ValueError, OSError, EntryNotFoundError) as error:
+        hint = "" if repository.is_local else f" There is no folder {repo!r} either."
+        _console(stderr=True).print(_text(f"Error: {' '.join(str(error).split())}{hint}"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    _show(report, _console())
+    if not report.sound:
+        raise typer.Exit(1)
+
+
+def _pin(model: str | None) -> tuple[str | None, str | None]:
+    """Id and commit of `id@commit`."""
+    name, _, commit = (model or "").partition("@")
+    return name or None, commit or None
+
+
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = 100  # rich takes 80 for a pipe
+    return console
+
+
+def _show(report: Report, console: Console) -> None:
+    facts, table = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    facts.add_row("assistant", _text(_pinned(report.name, report.commit)))
+    for label, fact in (_facts(report.config) if report.config is not None else {}).items():
+        facts.add_row(label, _text(fact))
+    for file in report.files:
+        verdict = Text("sound", "green") if file.problem is None else Text("PROBLEM", "bold red")
+        table.add_row(verdict, _text(file.name), _text(file.problem or file.content))
+    console.print(facts, "", table, "", sep="\n")
+    for trap in report.traps:
+        console.print(Text("warning  ", "yellow") + _text(trap))
+    broken = sum(file.problem is not None for file in report.files)
+    console.print(f"{broken} of {len(report.files)} files have problems." if broken else "All files are sound.")
+
+
+def _facts(config: SpecDecPPConfig) -> dict[str, str]:
+    versions = {"hf_specdecpp": config.specdecpp_version, "transformers": config.transformers_version}
+    early = f"layers {config.draft_layers} of the target"
+    return {
+        "target": _pinned(config.target_id, config.target_revision),
+        "draft": early if config.draft_kind == "early_exit" else _pinned(config.draft_id, config.draft_revision),
+        "head": _items(config.head),
+        "adapter": "yes" if config.adapter else "none",
+        "draft vocabulary": f"{config.draft_vocab_size} token ids" if config.draft_vocab_size else "all token ids",
+        "speculation": _items(config.speculation),
+        "tokenizer hash": str(config.vocab_hash or "not recorded"),
+        "written by": ", ".join(f"{name} {version or '?'}" for name, version in versions.items()),
+    }
+
+
+def _items(values: dict[str, object] | None) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items()) if isinstance(values, dict) else "none"
+
+
+def _pinned(name: str | None, revision: str | None) -> str:
+    return f"{name or 'not recorded'}{f' at {revision}' if revision else ''}"
+
+
+def _text(value: str) -> Text:
+    """Without markup and control characters: a repository may come from anybody."""
+    return Text("".join(c if c.isprintable() else repr(c)[1:-1] for c in value))

@@ -1,0 +1,48 @@
+"""Which commit of its Hub repository was a model loaded from?"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers.utils.hub import extract_commit_hash
+
+from hf_specdecpp.typing import CausalLM
+
+
+def commit_of(model: CausalLM) -> str | None:
+    """The commit hash of a model's files; `None` for a folder, a model made in memory, or if it cannot be known.
+
+    Newer versions of transformers do not note it. Then it is the commit that the local cache holds for the default
+    branch, which is right unless the model was loaded with `revision=`.
+    """
+    return getattr(model.config, "_commit_hash", None) or _cached_commit(model.config.name_or_path, None)
+
+
+def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | None) -> None:
+    """Warn if `target` was loaded from another commit of its repository than an assistant was trained for."""
+    name, noted = target.config.name_or_path, getattr(target.config, "_commit_hash", None)
+    if revision is None or name != trained_for:
+        return
+    commit = commit_of(target)
+    # Where transformers did not note the commit, only one that is not in the cache is certainly not the one loaded.
+    if commit in (None, revision) or (noted is None and _cached_commit(name, revision) is not None):
+        return
+    warnings.warn(
+        f"This assistant was trained for {name!r} at commit {revision}, but commit {commit} was loaded. The output is "
+        "right all the same, but if the weights have changed, fewer candidates are accepted. To be sure load the "
+        f"target with revision={revision!r}.",
+        stacklevel=2,
+    )
+
+
+def _cached_commit(name: str | None, revision: str | None) -> str | None:
+    if not name or Path(name).exists():
+        return None
+    try:
+        path = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # a folder that is gone
+        return None
+    return extract_commit_hash(path, None) if isinstance(path, str) else None

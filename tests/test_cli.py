@@ -1,0 +1,262 @@
+"""`specdecpp`: what it prints and how it exits. What `inspect` finds is tested in test_inspection.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from assistant_files import FILES, edit_config, write_assistant
+from hub_server import HubServer, hub_env, point_client_at
+from released_heads import Payload, ReleasedHead, save_bin, save_mixin, write_config
+from typer.testing import CliRunner, Result
+
+from hf_specdecpp import __version__, demo
+from hf_specdecpp.cli import app
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def text(output: str) -> str:
+    """Without line breaks and padding."""
+    return " ".join(output.split())
+
+
+def assert_error(result: Result, message: str) -> None:
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)  # not a traceback
+    assert message in text(result.stderr)
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_assistant(tmp_path / "assistant")
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["demo", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_nothing_asked_shows_the_help() -> None:
+    assert "inspect" in run().output
+
+
+# inspect --------------------------------------------------------------------------------------------------------------
+
+
+def test_sound(folder: Path) -> None:
+    result = run("inspect", folder)
+    assert result.exit_code == 0, result.output
+    output = text(result.stdout)
+    for fact in (
+        f"target org/target at {'a' * 40}",
+        f"draft org/draft at {'b' * 40}",
+        "hidden_size=8, inputs=after, num_blocks=2",
+        "LORA, rank 2, on q_proj, v_proj",
+        "draft vocabulary 10 token ids",
+        "rule=threshold",
+        f"hf_specdecpp {__version__}, transformers",
+        "All files are sound.",
+    ):
+        assert fact in output
+    for name in FILES:
+        assert f"sound {name}" in output
+    assert "warning" not in output
+
+
+def test_early_exit_without_head(tmp_path: Path) -> None:
+    unused: dict[str, Any] = {"draft_id": None, "head": None, "adapter": False, "draft_vocab_size": None}
+    folder = write_assistant(tmp_path, draft_kind="early_exit", draft_layers=[0, 2], **unused)
+    for name in FILES:
+        if name != "config.json":
+            (folder / name).unlink()
+    output = text(run("inspect", folder).stdout)
+    assert "draft layers [0, 2] of the target head none adapter none draft vocabulary all token ids" in output
+    assert "All files are sound." in output
+
+
+def test_not_sound(folder: Path) -> None:
+    (folder / "draft_vocab.safetensors").unlink()
+    (folder / "acceptance_head.safetensors").write_bytes(b"")
+    torch.save({}, folder / "pytorch_model.bin")
+    result = run("inspect", folder)
+    assert result.exit_code == 1
+    output = text(result.stdout)
+    assert "PROBLEM draft_vocab.safetensors Missing, but config.json promises it." in output
+    assert "PROBLEM acceptance_head.safetensors acceptance_head.safetensors is incomplete" in output
+    assert "warning pytorch_model.bin looks like a pickle" in output
+    assert "2 of 5 files have problems." in output
+
+
+def test_an_ordinary_model(tmp_path: Path) -> None:
+    result = run("inspect", write_config(tmp_path, model_type="llama"))
+    assert result.exit_code == 1
+    assert "config.json has model_type 'llama' and not 'specdecpp'" in text(result.stdout)
+
+
+def test_a_released_head_is_told_how_to_be_converted(tmp_path: Path) -> None:
+    result = run("inspect", save_bin(ReleasedHead(1), tmp_path))
+    assert result.exit_code == 1
+    assert "specdecpp inspect FOLDER --convert OUT" in text(result.stdout)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 1
+    assert "PROBLEM config.json Missing, but there is no assistant without it." in text(result.stdout)
+
+
+def test_lines_fit_in_100_columns(folder: Path) -> None:
+    edit_config(folder, target_id="organisation/" + "x" * 200, unknown="")
+    (folder / "adapter" / "adapter_config.json").write_text("[]" * 100)
+    lines = run("inspect", folder).stdout.splitlines()
+    assert max(map(len, lines)) == 100
+
+
+def test_a_repository_cannot_write_to_the_terminal(folder: Path) -> None:
+    hostile = "\x1b[2J\x1b]0;title\x07[bold red]\r\nAll files are sound."
+    edit_config(folder, target_id=hostile, **{hostile: 1})
+    output = run("inspect", folder).stdout
+    assert "\x1b" not in output
+    assert "\x07" not in output
+    assert "\r" not in output
+    assert "[bold red]" in output  # not taken for markup
+    assert output.count("\nAll files are sound.") == 1
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    assert_error(run("inspect", missing), f"There is no folder '{missing}' either.")
+
+
+def test_no_such_subfolder(folder: Path) -> None:
+    assert_error(run("inspect", folder, "--subfolder", "small"), "has no folder 'small'")
+
+
+def test_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer() as hub:
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
+        commit = hub.commit("org/head", files)
+        hub.tag("org/head", "v1")
+        hub.commit("org/head", {"config.json": b"{}"})
+        hub.commit("org/gated", files)
+        hub.gate("org/gated")
+        point_client_at(monkeypatch, hub, tmp_path / "cache")
+        result = run("inspect", "org/head", "--revision", "v1")
+        assert result.exit_code == 0, result.output
+        assert text(result.stdout).startswith(f"assistant org/head at {commit}")
+        assert run("inspect", "org/head").exit_code == 1
+        assert_error(run("inspect", "org/head", "--revision", "v2"), "Revision Not Found")
+        assert_error(run("inspect", "org/other"), "Repository Not Found")
+        assert_error(run("inspect", "org/gated"), "Access to model org/gated is restricted")
+    assert_error(run("inspect", "org/never-seen"), "check your internet connection")
+    point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
+    assert_error(run("inspect", "org/never-seen"), "outgoing traffic has been disabled")
+
+
+# inspect --convert ----------------------------------------------------------------------------------------------------
+
+
+def test_convert(tmp_path: Path) -> None:
+    source, out = save_bin(ReleasedHead(3), tmp_path / "in"), tmp_path / "out"
+    result = run("inspect", source, "--convert", out, "--draft", "org/draft@abc", "--target", "org/target")
+    assert result.exit_code == 0, result.output
+    output = text(result.stdout)
+    assert f"assistant {out}" in output
+    assert "draft org/draft at abc" in output
+    assert "target org/target draft" in output
+    assert "tied=True" in output
+    assert "All files are sound." in output
+    config = json.loads((out / "config.json").read_text())
+    assert (config["draft_id"], config["draft_revision"]) == ("org/draft", "abc")
+    assert (config["target_id"], config.get("target_revision")) == ("org/target", None)
+
+
+def test_convert_without_a_draft_warns(tmp_path: Path) -> None:
+    result = run("inspect", save_mixin(ReleasedHead(1), tmp_path / "in"), "--convert", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "warning config.json has no draft_id and no draft_revision" in text(result.stdout)
+
+
+def test_convert_as_told(tmp_path: Path) -> None:
+    untied = save_bin(ReleasedHead(2, tied=False), tmp_path / "untied")
+    assert_error(run("inspect", untied, "--convert", tmp_path / "no", "--tied"), "2 different blocks")
+    assert run("inspect", untied, "--convert", tmp_path / "out", "--untied").exit_code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["head"]["tied"] is False
+
+
+def test_convert_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_mixin(ReleasedHead(2), tmp_path / "in")
+    with HubServer() as hub:
+        files = {f"pair/{path.name}": path.read_bytes() for path in source.iterdir()}
+        hub.commit("org/heads", {**files, "other/model.safetensors": b"x"})
+        point_client_at(monkeypatch, hub, tmp_path / "cache")
+        result = run("inspect", "org/heads", "--subfolder", "pair", "--convert", tmp_path / "out")
+        assert not any("other" in path for _, path, _ in hub.requests)
+    assert result.exit_code == 0, result.output
+    assert "tied=True" in text(result.stdout)
+
+
+def test_convert_refuses_a_malicious_pickle(tmp_path: Path) -> None:
+    source = write_config(tmp_path / "in", hidden_size=4, num_layers=1)
+    torch.save({"model.0.linear.weight": Payload(tmp_path / "proof")}, source / "pytorch_model.bin")
+    assert_error(run("inspect", source, "--convert", tmp_path / "out"), "nothing in it was run")
+    assert not (tmp_path / "proof").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_does_not_overwrite(folder: Path, tmp_path: Path) -> None:
+    source = save_bin(ReleasedHead(1), tmp_path / "in")
+    assert_error(run("inspect", source, "--convert", folder), "Choose a new folder")
+
+
+@pytest.mark.parametrize("option", [["--tied"], ["--untied"], ["--draft", "org/draft"], ["--target", "org/target"]])
+def test_options_of_convert_need_it(folder: Path, option: list[str]) -> None:
+    result = run("inspect", folder, *option)
+    assert result.exit_code == 2
+    assert "they need --convert OUT" in text(result.stderr.replace("│", " "))
+
+
+# demo -----------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments))
+    assert run("demo", "--target", "a").exit_code == 0
+    options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
+    assert run("demo", "--target", "a", *options, "--sample").exit_code == 0
+    assert calls == [("a", None, "4", 64, None, False), ("a", "b", "0,2", 5, ["c", "d"], True)]
+
+
+# As a program ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # imports torch again
+def test_in_a_pipe(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from hf_specdecpp.cli import app; app()", "inspect"]
+    with HubServer() as hub:
+        environment = hub_env(hub, tmp_path / "cache")
+    environment["COLUMNS"] = "40"
+    (folder / "draft_vocab.safetensors").unlink()
+    result = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "PROBLEM  draft_vocab.safetensors" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
