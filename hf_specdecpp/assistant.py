@@ -159,7 +159,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             draft = _load_draft(str(draft_model_or_id), None, dtype, {})
             draft = draft.to(target.device if target is not None else "cpu")
         else:
-            draft = patching.base_model(draft_model_or_id)
+            draft = patching.base_model(draft_model_or_id).eval()  # dropout would make the drafter look wrong
         folder = Repository(str(adapter), None, None, {}).adapter(None) if adapter is not None else None
         if folder is not None:
             draft = add_adapter(draft, folder, merge=by_name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -48,7 +48,10 @@ def demo(
     """Answer prompts with and without the assistant, and compare tokens and times."""
     from hf_specdecpp.demo import run
 
-    run(target, assistant, layers, max_new_tokens, prompt, sample)
+    try:
+        run(target, assistant, layers, max_new_tokens, prompt, sample)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
 
 
 @app.command()
@@ -81,12 +84,16 @@ def inspect(
             repository = Repository(str(convert))
         report = inspection.inspect(repository)
     except (ValueError, OSError, EntryNotFoundError) as error:
-        hint = "" if repository.is_local else f" There is no folder {repo!r} either."
-        _console(stderr=True).print(_text(f"Error: {' '.join(str(error).split())}{hint}"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        _fail(str(error) + ("" if repository.is_local else f" There is no folder {repo!r} either."))
     _show(report, _console())
     if not report.sound:
         raise typer.Exit(1)
+
+
+def _fail(message: str) -> NoReturn:
+    """One line to stderr and exit code 1: these errors have a cause outside the program."""
+    _console(stderr=True).print(_text(f"Error: {' '.join(message.split())}"), soft_wrap=True)
+    raise typer.Exit(1) from None
 
 
 def _pin(model: str | None) -> tuple[str | None, str | None]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from hub_server import HubServer, point_client_at
+from models import partly_agreeing, tiny
+from repos import save_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp import vocabulary
 
@@ -19,3 +22,15 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         vocabulary._load_tokenizer.cache_clear()
         yield server
     vocabulary._load_tokenizer.cache_clear()
+
+
+@pytest.fixture
+def stored_target(tmp_path: Path) -> PreTrainedModel:
+    """A target with a tokenizer beside it."""
+    return AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
+
+
+@pytest.fixture
+def stored_draft(stored_target: PreTrainedModel, tmp_path: Path) -> str:
+    """The folder of a draft that agrees with the target in part."""
+    return save_model(partly_agreeing(stored_target), tmp_path / "draft")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from hub_server import HubServer
 from models import VOCAB_SIZE, partly_agreeing, prompt, tiny
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(1, VOCAB_SIZE))]
 PROMPT = prompt(12)
@@ -28,6 +30,13 @@ def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106
     inner.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")  # noqa: S106
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A letter a token: transformers' stop strings need tokens that can be joined."""
+    inner = Tokenizer(WordLevel({letter: index for index, letter in enumerate(ascii_letters[:VOCAB_SIZE])}, "a"))
+    inner.pre_tokenizer, inner.decoder = Split("", "isolated"), Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 def save_model(model: PreTrainedModel, folder: Path, words: Sequence[str] | None = WORDS) -> str:
@@ -46,7 +55,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, seed: int = 0, targets: A
         for name, parameter in wrapped.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.1)
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(str(folder))
     wrapped.unload()
     return str(folder)
 
@@ -86,7 +95,7 @@ def publish_pair(hub: HubServer, folder: Path) -> tuple[str, str]:
     return commits[0], commits[1]
 
 
-def greedy(target: PreTrainedModel, assistant: Any = None, ids: Tensor = PROMPT, **arguments: Any) -> list[int]:
+def greedy(target: Any, assistant: Any = None, ids: Tensor = PROMPT, **arguments: Any) -> list[int]:
     output = target.generate(ids, assistant_model=assistant, **{"do_sample": False, "max_new_tokens": 24, **arguments})
     return output[0].tolist()
 
@@ -98,3 +107,27 @@ def estimates(assistant: SpecDecPPAssistant) -> Tensor:
         hidden = drafter.model.get_decoder()(PROMPT.to(drafter.device)).last_hidden_state[0]
         logits = torch.stack([drafter.logits(state, VOCAB_SIZE) for state in hidden])
         return logits if assistant.head is None else torch.cat((logits, assistant.head(hidden)[:, None].float()), dim=1)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(PROMPT).logits
+
+
+def check_round_trip(assistant: SpecDecPPAssistant, target: PreTrainedModel, folder: Path) -> None:
+    """Saved and loaded again it drafts the same and estimates the same."""
+    assistant.speculation = SpeculationConfig("threshold", threshold=0.4)
+    expected = greedy(target)
+    assert greedy(target, assistant) == expected
+    assistant.save_pretrained(folder)
+    for again in (SpecDecPPAssistant.from_pretrained(folder, target), SpecDecPPAssistant.from_pretrained(folder)):
+        if again.drafter is None:
+            again.attach(target)
+        # One more float operation a weight where an adapter is not merged.
+        torch.testing.assert_close(estimates(again), estimates(assistant), rtol=1e-5, atol=1e-5)
+        assert greedy(target, again) == expected
+        again.attach(target)
+        greedy(target, again)
+        assert greedy(target, assistant) == expected
+        assert (again.stats.drafted, again.stats.accepted) == (assistant.stats.drafted, assistant.stats.accepted)
+        again.detach()

@@ -18,7 +18,6 @@ from hf_specdecpp.early_exit import early_exit
 from hf_specdecpp.typing import CausalLM
 
 
-
 def bytes_of(tensors: Any, without: set[int] = frozenset()) -> int:  # type: ignore[assignment]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(size for pointer, size in storages.items() if pointer not in without)

@@ -1,0 +1,65 @@
+"""`specdecpp demo` on a tiny model: equal answers, statistics, an honest verdict, clean errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import tiny
+from repos import save_model
+from typer.testing import CliRunner
+
+from hf_specdecpp import decoding
+from hf_specdecpp.cli import app
+
+ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    return save_model(tiny("llama").float(), tmp_path / "target")
+
+
+@pytest.mark.parametrize("mode", [[], ["--sample"]])
+def test_demo_compares_and_reports(target: str, mode: list[str]) -> None:
+    result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS, *mode])
+    assert result.exit_code == 0, result.output
+    for part in (
+        "1/2  w1 w2 w3",
+        "2/2  w4",
+        "layers 0 of the target, untrained",
+        "verdict",
+        "times the speed of plain",
+    ):
+        assert part in result.output
+    assert result.output.count("equal: all 12 tokens") == (0 if mode else 2)
+    assert "24 in" in result.output
+
+
+def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is real: with a verifier that accepts everything, the demo says so and exits with 1."""
+
+    def gullible(candidates: list[int], scores: torch.Tensor) -> tuple[int, int]:
+        return len(candidates), int(scores[-1].argmax())
+
+    monkeypatch.setattr(decoding, "verify_greedy", gullible)
+    result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS])
+    assert result.exit_code == 1
+    assert "different from token" in result.output
+    assert "answers differ" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layers", "9"], "must be a number from 1 to 2"),
+        (["--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
+        (["--assistant", "/nowhere/at/all"], "Repo id must be in the form"),
+    ],
+)
+def test_bad_arguments_are_one_line(target: str, arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["demo", "--target", target, *arguments])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "Traceback" not in result.output
