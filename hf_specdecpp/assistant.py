@@ -370,7 +370,7 @@ def _load_draft(name: str | None, revision: str | None, dtype: Any, hub_kwargs: 
             "hf_specdecpp/repository.py."
         )
     return AutoModelForCausalLM.from_pretrained(
-        name, revision=revision, dtype=dtype, trust_remote_code=False, **hub_kwargs
+        name, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **hub_kwargs
     ).eval()
 
 

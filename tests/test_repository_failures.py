@@ -134,8 +134,9 @@ class TestDamage:
     def test_truncated(self, folder: Path, name: str) -> None:
         path = folder / name
         path.write_bytes(path.read_bytes()[:-8])
-        with pytest.raises(ValueError, match=re.escape(str(path)) + " is incomplete.*Delete it.*force_download=True"):
-            load(folder)
+        for target in (tiny("llama"), None):
+            with pytest.raises(ValueError, match=re.escape(str(path)) + " is incomplete.*Delete it.*force_download=T"):
+                load(folder, target=target)
 
     @pytest.mark.parametrize("content", [b"", b"\x00", b"garbage" * 99, b"\xff" * 99], ids=["empty", "0", "text", "ff"])
     def test_garbage(self, folder: Path, name: str, content: bytes) -> None:
