@@ -160,7 +160,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             draft = draft.to(target.device if target is not None else "cpu")
         else:
             draft = patching.base_model(draft_model_or_id).eval()  # dropout would make the drafter look wrong
-        folder = Repository(str(adapter), None, None, {}).adapter(None) if adapter is not None else None
+        folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
         if folder is not None:
             draft = add_adapter(draft, folder, merge=by_name)
         config = SpecDecPPConfig(
@@ -202,7 +202,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         target = patching.base_model(target)
         num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         config = SpecDecPPConfig(draft_kind="early_exit", draft_layers=check_layers(layers, num_layers))
-        folder = Repository(str(adapter), None, None, {}).adapter(None) if adapter is not None else None
+        folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
         assistant = cls(config, None, head, folder, _as_ids(draft_vocab), speculation)
         assistant.merge_adapter = merge
         if head is not None:
