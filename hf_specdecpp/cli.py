@@ -1,4 +1,4 @@
-"""The command line: `specdecpp demo` and `specdecpp inspect`. Each command imports what it needs."""
+"""The command line: `specdecpp demo`, `train` and `inspect`. Each command imports what it needs."""
 
 from __future__ import annotations
 
@@ -50,6 +50,33 @@ def demo(
 
     try:
         run(target, assistant, layers, max_new_tokens, prompt, sample)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+@app.command()
+def train(
+    target: Annotated[str | None, typer.Option(help="Hub id or folder of the model to speed up.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Prompts: a JSON Lines file or a datasets id; may be repeated.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="Folder that becomes the assistant's repository.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft; by default an early exit.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers of the early exit: 4, or 0,1,2,29.")] = None,
+    server: Annotated[str | None, typer.Option(help="URL of an OpenAI-compatible server for the answers.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any setting; options here win.")] = None,
+    stage: Annotated[list[str] | None, typer.Option(help="Run only this stage; may be repeated.")] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option("--push_to_hub", "--push-to-hub", metavar="REPO_ID", help="Upload the result.")
+    ] = None,
+) -> None:
+    """Train an assistant: answers, draft, head, calibration, evaluation, card. Goes on where it stopped."""
+    try:
+        from hf_specdecpp.training.command import run
+    except ImportError as error:
+        _fail(f"Training needs {error.name}. Install the extra: pip install 'hf-specdecpp[train]'.")
+    try:
+        run(config, target, data, output, draft, layers, server, stage, push_to_hub)
     except (ValueError, OSError) as error:
         _fail(str(error))
 

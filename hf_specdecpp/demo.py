@@ -60,7 +60,7 @@ def run(
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
         tokenizer = AutoTokenizer.from_pretrained(target)
     if assistant is None:
-        helper = SpecDecPPAssistant.from_early_exit(model, _parse_layers(layers))
+        helper = SpecDecPPAssistant.from_early_exit(model, parse_layers(layers))
         description = (
             f"layers {', '.join(map(str, helper.config.draft_layers or []))} of the target, untrained, no head"
         )
@@ -155,7 +155,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
     return encoded
 
 
-def _parse_layers(layers: str) -> int | list[int]:
+def parse_layers(layers: str) -> int | list[int]:
+    """`"4"` as 4, `"0,1,2,29"` as a list."""
     try:
         numbers = [int(part) for part in layers.split(",")]
     except ValueError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
-from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
+from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
 
 from hf_specdecpp.repository import (
     ADAPTER_FILES,
@@ -62,7 +62,7 @@ def save(assistant: SpecDecPPAssistant, folder: Path) -> None:
     # Last: a folder with a config is a complete one.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
-        save_text(str(card(assistant)), folder / CARD)
+        save_text(str(make_card(assistant)), folder / CARD)
 
 
 def push(
@@ -74,12 +74,14 @@ def push(
     token: str | bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
+    card: str | None = None,
 ) -> CommitInfo:
-    """Upload the assistant's repository to the Hub. A card that is there already is kept.
+    """Upload the assistant's repository to the Hub. A card that is there already is kept, unless `card` is given.
 
     Args:
         repo_id: `"user/name"`; created if it does not exist.
         commit_message, private, token, revision, create_pr: as in `huggingface_hub`.
+        card: text of the `README.md`; by default rendered from the assistant's config.
 
     Raises:
         ValueError: the draft is a local folder, which nobody else has.
@@ -94,8 +96,10 @@ def push(
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # Somebody may have written more into the card than we would.
-    kept = [CARD] if api.file_exists(repo, CARD, revision=revision) else None
+    kept = [CARD] if card is None and api.file_exists(repo, CARD, revision=revision) else None
     with tempfile.TemporaryDirectory() as folder:
+        if card is not None:
+            save_text(card, Path(folder, CARD))
         save(assistant, Path(folder))
         return api.upload_folder(
             repo_id=repo,
@@ -115,14 +119,39 @@ def _refuse_adapter_in_memory(assistant: SpecDecPPAssistant) -> None:
         )
 
 
-def card(assistant: SpecDecPPAssistant) -> ModelCard:
-    """The model card, rendered from `card_template.md`."""
+def make_card(assistant: SpecDecPPAssistant, training: dict[str, Any] | None = None) -> ModelCard:
+    """The model card, rendered from `card_template.md`.
+
+    Args:
+        training: what `training.assembly` knows of the run that made the assistant: `config`, `evaluation`,
+            `distillation`, `provenance`.
+    """
     config = assistant.config
     bases = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     data = ModelCardData(
         library_name="hf_specdecpp",
         base_model=bases or None,
+        base_model_relation="adapter" if config.adapter and bases else None,
         tags=["speculative-decoding", "assisted-generation", "specdecpp"],
         pipeline_tag="text-generation",
+        model_name="SpecDec++ assistant" if training else None,
+        eval_results=_eval_results(training["evaluation"]) if training else None,
     )
-    return ModelCard.from_template(data, template_path=str(TEMPLATE), config=config, head=assistant.head)
+    return ModelCard.from_template(
+        data, template_path=str(TEMPLATE), config=config, head=assistant.head, training=training
+    )
+
+
+def _eval_results(evaluation: dict[str, Any]) -> list[EvalResult]:
+    """The head's row of each evaluated temperature, for the card's model-index."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="rollouts",
+            dataset_name=f"held-out answers of the target, temperature {temperature}",
+            metric_type=metric,
+            metric_value=round(report["estimators"]["head"][metric], 4),
+        )
+        for temperature, report in evaluation["temperatures"].items()
+        for metric in ("auc", "ece", "binary_kl")
+    ]

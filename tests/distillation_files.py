@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, tiny
+from models import VOCAB_SIZE, quiet_later_layers, tiny
 from repos import save_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -50,13 +50,25 @@ def prepare(folder: Path, kind: str, family: str = "llama", answers: int = 64, *
     target = quiet_later_layers(tiny(family)).float()
     values: dict[str, Any] = {"target": save_model(target, folder / "target"), "output": str(folder / "out")}
     if kind == "independent":
-        values["draft"] = save_model(partly_agreeing(copy.deepcopy(target), 0.9), folder / "draft")
+        values["draft"] = save_model(astray(target), folder / "draft")
     else:
         values["layers"] = [0, 2]
     knobs = {"rank": 8, "alpha": 16, "batch_size": 4, "learning_rate": 5e-3, "epochs": 3, **distill}
     config = TrainingConfig(**values, distill=DistillConfig(**knobs))
     write_rollouts(config.work, rows(answers, seed=1), rows(16, seed=2))
     return config
+
+
+def astray(target: Any, rank: int = 2) -> Any:
+    """A draft that is the target plus noise of low rank, which an adapter can take back."""
+    draft, random = copy.deepcopy(target), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for module in draft.get_decoder().modules():
+            if isinstance(module, torch.nn.Linear):
+                rows, columns = module.weight.shape
+                noise = torch.randn(rows, rank, generator=random) @ torch.randn(rank, columns, generator=random)
+                module.weight += 0.5 * module.weight.std() * noise
+    return draft
 
 
 def adapter_of(config: TrainingConfig) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def test_ends_of_texts_are_kept(tmp_path: Path) -> None:
     target = tiny("llama", eos_token_id=3)
     target.generation_config.eos_token_id = [3, 4]
     assert always_kept(target) == [3, 4]
-    words = tokenizer([*WORDS[:-3], "<start>", "<stop>", "<other>"])
+    words = tokenizer([*WORDS[:-4], "x", "<start>", "<stop>", "<other>"])
     words.add_special_tokens({"additional_special_tokens": ["<start>", "<stop>", "<other>"]})
     words.eos_token = "w5"  # noqa: S105
     words.chat_template = TEMPLATE

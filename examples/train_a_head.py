@@ -1,0 +1,65 @@
+"""Train a draft and an acceptance head for a model of yours, from Python.
+
+    python examples/train_a_head.py HuggingFaceTB/SmolLM2-135M-Instruct
+
+The dozen prompts below make a run of a few minutes on a CPU that shows every stage and what it leaves behind. It is far
+too little text for a good head: docs/training.md says how much is enough. `specdecpp train --help` is the same from
+the command line. A run that was interrupted goes on where it stopped when it is started again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.training.configuration import DistillConfig, HeadConfig, RolloutConfig, TrainingConfig
+from hf_specdecpp.training.run import train
+
+PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that reverses a string.",
+    "A shop sells pens at 3 for 2 dollars. How much do 12 pens cost?",
+    "Give me four tips for a job interview.",
+    "Summarise the plot of Romeo and Juliet in two sentences.",
+    "Write a SQL query that counts the orders of each customer.",
+    "What is the difference between a virus and a bacterium?",
+    "Translate 'good morning, how are you?' into French.",
+    "If I read 20 pages an hour, how long does a book of 350 pages take?",
+    "Write a haiku about autumn.",
+    "How do I boil an egg?",
+    "List the planets of the solar system.",
+)
+
+target = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
+output = Path("specdecpp-example")
+prompts = Path(f"{output}-prompts.jsonl")
+prompts.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS), encoding="utf-8")
+
+model = AutoModelForCausalLM.from_pretrained(target)
+last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
+
+config = TrainingConfig(
+    target=target,
+    output=str(output),
+    # The draft: the first three layers of the target and its last one. With `draft="org/model"`, a model of its own.
+    layers=[0, 1, 2, last],
+    # The target answers every prompt twice; a third of the prompts is kept for calibrating and measuring.
+    rollouts=RolloutConfig(data=[str(prompts)], samples_per_prompt=2, max_new_tokens=64, heldout=0.34),
+    # A LoRA adapter makes the draft say what the target says. The draft's LM head keeps 4096 tokens: on small models
+    # it is most of the price of a drafted token.
+    distill=DistillConfig(rank=16, alpha=32, draft_vocab_size=4096, epochs=2.0),
+    # The head learns which candidates the target accepts.
+    head=HeadConfig(inputs="before", epochs=3.0, learning_rate=1e-3),
+)
+
+train(config)
+
+# `output` is now what would be pushed to the Hub: assistant.push_to_hub("org/name").
+assistant = SpecDecPPAssistant.from_pretrained(output, target=model)
+tokenizer = AutoTokenizer.from_pretrained(target)
+inputs = tokenizer("The capital of France is", return_tensors="pt")
+answer = model.generate(**inputs, assistant_model=assistant, max_new_tokens=32, do_sample=False)
+print(tokenizer.decode(answer[0]))
+print(assistant.stats)

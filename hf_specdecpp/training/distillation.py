@@ -1,0 +1,248 @@
+"""Stage `distill`: a LoRA adapter that makes the draft say what the target says.
+
+The loss is KL(p || q) at the tokens that the target wrote, with p computed on the fly at temperature 1 and without
+top-k, however the rollouts were drawn: the plain distributions contain every warped one, so that one adapter serves
+all settings of a generation. `accelerate launch` runs it in several processes, each with the whole target.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model_state_dict
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
+from transformers.utils import logging
+
+from hf_specdecpp.drafter import Drafter
+from hf_specdecpp.early_exit import early_exit
+from hf_specdecpp.repository import (
+    ADAPTER_FILES,
+    ADAPTER_FOLDER,
+    DRAFT_VOCAB,
+    check_finite,
+    read_json,
+    save_tensors,
+    save_text,
+)
+from hf_specdecpp.training import draft_vocab, rollouts
+from hf_specdecpp.training.checkpoints import last_checkpoint
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation_data import answer_tokens, by_length, collate, lengths_of, useful
+from hf_specdecpp.training.distillation_trainer import DistillationTrainer, Student, summarise
+from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.typing import CausalLM
+from hf_specdecpp.vocabulary import check_same_tokenizer
+
+logger = logging.get_logger("hf_specdecpp")
+
+REPORT = "distillation.json"  # written last
+CHECKPOINTS, SETTINGS = "distillation-checkpoints", "settings.json"
+SAVE_EVERY = 0.02  # of all steps: what a kill can cost
+MEASURE = "eval_all/acceptance"
+MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
+
+
+def run(config: TrainingConfig) -> None:
+    """Distil the draft, or only measure it where `distill.enabled` is off; build the draft vocabulary before.
+
+    Raises:
+        ValueError: there are no rollouts, they or the draft do not fit the target, or the loss is not finite.
+    """
+    train, heldout = (rollouts.load(config.work, split) for split in ("train", "heldout"))
+    settings, checkpoints = _settings(config, train), config.work / CHECKPOINTS
+    state = process_state()
+    target = _load(config.target, config, state.device)
+    draft = _draft(config, target, state.device)
+    limit = int(min(config.distill.max_length, Drafter(draft, shares_target=True).max_length))
+    train, heldout = (useful(answers, limit, target, config) for answers in (train, heldout))
+    vocab = _vocabulary(config, target, draft, train)
+    if state.is_main_process:
+        _begin(config, settings, vocab)
+    state.wait_for_everyone()
+
+    trainer = _trainer(config, target, draft, vocab, train, heldout, limit)
+    report: dict[str, Any] = {"settings": settings, "answers": len(train), "tokens": answer_tokens(train, limit)}
+    if vocab is not None:
+        report["draft_vocab"] = {"size": len(vocab), "covered": draft_vocab.covered_mass(vocab, heldout)}
+    if config.distill.enabled:
+        begin, checkpoint = time.monotonic(), last_checkpoint(checkpoints)
+        # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the
+        # model for prepared and leaves DDP out. It goes into the checkpoints, too.
+        trainer.args.eval_on_start = checkpoint is None
+        trainer.train(resume_from_checkpoint=checkpoint)
+        report["before"] = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
+        report["steps"], report["seconds"] = trainer.state.global_step, time.monotonic() - begin
+        _save_adapter(trainer, config)
+    report["after" if config.distill.enabled else "before"] = _by_source(trainer.evaluate())
+    if state.is_main_process:
+        save_text(json.dumps(report, indent=2), config.work / REPORT)
+        _show(report)
+        shutil.rmtree(checkpoints)
+    state.wait_for_everyone()
+
+
+def _settings(config: TrainingConfig, train: Dataset) -> dict[str, Any]:
+    """All that decides what comes out."""
+    names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
+    return {**names, "rollouts": len(train), **asdict(config.distill)}
+
+
+def _begin(config: TrainingConfig, settings: dict[str, Any], vocab: Tensor | None) -> None:
+    """Remove what an earlier run left for later stages, and checkpoints unless they are of this very run."""
+    checkpoints = config.work / CHECKPOINTS
+    if (checkpoints / SETTINGS).is_file():
+        theirs = read_json(checkpoints / SETTINGS)
+        changed = [
+            f"{name} {theirs.get(name)!r} (now {ours!r})" for name, ours in settings.items() if ours != theirs.get(name)
+        ]
+        if changed:
+            logger.warning(f"Distillation begins again: {checkpoints} is of other settings, {', '.join(changed)}.")
+            shutil.rmtree(checkpoints)
+    (config.work / REPORT).unlink(missing_ok=True)
+    shutil.rmtree(config.work / ADAPTER_FOLDER, ignore_errors=True)
+    if vocab is None:
+        (config.work / DRAFT_VOCAB).unlink(missing_ok=True)
+    else:
+        save_tensors({"token_ids": vocab}, config.work / DRAFT_VOCAB)
+    checkpoints.mkdir(exist_ok=True)
+    save_text(json.dumps(settings, indent=2), checkpoints / SETTINGS)
+
+
+# Models and data -----------------------------------------------------------------------------------------------------
+
+
+def _load(name: str, config: TrainingConfig, device: torch.device) -> CausalLM:
+    dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval().to(device)
+
+
+def _draft(config: TrainingConfig, target: CausalLM, device: torch.device) -> CausalLM:
+    if config.draft is None:
+        return early_exit(target, config.layers)
+    draft = _load(config.draft, config, device)
+    check_same_tokenizer(target, draft)
+    return draft
+
+
+def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset) -> Tensor | None:
+    if config.distill.draft_vocab_size is None:
+        return None
+    num_ids = min(model.get_output_embeddings().weight.shape[0] for model in (target, draft))
+    return draft_vocab.choose(train, config.distill.draft_vocab_size, draft_vocab.always_kept(target), num_ids)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def _trainer(
+    config: TrainingConfig,
+    target: CausalLM,
+    draft: CausalLM,
+    vocab: Tensor | None,
+    train: Dataset,
+    heldout: Dataset,
+    limit: int,
+) -> DistillationTrainer:
+    distill = config.distill
+    set_seed(config.seed)  # the adapter's initial weights
+    lora = LoraConfig(
+        r=distill.rank,
+        lora_alpha=distill.alpha,
+        lora_dropout=distill.dropout,
+        target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
+        base_model_name_or_path=draft.config.name_or_path,
+    )
+    student = Student(draft, lora, vocab)
+    arguments = TrainingArguments(
+        output_dir=str(config.work / CHECKPOINTS),
+        num_train_epochs=distill.epochs,
+        learning_rate=distill.learning_rate,
+        per_device_train_batch_size=distill.batch_size,
+        per_device_eval_batch_size=distill.batch_size,
+        gradient_accumulation_steps=distill.gradient_accumulation_steps,
+        bf16=distill.bf16,
+        use_cpu=target.device.type == "cpu",  # else it refuses bfloat16
+        warmup_steps=0.03,
+        lr_scheduler_type="cosine",
+        train_sampling_strategy="sequential",  # `by_length` has shuffled
+        save_steps=SAVE_EVERY,
+        save_total_limit=2,
+        logging_steps=SAVE_EVERY,
+        report_to=config.report_to,
+        seed=config.seed,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,  # a batch is a few kilobytes
+        label_names=["labels"],
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # else Trainer uses DataParallel; several GPUs are what `accelerate launch` is for
+    sources = sorted(set(heldout["source"]))
+    measured = heldout.select(range(0, len(heldout), -(-len(heldout) // MEASURED)))
+    return DistillationTrainer(
+        model=student,
+        args=arguments,
+        data_collator=partial(collate, max_length=limit, sources=sources),
+        train_dataset=train.select(by_length(lengths_of(train), distill.batch_size, config.seed)),
+        eval_dataset=measured,
+        compute_metrics=partial(summarise, sources=sources),
+        target=target,
+    )
+
+
+def _save_adapter(trainer: DistillationTrainer, config: TrainingConfig) -> None:
+    """Store the adapter in half precision, and go on with what is stored, so that it is what the report measures."""
+    dtype = torch.bfloat16 if config.distill.bf16 else torch.float16
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.to(dtype))
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all processes together under FSDP
+    if not trainer.is_world_process_zero():
+        return
+    student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    folder, temporary = config.work / ADAPTER_FOLDER, config.work / f"{ADAPTER_FOLDER}.tmp"
+    check_finite(tensors, folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    student.peft_config["default"].save_pretrained(str(temporary))
+    save_tensors(tensors, temporary / ADAPTER_FILES[1])
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+# Reports -------------------------------------------------------------------------------------------------------------
+
+
+def _by_source(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Held-out acceptance, agreement and number of tokens of each source, from what the trainer logs."""
+    report: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        source, _, metric = name.removeprefix("eval_").rpartition("/")
+        if source:
+            report.setdefault(source, {})[metric] = value
+    return report
+
+
+def _show(report: dict[str, Any]) -> None:
+    table = Table(title="Held-out answers, temperature 1")
+    for column in ("source", "tokens", "acceptance before", "after", "top-1 agreement before", "after"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    for source, before in report["before"].items():
+        after = report.get("after", {}).get(source, {})
+        pairs = [stage.get(name) for name in ("acceptance", "agreement") for stage in (before, after)]
+        table.add_row(source, str(before["tokens"]), *("" if value is None else f"{value:.3f}" for value in pairs))
+    Console().print(table)

@@ -1,0 +1,191 @@
+"""Stage `head`: fit the acceptance head on cached features with `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Subset
+from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
+
+from hf_specdecpp.acceptance import AcceptanceHead
+from hf_specdecpp.drafter import Drafter
+from hf_specdecpp.repository import read_json, save_text
+from hf_specdecpp.training import features
+from hf_specdecpp.training.checkpoints import last_checkpoint
+from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
+from hf_specdecpp.training.labels import weighted_bce
+from hf_specdecpp.training.metrics import auc, binary_kl
+from hf_specdecpp.training.models import HEAD_CONFIG, load_assistant, load_target, save_head
+from hf_specdecpp.training.processes import process_state
+
+Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
+
+
+def run(config: TrainingConfig) -> dict[str, float]:
+    """Fit the head of `config` and write it to `work/head`; held-out metrics. Done if that was fitted like this.
+
+    A killed run goes on where it was: finished shards of features, then the newest checkpoint.
+
+    Raises:
+        ValueError: there are no rollouts, a shard of features is damaged, or the loss is NaN.
+    """
+    folder = config.work / "head"
+    wanted = {"head": config.to_dict()["head"], "features": features.settings(config)}
+    with process_state().main_process_first():
+        if not (folder / "fit.json").is_file() or read_json(folder / "fit.json") != wanted:
+            shutil.rmtree(folder, ignore_errors=True)  # a head, calibration or checkpoint of other settings
+            folder.mkdir(parents=True, exist_ok=True)
+            save_text(json.dumps(wanted, indent=2) + "\n", folder / "fit.json")
+    if (folder / HEAD_CONFIG).is_file():
+        return read_json(folder / "metrics.json")
+    with process_state().main_process_first():
+        drafter, train, heldout = load_data(config)
+    head = new_head(config, drafter)
+    metrics = fit(head, train, heldout, config, drafter, folder / "checkpoints")
+    if process_state().is_main_process:
+        save_text(json.dumps(metrics, indent=2) + "\n", folder / "metrics.json")
+        save_head(head, folder)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return metrics
+
+
+def learning_curve(config: TrainingConfig, fractions: Sequence[float] = (0.25, 0.5, 1.0)) -> list[dict[str, float]]:
+    """Held-out metrics of heads fitted on the first `fractions` of the training texts, the same number of epochs each.
+
+    Writes `work/head/learning_curve.json`, and no head.
+    """
+    drafter, train, heldout = load_data(config)
+    points = []
+    for fraction in fractions:
+        part: Texts = Subset(train, range(max(round(fraction * len(train)), 1)))
+        scratch = config.work / "head" / f"fraction-{fraction:g}"
+        metrics = fit(new_head(config, drafter), part, heldout, config, drafter, scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
+        points.append({"fraction": fraction, **metrics})
+    (config.work / "head").mkdir(parents=True, exist_ok=True)
+    save_text(json.dumps(points, indent=2) + "\n", config.work / "head" / "learning_curve.json")
+    return points
+
+
+def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:
+    """The draft, and the features of training and held-out texts."""
+    target = load_target(config).to(process_state().device)
+    drafter = load_assistant(config, target).ready_drafter()
+    train, heldout = (features.build(config, split, drafter, target) for split in ("train", "heldout"))
+    return drafter, train, heldout
+
+
+def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
+    """An unfitted head for the draft, the same for the same seed."""
+    set_seed(config.seed)
+    head = config.head
+    return AcceptanceHead(
+        drafter.hidden_size, head.num_blocks, head.tied, head.inputs, drafter.embedding_size, head.rank
+    )
+
+
+def fit(
+    head: AcceptanceHead, train: Texts, heldout: Texts, config: TrainingConfig, drafter: Drafter, checkpoints: Path
+) -> dict[str, float]:
+    """Fit `head` in place with AdamW and a cosine schedule; metrics on `heldout`.
+
+    Args:
+        train, heldout: texts as in `features.text_features`.
+        drafter: knows the embeddings of the candidates.
+        checkpoints: where the Trainer keeps its state; a run that finds some goes on from the newest.
+
+    Raises:
+        ValueError: the loss is not a number.
+    """
+    options = config.head
+    arguments = TrainingArguments(
+        output_dir=str(checkpoints),
+        num_train_epochs=options.epochs,
+        learning_rate=options.learning_rate,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.03,  # a share of all steps
+        weight_decay=0.0,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=1,
+        logging_steps=10,
+        logging_nan_inf_filter=False,
+        label_names=["label", "mask"],
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        report_to=config.report_to,
+        seed=config.seed,
+    )
+    trainer = HeadTrainer(
+        model=head,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=heldout,
+        data_collator=collate,
+        compute_metrics=heldout_metrics,
+        options=options,
+        drafter=drafter,
+    )
+    trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
+    measured = trainer.evaluate()
+    head.to("cpu").eval()
+    rows = sum(int((train[index]["mask"] > 0).sum()) for index in range(len(train)))
+    return {name: measured[f"eval_{name}"] for name in ("loss", "binary_kl", "auc")} | {"train_candidates": rows}
+
+
+class HeadTrainer(Trainer):
+    """A Trainer with the paper's loss."""
+
+    def __init__(self, options: HeadConfig, drafter: Drafter, **arguments: Any) -> None:
+        self.options, self.drafter = options, drafter
+        super().__init__(**arguments)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,  # noqa: ARG002 - the loss has a normaliser of its own
+    ) -> Any:
+        log_odds = batch_log_odds(model, inputs, self.drafter)
+        loss = weighted_bce(log_odds, inputs["label"], self.options.rejection_weight, inputs["mask"])
+        if not bool(loss.isfinite()):
+            raise ValueError(
+                f"The loss is {loss.item()} after {self.state.global_step} steps, so the head is lost. Lower "
+                f"head.learning_rate (now {self.options.learning_rate:g}); the last checkpoint in "
+                f"{self.args.output_dir} is from before."
+            )
+        return (loss, {"log_odds": log_odds}) if return_outputs else loss
+
+
+def batch_log_odds(model: nn.Module, inputs: dict[str, Tensor], drafter: Drafter) -> Tensor:
+    """The head's verdict `[..., n, s]` on features as in `features.text_features`, with or without a batch."""
+    hidden = inputs["hidden"][..., None, :].float()
+    if "scalars" not in inputs:
+        return model(hidden)
+    with torch.no_grad():
+        embedding = drafter.embed(inputs["tokens"].long().to(drafter.device)).to(hidden.device)
+    return model(hidden, embedding, inputs["scalars"])
+
+
+def collate(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad texts to `[batch, n, ...]`; the mask is 0 on padding."""
+    return {name: pad_sequence([text[name] for text in texts], batch_first=True) for name in texts[0]}
+
+
+def heldout_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Unweighted binary KL and AUC over all candidates that count."""
+    log_odds = torch.as_tensor(prediction.predictions).flatten()
+    label, mask = (torch.as_tensor(values).flatten() for values in prediction.label_ids)
+    counts = mask > 0  # the Trainer pads with -100
+    estimate, label, weight = log_odds[counts].sigmoid(), label[counts], mask[counts]
+    return {"binary_kl": binary_kl(estimate, label, weight), "auc": auc(estimate, label, weight)}

@@ -1,0 +1,78 @@
+"""The models of a training run, as far as it has got, and the fitted head on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from hf_specdecpp.acceptance import AcceptanceHead
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.repository import (
+    ADAPTER_FILES,
+    ADAPTER_FOLDER,
+    DRAFT_VOCAB,
+    load_strict,
+    load_tensors,
+    read_json,
+    save_tensors,
+    save_text,
+)
+from hf_specdecpp.training import rollouts
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.typing import CausalLM
+
+HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
+
+
+def load_target(config: TrainingConfig) -> CausalLM:
+    """The target, in the dtype that it is stored in."""
+    return AutoModelForCausalLM.from_pretrained(config.target, dtype="auto", trust_remote_code=False).eval()
+
+
+def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:
+    """The assistant that the stages have made so far, attached to `target`.
+
+    An independent or early-exit draft, with the adapter, draft vocabulary and head that are in `config.work`.
+    """
+    work = config.work
+    adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
+    vocab = load_tensors(work / DRAFT_VOCAB)["token_ids"] if (work / DRAFT_VOCAB).is_file() else None
+    head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
+    if config.draft is None:
+        return SpecDecPPAssistant.from_early_exit(target, config.layers, adapter, head, vocab)
+    return SpecDecPPAssistant.from_draft(config.draft, target, adapter, head, vocab)
+
+
+def fingerprint(config: TrainingConfig) -> dict[str, object]:
+    """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
+    files = (Path(rollouts.FOLDER) / rollouts.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB))
+    contents = {str(name): _digest(config.work / name) for name in files}
+    layers = None if config.draft else config.layers
+    return {"target": config.target, "draft": config.draft, "layers": layers, **contents}
+
+
+def save_head(head: AcceptanceHead, folder: Path) -> None:
+    """Write a head; `head.json` comes last, and a folder with it is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(head.state_dict(), folder / HEAD_WEIGHTS)
+    save_text(json.dumps(head.to_config(), indent=2) + "\n", folder / HEAD_CONFIG)
+
+
+def load_head(folder: Path) -> AcceptanceHead:
+    """The head that `save_head` wrote.
+
+    Raises:
+        ValueError: a file is damaged, or the two do not belong together.
+    """
+    head = AcceptanceHead(**read_json(folder / HEAD_CONFIG))
+    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    hint = f"It does not belong to {HEAD_CONFIG} beside it: delete {folder} and fit the head again."
+    head.load_state_dict(load_strict(folder / HEAD_WEIGHTS, shapes, hint))
+    return head.eval()
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

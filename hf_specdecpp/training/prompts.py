@@ -1,0 +1,181 @@
+"""Prompts from JSON Lines files and `datasets`, and which of them are held out from training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+COLUMNS = ("prompt", "instruction", "messages", "question")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+
+
+@dataclass
+class Prompt:
+    """A conversation that the target is to continue.
+
+    Args:
+        id: from the file, or its name and line.
+        source: name of the file or data set.
+        messages: `role` and `content` of each turn; the last is not the assistant's.
+    """
+
+    id: str
+    source: str
+    messages: list[dict[str, str]]
+
+    @property
+    def opening(self) -> str:
+        """What the user says first, spaces made alike: what the split depends on."""
+        first = next((message for message in self.messages if message["role"] == "user"), self.messages[0])
+        return " ".join(first["content"].split())
+
+
+def read_prompts(source: str) -> list[Prompt]:
+    """The prompts of a JSON Lines file, or of a data set `name` or `name:split` (split `train` by default).
+
+    A row has `prompt` (text or messages), `instruction` (and maybe `input`), `messages` or `question`, the first of
+    these that it has, and maybe `id`. Answers at the end of `messages` are left out: the target writes its own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: there are no prompts, or a row is malformed (with its line).
+    """
+    path = Path(source)
+    if path.is_file():
+        prompts = _read_file(path)
+    elif path.suffix in JSON_SUFFIXES:
+        raise FileNotFoundError(f"There is no file {source}. Give JSON Lines files, or ids of data sets.")
+    else:
+        prompts = _read_dataset(source)
+    if not prompts:
+        raise ValueError(f"{source} has no prompts, so there is nothing to answer. Give data with at least one.")
+    return prompts
+
+
+def split_prompts(sources: Iterable[str], heldout: float) -> dict[str, list[Prompt]]:
+    """All distinct prompts as `train` and `heldout`, the same prompts in each whatever else is in the data.
+
+    The split goes by a hash of the user's first words, so that no text is in both. At least one prompt is held out
+    unless `heldout` is 0.
+
+    Raises:
+        ValueError: there are too few prompts to hold one out, or those of `read_prompts`.
+    """
+    distinct: dict[str, Prompt] = {}
+    total = 0
+    for source in sources:
+        prompts = read_prompts(source)
+        total += len(prompts)
+        for prompt in prompts:
+            distinct.setdefault(_conversation(prompt), prompt)
+    if not distinct:
+        raise ValueError("No prompts were given. Set rollouts.data to JSON Lines files or ids of data sets (--data).")
+    if len(distinct) < total:
+        logger.warning(f"{total - len(distinct)} of {total} prompts are duplicates and were left out.")
+    return _split(list(distinct.values()), heldout)
+
+
+def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
+    places = [_place(prompt.opening) for prompt in prompts]
+    bound = heldout
+    if heldout > 0:
+        if len(set(places)) < 2:
+            raise ValueError(
+                "All prompts begin alike, so none can be held out without being trained on, too. Give at least two "
+                "different prompts, or set rollouts.heldout to 0."
+            )
+        bound = min(max(bound, sorted(set(places))[1]), max(places))
+    split: dict[str, list[Prompt]] = {"train": [], "heldout": []}
+    for prompt, place in zip(prompts, places, strict=True):
+        split["heldout" if place < bound else "train"].append(prompt)
+    return split
+
+
+def _place(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+
+
+def _conversation(prompt: Prompt) -> str:
+    return json.dumps([[message["role"], " ".join(message["content"].split())] for message in prompt.messages])
+
+
+def _read_file(path: Path) -> list[Prompt]:
+    prompts = []
+    # Lines end at \n alone: other separators of `splitlines` may stand inside a JSON string.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:  # UnicodeDecodeError is one, too
+            raise ValueError(
+                f"{where} is not JSON ({error}). Each line must be an object with a prompt, such as "
+                '{"prompt": "What is 2 + 2?"}.'
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(f'{where} is a {type(row).__name__} and not an object such as {{"prompt": "..."}}.')
+        prompts.append(_prompt(row, where, f"{path.stem}-{number}", path.stem))
+    return prompts
+
+
+def _read_dataset(source: str) -> list[Prompt]:
+    from datasets import load_dataset
+
+    name, _, split = source.partition(":")
+    try:
+        dataset = load_dataset(name, split=split or "train")
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{source!r} is neither a file nor a data set that could be loaded ({error}). Give JSON Lines files, or "
+            "ids of data sets as name or name:split."
+        ) from error
+    column = next((column for column in COLUMNS if column in dataset.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"The data set {source!r} has the columns {', '.join(dataset.column_names)}, none of them a prompt. It "
+            f"needs one of {', '.join(COLUMNS)}."
+        )
+    rows = [(number, row) for number, row in enumerate(dataset) if row[column]]
+    if len(rows) < len(dataset):
+        logger.warning(f"{len(dataset) - len(rows)} of {len(dataset)} rows of {source} have no {column}; left out.")
+    return [_prompt(row, f"{source} row {number}", f"{name}-{number}", name) for number, row in rows]
+
+
+def _prompt(row: Mapping[str, Any], where: str, default_id: str, source: str) -> Prompt:
+    column = next((column for column in COLUMNS if column in row), None)
+    if column is None:
+        raise ValueError(
+            f"{where} has {', '.join(map(repr, row)) or 'nothing'} but no prompt. It needs one of {', '.join(COLUMNS)}."
+        )
+    value = row[column]
+    if column == "instruction" and row.get("input"):
+        value = f"{value}\nInput: {row['input']}"
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    return Prompt(str(row.get("id", default_id)), source, _messages(value, where, column))
+
+
+def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
+    expected = f"{where}: {column!r} must be text, or a list of messages with text for 'role' and 'content'"
+    if not isinstance(value, list):
+        raise ValueError(f"{expected}, and it is {value!r}.")
+    messages = []
+    for message in value:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f"{expected}, and one of them is {message!r}.")
+        messages.append({"role": message["role"], "content": message["content"]})
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or not messages[-1]["content"].strip():
+        raise ValueError(f"{where}: {column!r} is empty, so there is nothing to answer. Delete the line, or fill it.")
+    return messages

@@ -1,0 +1,231 @@
+"""Stage `rollouts`: the target's answers to the prompts, as parquet shards.
+
+Each shard depends on the settings and its number alone, and appears whole or not at all; so a run that was killed goes
+on with the shards that are missing, and ends with the answers of a run that was not. Several processes (`accelerate
+launch`) share the shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+from transformers.utils import logging
+
+from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.repository import read_json, save_text
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.encoding import Codec, Encoded
+from hf_specdecpp.training.local_target import LocalTarget
+from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.prompts import Prompt, split_prompts
+from hf_specdecpp.training.server_target import ServerTarget
+
+logger = logging.get_logger(__name__)
+
+FOLDER, RECORD = "rollouts", "rollouts.json"
+SPLITS = ("train", "heldout")
+FEATURES = datasets.Features(
+    {
+        "prompt_id": datasets.Value("string"),
+        "source": datasets.Value("string"),
+        "sample": datasets.Value("int32"),
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "prompt_length": datasets.Value("int32"),
+        "finished": datasets.Value("bool"),
+    }
+)
+
+# Prompts and a seed to indices, new tokens, and whether the target ended them.
+Target: TypeAlias = Callable[[list[Encoded], int], Iterator[tuple[int, list[int], bool]]]
+
+
+def run(config: TrainingConfig) -> None:
+    """Answer all prompts that have no answer yet; does nothing if all have.
+
+    Raises:
+        ValueError: prompts or settings make no sense, or there are answers from other settings.
+        ConnectionError, OSError: the server is gone, or the disk is full; finished shards are kept.
+    """
+    folder = config.work / FOLDER
+    state = process_state()
+    prompts = split_prompts(config.rollouts.data, config.rollouts.heldout)
+    codec = Codec.from_pretrained(config.target)
+    settings = _settings(config, codec, prompts)
+    record = _earlier(folder, settings)
+    if record.get("complete"):
+        logger.info(f"{folder} is complete.")
+        return
+    if state.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_text(json.dumps({"settings": settings, "complete": False}, indent=2) + "\n", folder / RECORD)
+    state.wait_for_everyone()
+    shards = _plan(config, {split: codec.encode_all(prompts[split]) for split in SPLITS})
+    _answer(config, codec, dict(list(shards.items())[state.process_index :: state.num_processes]))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        summary = {split: _summary([path for path in shards if path.parent.name == split]) for split in SPLITS}
+        done = {"settings": settings, "complete": True, **summary}
+        save_text(json.dumps(done, indent=2) + "\n", folder / RECORD)
+
+
+def load(work: Path, split: str) -> datasets.Dataset:
+    """The answers of `train` or `heldout`.
+
+    Raises:
+        ValueError: the stage has not ended yet, or nothing is held out.
+    """
+    record = work / FOLDER / RECORD
+    if not record.is_file() or not read_json(record).get("complete"):
+        raise ValueError(f"{work / FOLDER} is not complete. Run the stage rollouts first; it goes on where it stopped.")
+    shards = sorted((work / FOLDER / split).glob("shard-*.parquet"))
+    if not shards:
+        raise ValueError(f"{work / FOLDER / split} has no answers. Set rollouts.heldout above 0 and run rollouts anew.")
+    return datasets.Dataset.from_parquet([str(path) for path in shards], cache_dir=str(work / "cache"))
+
+
+def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
+    """What the answers depend on.
+
+    Not the address of the server. Nor the size of batches: another draws other answers, but from the same distribution,
+    and a run that ran out of memory must be able to go on with a smaller one.
+    """
+    rollouts = config.rollouts
+    texts = json.dumps([[[prompt.id, prompt.messages] for prompt in prompts[split]] for split in SPLITS])
+    return {
+        "target": config.target,
+        "revision": commit_of(SimpleNamespace(config=codec.config)),
+        "answered_by": "server" if rollouts.server else "local",
+        "prompts": f"{sum(map(len, prompts.values()))} with hash {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
+        "temperature": float(rollouts.temperature),
+        "top_k": rollouts.top_k,
+        "max_new_tokens": rollouts.max_new_tokens,
+        "samples_per_prompt": rollouts.samples_per_prompt,
+        "heldout": float(rollouts.heldout),
+        "shard_size": rollouts.shard_size,
+        "seed": config.seed,
+    }
+
+
+def _earlier(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The record of an earlier run with the same settings, or nothing.
+
+    Raises:
+        ValueError: its settings were others, or are unknown.
+    """
+    advice = f"Go on with the earlier settings, choose another work_dir, or delete {folder} to begin anew."
+    if not (folder / RECORD).is_file():
+        if any(folder.glob("*/shard-*.parquet")):
+            raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
+        return {}
+    record = read_json(folder / RECORD)
+    earlier = record["settings"]
+    different = [
+        f"{name} was {earlier.get(name)!r} and is now {value!r}"
+        for name, value in settings.items()
+        if earlier.get(name) != value
+    ]
+    if different:
+        raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
+    return record
+
+
+def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path, list[tuple[Encoded, int]]]:
+    """Each shard's file with its prompts and samples."""
+    size, plan = config.rollouts.shard_size, {}
+    for split, encoded in items.items():
+        rows = [(item, sample) for item in encoded for sample in range(config.rollouts.samples_per_prompt)]
+        for start in range(0, len(rows), size):
+            path = config.work / FOLDER / split / f"shard-{start // size:05d}.parquet"
+            plan[path] = rows[start : start + size]
+    return plan
+
+
+def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[tuple[Encoded, int]]]) -> None:
+    """Make the shards that are missing."""
+    missing = {path: rows for path, rows in shards.items() if not _is_whole(path, len(rows))}
+    if not missing:
+        return
+    target: Target = (ServerTarget if config.rollouts.server else LocalTarget)(config, codec)
+    total, left = sum(map(len, shards.values())), sum(map(len, missing.values()))
+    begin, tokens = time.perf_counter(), 0
+    quiet = not process_state().is_main_process
+    with logging.tqdm(total=total, initial=total - left, desc="rollouts", unit="answer", disable=quiet) as bar:
+        for path, rows in missing.items():
+            finished: dict[int, dict[str, Any]] = {}
+            for index, answer, ended in target([item for item, _ in rows], _seed(config, path)):
+                finished[index] = _row(*rows[index], answer, ended)
+                tokens += len(answer)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
+                bar.update()
+            _write([finished[index] for index in range(len(rows))], path)
+
+
+def _seed(config: TrainingConfig, path: Path) -> int:
+    digest = hashlib.sha256(f"{config.seed}/{path.parent.name}/{path.name}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") // 2  # leaves room for one more seed a row in 32 bits
+
+
+def _row(item: Encoded, sample: int, answer: list[int], finished: bool) -> dict[str, Any]:
+    return {
+        "prompt_id": item.prompt.id,
+        "source": item.prompt.source,
+        "sample": sample,
+        "input_ids": item.input_ids + answer,
+        "prompt_length": len(item.input_ids),
+        "finished": finished,
+    }
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write a shard, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    noisy = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # one bar is enough
+    try:
+        datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(str(temporary))
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())  # the name must not outlive a power cut that the contents do not
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written ({error}). Its {len(rows)} answers are lost, finished shards are kept: make "
+            "room on the disk and run the same command to go on."
+        ) from error
+    finally:
+        if noisy:
+            datasets.enable_progress_bars()
+
+
+def _is_whole(path: Path, num_rows: int) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        if pyarrow.parquet.read_metadata(path).num_rows == num_rows:
+            return True
+    except (pyarrow.ArrowInvalid, OSError):
+        pass
+    logger.warning(f"{path} is damaged, and is made again.")
+    return False
+
+
+def _summary(paths: list[Path]) -> dict[str, Any]:
+    """How much was answered."""
+    rows = tokens = finished = 0
+    for path in paths:
+        table = pyarrow.parquet.read_table(path, columns=["input_ids", "prompt_length", "finished"])
+        rows += table.num_rows
+        tokens += sum(map(len, table["input_ids"].to_pylist())) - sum(table["prompt_length"].to_pylist())
+        finished += sum(table["finished"].to_pylist())
+    return {"answers": rows, "answer_tokens": tokens, "finished": finished}

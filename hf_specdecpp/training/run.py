@@ -1,0 +1,51 @@
+"""`specdecpp train`: the stages in order. Each knows what it has done already and goes on from there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from hf_specdecpp.training import assembly, calibration, distillation, evaluation, head_fitting, rollouts
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.processes import process_state
+
+STAGES = {
+    "rollouts": rollouts.run,
+    "distill": distillation.run,
+    "head": head_fitting.run,
+    "calibrate": calibration.run,
+    "eval": evaluation.run,
+    "card": assembly.run,
+}
+
+# Quick stages that write one result: with several processes, the main one does them.
+ON_MAIN_PROCESS = ("calibrate", "eval", "card")
+
+
+def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
+    """Run a training run, or some of its stages.
+
+    Args:
+        config: the run.
+        stages: some of `STAGES`; all by default. They run in the order of `STAGES`.
+
+    Raises:
+        ValueError: a setting or a stage is unknown or missing, or a stage cannot run on what the earlier ones left.
+    """
+    config.validate()
+    unknown = sorted(set(stages or ()) - set(STAGES))
+    if unknown:
+        raise ValueError(f"Unknown stage {unknown[0]!r}. The stages are {', '.join(STAGES)}.")
+    state = process_state()
+    console = Console(stderr=True, highlight=False, quiet=not state.is_main_process)
+    for name, run in STAGES.items():
+        if stages is not None and name not in stages:
+            continue
+        console.print(f"[bold]{name}[/]")
+        begin = time.perf_counter()
+        if state.is_main_process or name not in ON_MAIN_PROCESS:
+            run(config)
+        state.wait_for_everyone()
+        console.print(f"[dim]{name}: {time.perf_counter() - begin:.0f} s[/]")

@@ -1,0 +1,128 @@
+"""The evaluation stage on a tiny run, and its rules against the code that generation uses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import VOCAB_SIZE
+from PIL import Image
+from torch import Tensor
+from training_files import training_run
+
+from hf_specdecpp.chain import draft_chain
+from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.drafter import DraftSession
+from hf_specdecpp.stopping import make_rule
+from hf_specdecpp.training import calibration, chains, evaluation, head_fitting, rollouts
+from hf_specdecpp.training.evaluation import equal_verification, time_per_token
+from hf_specdecpp.training.metrics import Outcome, stop_length
+from hf_specdecpp.training.models import load_assistant, load_target
+from hf_specdecpp.training.sampling import Sampling
+
+
+@pytest.fixture(scope="module", params=["before", "after"])
+def fitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    config = training_run(
+        tmp_path_factory.mktemp(request.param), mix=0.9, inputs=request.param, rejection_weight=1.0, epochs=4.0
+    )
+    head_fitting.run(config)
+    calibration.run(config)
+    return config
+
+
+def test_the_report(fitted: Any) -> None:
+    report = evaluation.run(fitted)
+    folder = fitted.work / "evaluation"
+    assert json.loads((folder / "evaluation.json").read_text()) == report
+    assert list(report["temperatures"]) == ["1", "0"]
+    for temperature, part in report["temperatures"].items():
+        assert set(part["estimators"]) == {"head", "draft probability", "svip", "adaedl"}
+        assert all(0 <= e["ece"] <= 1 and 0 <= e["auc"] <= 1 for e in part["estimators"].values())
+        assert set(part["curves"]) == {"head", "draft probability", "confidence", "svip", "adaedl", "fixed"}
+        assert [point["setting"] for point in part["curves"]["fixed"]] == list(range(1, 15))
+        for points in part["curves"].values():
+            for point in points:
+                identity = (point["mean_length"] + 1) * point["verification_rate"] - 1
+                assert point["discard_rate"] == pytest.approx(identity)
+        assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
+        assert part["candidates"] == 20 * part["chains"]
+        for kind in ("curve", "reliability"):
+            with Image.open(folder / f"evaluation-{kind}-{temperature}.png") as image:
+                assert min(image.size) > 500
+
+
+def test_only_prompts_that_the_calibration_did_not_use(fitted: Any) -> None:
+    part = evaluation.run(fitted, temperatures=[1.0])["temperatures"]["1"]
+    assert part["texts"] == 2, "one prompt of three, two samples"
+
+
+def test_sources_apart(fitted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = evaluation.run(fitted, split="train", temperatures=[1.0])["temperatures"]["1"]
+    assert set(part["sources"]) == {"source 0", "source 1"}
+    assert sum(each["candidates"] for each in part["sources"].values()) == part["candidates"]
+    assert part["texts"] == 12
+    assert (fitted.work / "evaluation" / "evaluation-train.json").is_file()
+
+
+# Thresholds at which chains of several lengths occur.
+SETTINGS = {
+    "head": {"rule": "threshold", "threshold": 0.95},
+    "confidence": {"rule": "confidence", "confidence_threshold": 0.2},
+    "svip": {"rule": "svip", "svip_threshold": 0.72},
+    "adaedl": {"rule": "adaedl", "adaedl_threshold": 0.17},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_chains_stop_where_generation_would(fitted: Any, name: str) -> None:
+    """Greedy drafts of both: same tokens, so the lengths must agree."""
+    target = load_target(fitted)
+    assistant = load_assistant(fitted, target)
+    head, drafter = assistant.head, assistant.ready_drafter()
+    assert head is not None
+    knobs: dict[str, Any] = {**SETTINGS[name], "max_tokens": chains.MAX_TOKENS}
+    config = SpeculationConfig(**knobs)
+    lengths = set()
+    for row in range(6):
+        ids, starts = rollouts.load(fitted.work, "train")[row]["input_ids"], [6, 12, 20]
+        rows = chains.chains_of_text(
+            ids, starts, assistant, target, Sampling(0.0), fitted.head.inputs, torch.Generator()
+        )
+        rows["text"] = torch.zeros_like(rows["start"])
+        estimates = evaluation.all_estimates(head, rows, assistant)
+        recorded = list(evaluation.recorded_chains(rows, estimates, fitted.head.inputs))
+        for start, chain in zip(starts, recorded, strict=True):
+            length = stop_length(make_rule(config, head), chain.signals[evaluation.RULES[name][2]])
+            assert length == live_length(drafter, torch.tensor([ids[:start]]), make_rule(config, head))
+            lengths.add(length)
+    assert len(lengths) > 1
+
+
+@torch.inference_mode()
+def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
+    session = DraftSession(drafter, VOCAB_SIZE)
+    session.begin_round(prefix, 0)
+    chain = draft_chain(
+        lambda candidates: session.draft_step(len(candidates), *session.step(candidates)), rule, None, chains.MAX_TOKENS
+    )
+    return len(chain.tokens)
+
+
+def test_evaluation_needs_a_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run the stage 'head'"):
+        evaluation.run(training_run(tmp_path, num_texts=2))
+
+
+def test_discards_at_equal_verification_rate() -> None:
+    fixed = [Outcome(1, 0.2, 0.6, 1.0), Outcome(2, 0.6, 0.4, 3.0), Outcome(3, 1.2, 0.38, 4.8)]
+    ours = [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)]
+    table = equal_verification({"head": ours, "fixed": fixed})
+    assert table["all"][1]["fewer_discards"]["head"] == pytest.approx(0.5)
+    assert table["all"][2]["fewer_discards"]["head"] is None
+    times = [time_per_token(point, 0.2) for point in fixed]
+    assert times[1] == pytest.approx(0.2 * (1 + 0.6 - 0.4) + 0.4)
+    assert table["best_fixed_length"] == 2

@@ -1,0 +1,197 @@
+"""Features, and the stage that fits the head on them: against generation's own path, resumed, killed, misled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import VOCAB_SIZE
+from torch import Tensor
+from torch.testing import assert_close
+from training_files import training_run
+from transformers import Trainer
+
+from hf_specdecpp.acceptance import DraftStep
+from hf_specdecpp.drafter import DraftSession
+from hf_specdecpp.training import features, head_fitting, rollouts
+from hf_specdecpp.training.checkpoints import last_checkpoint
+from hf_specdecpp.training.configuration import HeadConfig
+from hf_specdecpp.training.metrics import binary_kl
+from hf_specdecpp.training.models import load_assistant, load_head, load_target
+from hf_specdecpp.training.sampling import Sampling
+
+
+def one_text(config: Any, **head: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    ids = torch.tensor([rollouts.load(config.work, "train")[0]["input_ids"]])
+    generator = torch.Generator().manual_seed(0)
+    item = features.text_features(ids, 5, HeadConfig(**head), Sampling(0.8, 20), drafter, target, generator)
+    return drafter, ids, item
+
+
+@pytest.mark.parametrize("early_exit", [False, True])
+def test_features_are_what_the_head_sees_in_generation(tmp_path: Path, early_exit: bool) -> None:
+    config = training_run(tmp_path, num_texts=2, early_exit=early_exit)
+    drafter, ids, item = one_text(config, inputs="before", rank=8)
+    head = head_fitting.new_head(config, drafter)
+    torch.nn.init.normal_(head.output.weight)
+    ours = head_fitting.batch_log_odds(head, item, drafter).sigmoid()
+    session = DraftSession(drafter, VOCAB_SIZE)
+    for row in range(ids.shape[1] - 5):
+        session.begin_round(ids[:, :5] if row == 0 else ids[:, 4 + row : 5 + row], 0)
+        with torch.inference_mode():
+            logits, hidden = session.step([])
+            scores = Sampling(0.8, 20).scores(logits[None])[0]
+            step = DraftStep(0, scores, hidden, drafter.embed, item["tokens"][row, 0])
+            expected = head.estimate(step)
+        assert_close(ours[row, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_siblings_have_labels_and_weights(tmp_path: Path) -> None:
+    _, _, item = one_text(training_run(tmp_path, num_texts=2), inputs="before", siblings=3)
+    rows = item["hidden"].shape[0]
+    assert {name: tuple(value.shape) for name, value in item.items() if name != "hidden"} == {
+        "tokens": (rows, 3), "scalars": (rows, 3, 5), "label": (rows, 3), "mask": (rows, 3),
+    }  # fmt: skip
+    assert_close(item["mask"][:, 0], torch.ones(rows))
+    assert_close(item["mask"][:, 1], 1 - item["label"][:, 0])
+    assert item["scalars"][:, :, 4].unique().tolist() == [0.0, 1.0, 2.0]
+
+
+def test_greedy_labels_say_whether_both_models_agree(tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=2, temperature=0.0)
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    ids = torch.tensor([rollouts.load(config.work, "train")[0]["input_ids"]])
+    item = features.text_features(ids, 5, config.head, Sampling(0.0), drafter, target, torch.Generator())
+    with torch.no_grad():
+        p, q = (model(ids).logits[0, 4:-1].argmax(-1) for model in (target, drafter.model))
+    assert_close(item["tokens"][:, 0], q)
+    assert_close(item["label"][:, 0], (p == q).float())
+
+
+@pytest.mark.parametrize("inputs", ["before", "after"])
+def test_a_head_is_fitted_and_written(tmp_path: Path, inputs: str) -> None:
+    config = training_run(tmp_path, inputs=inputs, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)
+    metrics = head_fitting.run(config)
+    head = load_head(config.work / "head")
+    assert head.inputs == inputs
+    assert 0 < metrics["train_candidates"] <= 12 * 24
+    assert metrics["binary_kl"] < 0.6
+    assert not (config.work / "head" / "checkpoints").exists()
+    assert head_fitting.run(config) == metrics, "done already"
+
+
+def test_fitting_beats_the_draft_probability(tmp_path: Path) -> None:
+    """An unfitted head says q(y)."""
+    config = training_run(tmp_path, num_texts=40, mix=0.9, rejection_weight=1.0, epochs=10.0, learning_rate=1e-2)
+    drafter, train, heldout = head_fitting.load_data(config)
+    head = head_fitting.new_head(config, drafter)
+    items = [heldout[index] for index in range(len(heldout))]
+    untrained = [head_fitting.batch_log_odds(head, item, drafter)[:, 0].detach() for item in items]
+    label = torch.cat([item["label"][:, 0] for item in items])
+    q_of = torch.cat([item["scalars"][:, 0, 0].exp() for item in items])
+    assert_close(torch.cat(untrained).sigmoid(), q_of, atol=1e-4, rtol=1e-3)
+    fitted = head_fitting.fit(head, train, heldout, config, drafter, tmp_path / "fit")
+    assert fitted["binary_kl"] < 0.9 * binary_kl(q_of, label)
+
+
+def test_shards_hold_the_features_and_are_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "TEXTS_PER_SHARD", 5)
+    config = training_run(tmp_path)
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    made = features.build(config, "train", drafter, target)
+    assert len(made) == 12
+    ids = torch.tensor([rollouts.load(config.work, "train")[7]["input_ids"]])
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + 7)
+    item = features.text_features(ids, 5, config.head, Sampling(), drafter, target, generator)
+    assert_close(made[7]["hidden"], item["hidden"].half())
+    for name in ("label", "mask", "scalars"):
+        assert_close(made[7][name], item[name])
+
+    shards = sorted((config.work / "features").glob("*/train-*.safetensors"))
+    assert len(shards) == 3
+    contents = shards[1].read_bytes()
+    shards[1].unlink()  # killed before this one was written
+    times = [path.stat().st_mtime_ns for path in (shards[0], shards[2])]
+    features.build(config, "train", drafter, target)
+    assert shards[1].read_bytes() == contents
+    assert [path.stat().st_mtime_ns for path in (shards[0], shards[2])] == times
+
+
+def test_other_settings_get_other_features(tmp_path: Path) -> None:
+    config = training_run(tmp_path)
+    before = features.settings(config)
+    config.head.temperature = 0.5
+    assert features.settings(config) != before
+    config.head.temperature = None
+    assert features.settings(config) == before
+    (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True, "temperature": 0.7}))
+    assert features.settings(config) != before
+
+
+def test_a_head_of_other_settings_is_fitted_anew(tmp_path: Path) -> None:
+    config = training_run(tmp_path)
+    head_fitting.run(config)
+    first = load_head(config.work / "head").state_dict()
+    config.head.rejection_weight = 6.0
+    head_fitting.run(config)
+    second = load_head(config.work / "head").state_dict()
+    assert not all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_killed_fit_goes_on_to_the_same_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, killed = (training_run(tmp_path / name) for name in ("whole", "killed"))
+    head_fitting.run(whole)
+
+    evaluate, epochs = Trainer.evaluate, []
+
+    def die_in_the_second_epoch(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        epochs.append(trainer.state.epoch)
+        if trainer.state.epoch == 2:
+            raise KeyboardInterrupt
+        return evaluate(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "evaluate", die_in_the_second_epoch)
+    with pytest.raises(KeyboardInterrupt):
+        head_fitting.run(killed)
+    monkeypatch.undo()
+    assert not (killed.work / "head" / "head.json").exists()
+    checkpoint = last_checkpoint(killed.work / "head" / "checkpoints")
+    assert checkpoint is not None
+    head_fitting.run(killed)
+    assert len(epochs) == 2
+    expected, actual = (load_head(config.work / "head").state_dict() for config in (whole, killed))
+    for name, value in expected.items():
+        assert_close(actual[name], value, rtol=0, atol=1e-6)
+
+
+def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step, complete in ((9, True), (10, True), (11, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if complete:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
+    config = training_run(tmp_path, learning_rate=1e38, epochs=4.0)
+    with pytest.raises(ValueError, match=r"loss is (nan|inf).*learning_rate \(now 1e\+38\)"):
+        head_fitting.run(config)
+    assert not (config.work / "head" / "head.json").exists()
+
+
+def test_the_learning_curve(tmp_path: Path) -> None:
+    config = training_run(tmp_path)
+    points = head_fitting.learning_curve(config, fractions=(0.5, 1.0))
+    assert [point["fraction"] for point in points] == [0.5, 1.0]
+    assert points[0]["train_candidates"] == points[1]["train_candidates"] / 2
+    assert all(0 < point["auc"] < 1 and point["binary_kl"] > 0 for point in points)
+    assert json.loads((config.work / "head" / "learning_curve.json").read_text()) == points
+    assert not (config.work / "head" / "head.json").exists()

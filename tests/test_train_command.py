@@ -1,0 +1,105 @@
+"""`specdecpp train` from prompts to a repository, on a tiny model, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hub_server import HubServer, point_client_at
+from huggingface_hub import ModelCard
+from models import tiny
+from repos import WORDS, greedy, save_model
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.cli import app
+
+SETTINGS = {
+    "rollouts": {"max_new_tokens": 16, "batch_size": 8, "shard_size": 8, "heldout": 0.4, "top_k": 0},
+    "distill": {"rank": 2, "alpha": 4, "batch_size": 2, "draft_vocab_size": 30},
+    "head": {"num_blocks": 1, "rank": 4, "epochs": 1.0, "batch_size": 8},
+}
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A target, twenty prompts and settings on disk."""
+    target = save_model(tiny("llama").float(), tmp_path / "target")
+    prompts = [{"prompt": " ".join(WORDS[1 + (i * 7 + j) % 40] for j in range(4))} for i in range(20)]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n".join(map(json.dumps, prompts)))
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(SETTINGS))
+    return [
+        "train", "--target", target, "--data", str(data), "--output", str(tmp_path / "out"), "--layers", "1",
+        "--config", str(settings),
+    ]  # fmt: skip
+
+
+def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer() as hub:
+        point_client_at(monkeypatch, hub, tmp_path / "cache", token="hf_x")  # noqa: S106
+        result = CliRunner().invoke(app, [*arguments, "--push_to_hub", "tester/trained"])
+        assert result.exit_code == 0, result.output
+        uploaded = hub.files("tester/trained")
+    target = AutoModelForCausalLM.from_pretrained(arguments[2])
+    assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    assert greedy(target, assistant) == greedy(target)
+    assert assistant.head is not None
+    assert assistant.head.temperatures is not None
+    assert assistant.draft_vocab is not None
+    assert len(assistant.draft_vocab) <= 30
+    assert 0 < assistant.speculation.threshold < 1
+
+    card = ModelCard((tmp_path / "out" / "README.md").read_text())
+    data: Any = card.data
+    metrics = {result.metric_type for result in data.eval_results}
+    assert metrics == {"auc", "ece", "binary_kl"}
+    for part in ("draft probability", "fewer candidates are discarded", "DySpec", "specdecpp", "prompts.jsonl"):
+        assert part in card.text
+    here = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert set(uploaded) - {".gitattributes"} == here
+    assert uploaded["README.md"].decode() == (tmp_path / "out" / "README.md").read_text()
+
+    # Again: every stage finds what it has done, and the weights are not touched.
+    weights = (tmp_path / "out" / "acceptance_head.safetensors").read_bytes()
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert (tmp_path / "out" / "acceptance_head.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--stage", "cook"], "Unknown stage 'cook'"),
+        (["--stage", "card"], "run the stages"),
+        (["--layers", "x"], "must be a number such as 4"),
+        (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], extra: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, [*arguments, *extra])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("rollout: 1", "Unknown setting rollout"), ("head: {rnk: 1}", "head.rnk"), ("[1", "not valid YAML"), ("3", "int")],
+)
+def test_mistakes_in_the_settings(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["train", "--config", str(path)])
+    assert result.exit_code == 1
+    assert says in result.output
+
+
+def test_what_is_needed_is_named() -> None:
+    result = CliRunner().invoke(app, ["train"])
+    assert result.exit_code == 1
+    assert "Pass --target" in result.output
