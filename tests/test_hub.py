@@ -237,7 +237,7 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
         f"| draft | org/draft at {assistant.config.draft_revision} |",
         "| adapter | PEFT adapter in `adapter/` |",
         "| draft vocabulary | 40 of 48 token ids |",
-        "| stopping rule | threshold, threshold 0.3 |",
+        "| stopping rule | threshold, h = 0.3 |",
     ):
         assert text in card.text
     assert "{{" not in card.text

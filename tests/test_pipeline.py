@@ -120,7 +120,7 @@ class TestObject:
         [answer] = say(plain, "HelLo")
         stop = answer[9:11]
         expected = say(plain, "HelLo", stop_sequence=stop)
-        assert 2 <= len(expected[0]) <= 11
+        assert 0 < len(expected[0]) <= 11 < len(answer)
         assistant = make(target, kind)
         built = pipeline("text-generation", model=target, tokenizer=letter_tokenizer(), assistant_model=assistant)
         if kind == "unattached":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from repos import WORDS, greedy, save_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 
@@ -69,6 +72,20 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     weights = (tmp_path / "out" / "acceptance_head.safetensors").read_bytes()
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert (tmp_path / "out" / "acceptance_head.safetensors").read_bytes() == weights
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path, arguments: list[str]) -> None:
+    """Every stage knows that it has a sibling: one repository comes out, and it works."""
+    configs = Path(hf_specdecpp.__file__).parent / "training" / "accelerate_configs"
+    launch = ["--config_file", str(configs / "multi_gpu.yaml"), "--num_processes", "2", "-m", "hf_specdecpp"]
+    program = [sys.executable, "-m", "accelerate.commands.launch", *launch, *arguments]
+    result = subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stderr.count("eval: ") == 1
+    target = AutoModelForCausalLM.from_pretrained(arguments[2])
+    assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    assert greedy(target, assistant) == greedy(target)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def fit(
         label_names=["label", "mask"],
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),  # else it takes each process for the only one
         report_to=config.report_to,
         seed=config.seed,
     )
