@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import torch
@@ -39,7 +40,10 @@ def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
-        adapted = PeftModel(model, config, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():
+            # peft 0.21 reads what transformers 5.23 deprecates: nothing that a user could do anything about.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+            adapted = PeftModel(model, config, autocast_adapter_dtype=False)
     finally:
         for parameter, flag in flags:  # PEFT freezes them, but they may be a target's
             parameter.requires_grad_(flag)

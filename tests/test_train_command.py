@@ -62,7 +62,14 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     data: Any = card.data
     metrics = {result.metric_type for result in data.eval_results}
     assert metrics == {"auc", "ece", "binary_kl"}
-    for part in ("draft probability", "fewer candidates are discarded", "DySpec", "specdecpp", "prompts.jsonl"):
+    for part in (
+        "draft probability",
+        "fewer candidates are discarded",
+        "DySpec",
+        "specdecpp",
+        "prompts.jsonl",
+        "mean acceptance before",
+    ):
         assert part in card.text
     here = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert set(uploaded) - {".gitattributes"} == here

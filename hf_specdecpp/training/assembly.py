@@ -65,7 +65,7 @@ def provenance() -> dict[str, str | None]:
         check=False,
     )
     return {
-        "command": " ".join(["specdecpp", *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "hf_specdecpp": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
