@@ -11,6 +11,7 @@ from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_mode
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
+from hf_specdecpp.early_exit import copy_sharing
 from hf_specdecpp.repository import ADAPTER_FILES, load_tensors, read_json
 from hf_specdecpp.typing import CausalLM
 
@@ -35,7 +36,7 @@ def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
     _check_kind(folder)
     stored = load_tensors(folder / ADAPTER_FILES[1])
     if not merge:
-        model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        model = copy_sharing(model)
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         config = PeftConfig.from_pretrained(str(folder))

@@ -33,8 +33,7 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
             "Use an independent draft."
         )
 
-    shared: dict[int, object] = {id(tensor): tensor for tensor in (*target.parameters(), *target.buffers())}
-    draft = copy.deepcopy(target, shared)
+    draft = copy_sharing(target)
     draft_decoder = draft.get_decoder()
     copied = getattr(draft_decoder, name)
     setattr(draft_decoder, name, nn.ModuleList(copied[i] for i in kept))
@@ -45,6 +44,12 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
     for config in _configs(draft):
         _keep_layers(config, kept, len(stack))
     return draft.eval()
+
+
+def copy_sharing(model: CausalLM) -> CausalLM:
+    """A copy of the module structure whose parameters and buffers are the model's own."""
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:

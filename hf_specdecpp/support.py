@@ -46,13 +46,18 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
             "Leave it unset, or generate without assistant_model=."
         )
-    if getattr(config, "assistant_ensemble_weight", None) is not None:
-        raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
+    check_lossless(config)
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True: ranks would run different numbers of rounds. Generate without assistant_model= under "
             "FSDP or ZeRO-3."
         )
+
+
+def check_lossless(config: GenerationConfig) -> None:
+    """Raise `ValueError` if assisted generation is asked to change the output."""
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
 
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:

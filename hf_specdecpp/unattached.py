@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator, eos_ids
 from hf_specdecpp.chain import Chain
 from hf_specdecpp.processing import Processing
+from hf_specdecpp.support import check_lossless
 
 if TYPE_CHECKING:
     from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -116,8 +117,7 @@ def check_loop(generation_config: GenerationConfig) -> None:
             "transformers returns the wrong hidden states and attentions for the first round of assisted generation. "
             + ATTACH
         )
-    if getattr(config, "assistant_ensemble_weight", None) is not None:
-        raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
+    check_lossless(config)
     loop = _loop_frame()
     if loop is None:
         return

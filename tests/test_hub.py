@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
-# peft 0.21 asks transformers 5.23 for an attribute by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")
 SPECULATION = SpeculationConfig("threshold", threshold=0.3, min_tokens=2, max_tokens=7)
 
 

@@ -28,8 +28,6 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.early_exit import early_exit
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
-# peft 0.21 asks transformers 5.23 for an attribute by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")
 
 
 def pipe(target: PreTrainedModel, assistant: Any = None, **arguments: Any) -> Any:

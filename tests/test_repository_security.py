@@ -36,8 +36,6 @@ from hf_specdecpp.early_exit import early_exit
 PACKAGE = Path(hf_specdecpp.__file__).parent
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "get_class_from_dynamic_module", "import_module"}
-# peft 0.21 asks transformers 5.23 for an attribute by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")
 
 
 class Payload:

@@ -14,7 +14,7 @@ from hub_server import HubServer, point_client_at
 from huggingface_hub import ModelCard
 from models import tiny
 from repos import WORDS, greedy, save_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
 
 import hf_specdecpp
@@ -76,6 +76,10 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     assert uploaded["README.md"].decode() == (tmp_path / "out" / "README.md").read_text()
 
     # Again: every stage finds what it has done, and the weights are not touched.
+    def train_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("trained twice")
+
+    monkeypatch.setattr(Trainer, "train", train_again)
     weights = (tmp_path / "out" / "acceptance_head.safetensors").read_bytes()
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert (tmp_path / "out" / "acceptance_head.safetensors").read_bytes() == weights

@@ -15,7 +15,8 @@ from hf_specdecpp.configuration import SpeculationConfig
 from hf_specdecpp.repository import CARD, read_json, save_text
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import REPORT
-from hf_specdecpp.training.evaluation import COST_RATIO
+from hf_specdecpp.training.evaluation import COST_RATIO, time_per_token
+from hf_specdecpp.training.metrics import Outcome
 from hf_specdecpp.training.models import load_assistant, load_target
 from hf_specdecpp.version import __version__
 
@@ -48,12 +49,8 @@ def run(config: TrainingConfig) -> Path:
 def best_threshold(measured: dict[str, Any]) -> float:
     """The threshold at which the head's rule spends the least time a token, a draft token costing `COST_RATIO`."""
     first = next(iter(measured["temperatures"].values()))
-
-    def time_per_token(point: dict[str, float]) -> float:
-        passes = point["verification_rate"]
-        return passes + COST_RATIO * (1.0 + point["discard_rate"] - passes)
-
-    return float(min(first["curves"]["head"], key=time_per_token)["setting"])
+    points = [Outcome(**point) for point in first["curves"]["head"]]
+    return min(points, key=lambda point: time_per_token(point, COST_RATIO)).setting
 
 
 def provenance() -> dict[str, str | None]:

@@ -55,11 +55,16 @@ MEASURED = 200  # held-out answers that the reports before and after are of, eve
 def run(config: TrainingConfig) -> None:
     """Distil the draft, or only measure it where `distill.enabled` is off; build the draft vocabulary before.
 
+    Done if the report in `work` is of the same settings.
+
     Raises:
         ValueError: there are no rollouts, they or the draft do not fit the target, or the loss is not finite.
     """
     train, heldout = (rollouts.load(config.work, split) for split in ("train", "heldout"))
     settings, checkpoints = _settings(config, train), config.work / CHECKPOINTS
+    if (config.work / REPORT).is_file() and read_json(config.work / REPORT).get("settings") == settings:
+        logger.info(f"{config.work / REPORT} is of these settings: the draft is distilled.")
+        return
     state = process_state()
     target = _load(config.target, config, state.device)
     draft = _draft(config, target, state.device)
