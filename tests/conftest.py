@@ -25,12 +25,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def stored_target(tmp_path: Path) -> PreTrainedModel:
+def target(tmp_path: Path) -> PreTrainedModel:
     """A target with a tokenizer beside it."""
     return AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
 
 
 @pytest.fixture
-def stored_draft(stored_target: PreTrainedModel, tmp_path: Path) -> str:
+def draft(target: PreTrainedModel, tmp_path: Path) -> str:
     """The folder of a draft that agrees with the target in part."""
-    return save_model(partly_agreeing(stored_target), tmp_path / "draft")
+    return save_model(partly_agreeing(target), tmp_path / "draft")

@@ -19,16 +19,6 @@ from hf_specdecpp.early_exit import early_exit
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 
 
-@pytest.fixture
-def target(stored_target: PreTrainedModel) -> PreTrainedModel:
-    return stored_target
-
-
-@pytest.fixture
-def draft(stored_draft: str) -> str:
-    return stored_draft
-
-
 @pytest.mark.parametrize("source", ["folder", "id", "object"])
 def test_adapter(hub: HubServer, target: PreTrainedModel, draft: str, tmp_path: Path, source: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(draft)

@@ -26,16 +26,6 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 
 
-@pytest.fixture
-def target(stored_target: PreTrainedModel) -> PreTrainedModel:
-    return stored_target
-
-
-@pytest.fixture
-def draft(stored_draft: str) -> str:
-    return stored_draft
-
-
 # --- independent ---
 
 

@@ -30,9 +30,6 @@ HEAD, VOCAB, ADAPTER = "acceptance_head.safetensors", "draft_vocab.safetensors",
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 
 
-# peft 0.21 asks transformers 5.23 for an attribute by its old name.
-
-
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An assistant with every kind of file."""

@@ -23,7 +23,6 @@ from hf_specdecpp.typing import CausalLM
 
 PROMPT = prompt(12)
 FIXED = SpeculationConfig("fixed", num_tokens=4)
-# peft 0.21 asks transformers 5.23 for an attribute by its old name.
 
 
 def generate(target: Any, **arguments: Any) -> Any:
