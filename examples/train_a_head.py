@@ -45,7 +45,8 @@ config = TrainingConfig(
     output=str(output),
     # The draft: the first three layers of the target and its last one. With `draft="org/model"`, a model of its own.
     layers=[0, 1, 2, last],
-    # The target answers every prompt twice; a third of the prompts is kept for calibrating and measuring.
+    # The target answers every prompt twice at temperature 1 and once greedily, so that the head serves both kinds of
+    # decoding; a third of the prompts is kept for calibrating and measuring.
     rollouts=RolloutConfig(data=[str(prompts)], samples_per_prompt=2, max_new_tokens=64, heldout=0.34),
     # A LoRA adapter makes the draft say what the target says. The draft's LM head keeps 4096 tokens: on small models
     # it is most of the price of a drafted token.

@@ -8,7 +8,7 @@ it to the draft; `"after"` the candidate before it, whose hidden state has only 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-NUM_SCALARS = 5
+NUM_SCALARS = 6
+MODES = ("sampled", "greedy")  # indexed by whether the target is greedy
 
 
 @dataclass
@@ -28,6 +29,7 @@ class DraftStep:
         scores: `[vocab]` float32, the draft's logits after all processors: q is their softmax.
         hidden: `[hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed from.
         embed: maps a token id to its input embedding `[embedding_size]` in the draft.
+        greedy: whether the target decodes greedily, so that the candidate is accepted if it is the target's choice.
         token: 0-d int64, the candidate; unset until it is drawn.
     """
 
@@ -35,6 +37,7 @@ class DraftStep:
     scores: Tensor
     hidden: Tensor
     embed: Callable[[Tensor], Tensor]
+    greedy: bool = False
     token: Tensor = None  # type: ignore[assignment]
 
     @cached_property
@@ -50,6 +53,38 @@ class DraftStep:
     def entropy(self) -> Tensor:
         """Entropy of q in nats."""
         return torch.special.entr(self.q).sum()
+
+    @cached_property
+    def scalars(self) -> Tensor:
+        """`[6]`, `scalar_features` of the candidate."""
+        return scalar_features(self.q, self.token, self.greedy)
+
+
+@dataclass
+class Calibration:
+    """log-odds -> (log-odds + bias) / temperature of the candidate's position.
+
+    Args:
+        bias: added first.
+        temperatures: one a position in the round; the last one holds for all later positions.
+
+    Raises:
+        ValueError: a temperature is not positive, or there is none.
+    """
+
+    bias: float = 0.0
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+
+    def __post_init__(self) -> None:
+        if not (self.temperatures and all(t > 0 for t in self.temperatures)):
+            raise ValueError(f"temperatures={self.temperatures!r} must be positive numbers, one a position.")
+
+    def apply(self, log_odds: Tensor, index: int | Tensor) -> Tensor:
+        """Calibrated log-odds; `index` is the position of all of `log_odds` `[...]`, or of each."""
+        if isinstance(index, int):
+            return (log_odds + self.bias) / self.temperatures[min(index, len(self.temperatures) - 1)]
+        temperatures = torch.tensor(self.temperatures, dtype=log_odds.dtype, device=log_odds.device)
+        return (log_odds + self.bias) / temperatures[index.clamp_max(len(self.temperatures) - 1)]
 
 
 class Estimator(Protocol):
@@ -87,8 +122,9 @@ class AcceptanceHead(nn.Module):
 
     `inputs="before"` needs no forward over the candidate. Its log-odds are those of q(y), plus a small network on
     scalars (log q(y), entropy of q, margin between the two likeliest tokens, mass and number of the siblings drawn
-    earlier), plus a correction from the hidden state that produced q and the candidate's embedding, through a
-    projection of `rank` and `num_blocks` residual blocks. Both additions start at zero, so an untrained head says q(y).
+    earlier, greedy or not), plus a correction from the hidden state that produced q and the candidate's embedding,
+    through a projection of `rank` and `num_blocks` residual blocks. Both additions start at zero, so an untrained head
+    says q(y).
 
     Parameters stay in float32 whatever the model is cast to: only the device follows `.to()`.
 
@@ -99,10 +135,10 @@ class AcceptanceHead(nn.Module):
         inputs: `"after"` or `"before"`, see above.
         embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
         rank: width of the correction (`"before"`).
-        temperatures: calibration, one temperature a candidate position; the last one holds for all later positions.
+        calibration: keyword arguments of `Calibration`, one set for `"sampled"` and one for `"greedy"` targets.
 
     Raises:
-        ValueError: a size is not positive, or `inputs` or `temperatures` make no sense.
+        ValueError: a size is not positive, or `inputs` or `calibration` make no sense.
     """
 
     def __init__(
@@ -113,7 +149,7 @@ class AcceptanceHead(nn.Module):
         inputs: str = "after",
         embedding_size: int | None = None,
         rank: int = 64,
-        temperatures: list[float] | None = None,
+        calibration: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if inputs not in ("after", "before"):
@@ -122,11 +158,12 @@ class AcceptanceHead(nn.Module):
             raise ValueError(
                 f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} at least 0."
             )
-        if temperatures is not None and not (temperatures and all(t > 0 for t in temperatures)):
-            raise ValueError(f"temperatures={temperatures!r} must be positive numbers, one a position, or None.")
         self.hidden_size, self.num_blocks, self.tied, self.inputs = hidden_size, num_blocks, tied, inputs
         self.embedding_size = embedding_size or hidden_size
-        self.rank, self.temperatures = rank, temperatures
+        self.rank = rank
+        self.calibration = {mode: Calibration(**values) for mode, values in (calibration or {}).items()}
+        if unknown := sorted(set(self.calibration) - set(MODES)):
+            raise ValueError(f"calibration has {unknown}; it knows {' and '.join(MODES)} targets.")
 
         width = hidden_size if inputs == "after" else rank
         distinct = min(num_blocks, 1) if tied else num_blocks
@@ -143,8 +180,9 @@ class AcceptanceHead(nn.Module):
 
     def to_config(self) -> dict[str, Any]:
         """The constructor's arguments, as stored in `config.json`."""
-        names = ("hidden_size", "num_blocks", "tied", "inputs", "embedding_size", "rank", "temperatures")
-        return {name: getattr(self, name) for name in names}
+        names = ("hidden_size", "num_blocks", "tied", "inputs", "embedding_size", "rank")
+        calibration = {mode: asdict(values) for mode, values in self.calibration.items()}
+        return {**{name: getattr(self, name) for name in names}, "calibration": calibration}
 
     def forward(self, hidden: Tensor, embedding: Tensor | None = None, scalars: Tensor | None = None) -> Tensor:
         """Log-odds of acceptance.
@@ -152,7 +190,7 @@ class AcceptanceHead(nn.Module):
         Args:
             hidden: `[..., hidden_size]`, at the candidate (`"after"`) or where q came from (`"before"`).
             embedding: `[..., embedding_size]` of the candidate (`"before"`).
-            scalars: `[..., 5]` from `scalar_features` (`"before"`).
+            scalars: `[..., 6]` from `scalar_features` (`"before"`).
 
         Returns:
             `[...]` float32.
@@ -175,16 +213,14 @@ class AcceptanceHead(nn.Module):
         """Calibrated acceptance probability: of the candidate (`"before"`) or of the previous one (`"after"`)."""
         if self.inputs == "before":
             position = step.index
-            embedding = step.embed(step.token)
-            log_odds = self.forward(step.hidden, embedding, scalar_features(step.q, step.token))
+            log_odds = self.forward(step.hidden, step.embed(step.token), step.scalars)
         elif step.index == 0:
             return None  # no candidate has been fed yet
         else:
             position = step.index - 1
             log_odds = self.forward(step.hidden)
-        if self.temperatures is not None:
-            log_odds = log_odds / self.temperatures[min(position, len(self.temperatures) - 1)]
-        return log_odds.sigmoid()
+        calibration = self.calibration.get(MODES[step.greedy])
+        return (log_odds if calibration is None else calibration.apply(log_odds, position)).sigmoid()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AcceptanceHead:
         # `.to(dtype)`, `.half()` and pipelines cast whole models; a head in half precision is a worse judge.
@@ -193,18 +229,23 @@ class AcceptanceHead(nn.Module):
 
 
 def scalar_features(
-    q: Tensor, token: Tensor, sibling_mass: Tensor | None = None, num_siblings: Tensor | None = None
+    q: Tensor,
+    token: Tensor,
+    greedy: bool = False,
+    sibling_mass: Tensor | None = None,
+    num_siblings: Tensor | None = None,
 ) -> Tensor:
     """Scalars of candidates for a head with `inputs="before"`.
 
     Args:
         q: `[..., vocab]`, the laws that they were drawn from.
         token: `[...]`, the candidates.
+        greedy: whether the target decodes greedily.
         sibling_mass, num_siblings: `[...]`, total draft probability and number of the siblings drawn before each in a
             tree; zero by default.
 
     Returns:
-        `[..., 5]` float32: log q(y), entropy in nats, margin q1 - q2, sibling mass, number of siblings.
+        `[..., 6]` float32: log q(y), entropy in nats, margin q1 - q2, sibling mass, number of siblings, 1 if greedy.
     """
     top = q.topk(min(2, q.shape[-1]), dim=-1).values
     log_q = q.gather(-1, token[..., None])[..., 0].clamp_min(1e-30).log()
@@ -215,6 +256,7 @@ def scalar_features(
         top[..., 0] - top[..., -1],
         none if sibling_mass is None else sibling_mass,
         none if num_siblings is None else num_siblings.to(q.dtype),
+        torch.full_like(log_q, float(greedy)),
     )
     return torch.stack(scalars, dim=-1).float()
 

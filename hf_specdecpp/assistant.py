@@ -21,6 +21,8 @@ from hf_specdecpp.early_exit import check_layers, early_exit
 from hf_specdecpp.provenance import commit_of, warn_of_drift
 from hf_specdecpp.repository import CONFIG, Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
 from hf_specdecpp.stats import SpeculationStats
+from hf_specdecpp.throughput import ThroughputMemory
+from hf_specdecpp.tree_drawing import DrawnTree
 from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.unattached import DraftOutput, DraftState, draft_round
 from hf_specdecpp.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
@@ -42,6 +44,8 @@ class SpecDecPPAssistant(PreTrainedModel):
         speculation: the knobs of a run; change them at any time between two calls.
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
+        last_tree: the latest tree that was drafted and verified; `str()` draws it.
+        throughput: what `rule="throughput"` has learned; `throughput.clear()` forgets it.
         drafter: the draft model, or `None` for an early-exit assistant that has not met its target yet.
     """
 
@@ -72,6 +76,8 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.draft_vocab = draft_vocab
         # Measured once per target: what the verdict compares with.
         self.plain_pass_seconds: WeakKeyDictionary[CausalLM, float] = WeakKeyDictionary()
+        self.throughput = ThroughputMemory()
+        self.last_tree: DrawnTree | None = None
         if head is not None and drafter is not None:
             _check_head(head, drafter, config)
 
@@ -87,6 +93,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         speculation: SpeculationConfig | None = None,
+        draft: CausalLM | str | Path | None = None,
         **hub_kwargs: Any,
     ) -> Self:
         """Load draft, adapter, head and options from a Hub repo or a folder.
@@ -97,10 +104,12 @@ class SpecDecPPAssistant(PreTrainedModel):
             revision, subfolder: of the assistant's repository.
             dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
             speculation: replaces the repository's defaults.
+            draft: a copy of the draft that the repository names, where that cannot be reached: its folder, or a model
+                object, which is left as and where it is.
             hub_kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`: passed to every download.
 
         Raises:
-            ValueError: a file is damaged or does not fit, or the assistant was trained for other tokens.
+            ValueError: a file is damaged, something does not fit, or the assistant was trained for other tokens.
             TypeError: an argument is not known.
             OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
         """
@@ -113,16 +122,16 @@ class SpecDecPPAssistant(PreTrainedModel):
 
         drafter = None
         if config.draft_kind == "independent":
-            if dtype is None:
-                dtype = target.dtype if target is not None else "auto"
-            draft = _load_draft(config.draft_id, config.draft_revision, dtype, hub_kwargs)
-            draft = draft.to(device or (target.device if target is not None else "cpu"))
+            chosen, pinned = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
+            model = _load_draft(chosen, pinned, target, dtype, device, hub_kwargs)
             if adapter is not None:
-                draft = add_adapter(draft, adapter, merge=True)
-            drafter = Drafter(draft, draft_vocab)
+                model = add_adapter(model, adapter, merge=isinstance(chosen, str | Path))
+            drafter = Drafter(model, draft_vocab)
+        elif draft is not None:
+            raise ValueError(f"{repository.name!r} drafts with {config.draft_name}, so draft= must be left out.")
         assistant = cls(config, drafter, head, adapter, draft_vocab, speculation)
-        if target is not None and device is None:
-            device = target.device
+        if device is None and (placed := drafter or target) is not None:
+            device = placed.device
         if device is not None:
             assistant.to(device)  # type: ignore[arg-type]
         if target is not None:
@@ -153,16 +162,10 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: the draft, head or vocabulary does not fit.
         """
-        by_name = isinstance(draft_model_or_id, str | Path)
-        if isinstance(draft_model_or_id, str | Path):
-            dtype = target.dtype if target is not None else "auto"
-            draft = _load_draft(str(draft_model_or_id), None, dtype, {})
-            draft = draft.to(target.device if target is not None else "cpu")
-        else:
-            draft = patching.base_model(draft_model_or_id).eval()  # dropout would make the drafter look wrong
+        draft = _load_draft(draft_model_or_id, None, target)
         folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
         if folder is not None:
-            draft = add_adapter(draft, folder, merge=by_name)
+            draft = add_adapter(draft, folder, merge=isinstance(draft_model_or_id, str | Path))
         config = SpecDecPPConfig(
             draft_kind="independent",
             draft_id=draft.config.name_or_path or None,
@@ -362,16 +365,24 @@ class SpecDecPPAssistant(PreTrainedModel):
             self.config.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
 
 
-def _load_draft(name: str | None, revision: str | None, dtype: Any, hub_kwargs: dict[str, Any]) -> CausalLM:
-    if name is None:
+def _load_draft(
+    draft: CausalLM | str | Path | None, revision: str | None, target: CausalLM | None,
+    dtype: Any = None, device: Any = None, hub_kwargs: dict[str, Any] | None = None,
+) -> CausalLM:  # fmt: skip
+    """A model object as it is; one given by name in the dtype and on the device that are given, or the target's."""
+    if draft is None:
         raise ValueError(
             f"{CONFIG} names no draft model (draft_id), so there is nothing to draft with. Write its Hub id there, or "
-            "load the draft yourself: SpecDecPPAssistant.from_draft(draft, head=load_head(...)), see "
-            "hf_specdecpp/repository.py."
+            "give the draft: from_pretrained(repo, draft=model_or_folder)."
         )
-    return AutoModelForCausalLM.from_pretrained(
-        name, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **hub_kwargs
-    ).eval()
+    if not isinstance(draft, str | Path):
+        return patching.base_model(draft).eval()  # dropout would make the drafter look wrong
+    likewise = ("auto", "cpu") if target is None else (target.dtype, target.device)
+    dtype, device = dtype or likewise[0], device or likewise[1]
+    model: CausalLM = AutoModelForCausalLM.from_pretrained(
+        str(draft), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **(hub_kwargs or {})
+    )
+    return model.to(device).eval()
 
 
 def _tokens(model: CausalLM) -> dict[str, Any]:

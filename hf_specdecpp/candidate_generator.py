@@ -9,19 +9,27 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
 
-from hf_specdecpp.acceptance import DraftStep
+from hf_specdecpp.acceptance import DraftProbability, DraftStep
 from hf_specdecpp.chain import Chain, draft_chain
 from hf_specdecpp.drafter import DraftSession
 from hf_specdecpp.processing import Processing
-from hf_specdecpp.randomness import Randomness, TorchRandomness
+from hf_specdecpp.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.stats import SpeculationStats
-from hf_specdecpp.stopping import make_rule
+from hf_specdecpp.stopping import FixedLength, StoppingRule, make_rule
+from hf_specdecpp.support import check_tree
+from hf_specdecpp.tree import DraftTree
+from hf_specdecpp.tree_drafting import TreeDrafting
+from hf_specdecpp.tree_drawing import DrawnTree
+from hf_specdecpp.typing import CausalLM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hf_specdecpp.assistant import SpecDecPPAssistant
+
+logger = logging.get_logger("hf_specdecpp")
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
@@ -37,9 +45,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         attention_mask: `[1, length]` of the prompt, or `None`. Masked tokens are not shown to the draft.
         vocab_size: width of the target's logits, by default what the assistant's config says.
         randomness: draws the candidates when sampling.
+        target: the model that decides; `rule="throughput"` measures it. Trees are drafted only where it is given.
 
     Raises:
-        ValueError: the speculation config or a processor cannot be used.
+        ValueError: the speculation config or a processor cannot be used, or a model cannot read trees.
     """
 
     def __init__(
@@ -49,21 +58,47 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         logits_processor: Sequence[LogitsProcessor] | None = None,
         attention_mask: Tensor | None = None,
         vocab_size: int | None = None,
-        randomness: Randomness | None = None,
+        randomness: TreeRandomness | None = None,
+        target: CausalLM | None = None,
     ) -> None:
         width = vocab_size or assistant.config.vocab_size or 0
         self.session = DraftSession(assistant.ready_drafter(), width)
-        self.rule = make_rule(assistant.speculation, assistant.estimator)
         self.processing = Processing(logits_processor or [])
         self.stats = SpeculationStats()
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         sample = randomness if randomness is not None else TorchRandomness()
         self.randomness = sample if generation_config.do_sample else None
+        self.trees: TreeDrafting | None = None
+        self.rule = self._set_up(assistant, target, generation_config)
+        self._assistant = assistant
         self._attention_mask = attention_mask
         self._seen_length = 0
         self._num_accepted = 0
         self._num_drafted = 0
+
+    def _set_up(
+        self, assistant: SpecDecPPAssistant, target: CausalLM | None, generation_config: GenerationConfig
+    ) -> StoppingRule:
+        """Set up trees, if they are wanted, and return the rule for chains."""
+        config = assistant.speculation
+        config.validate()
+        if config.tree is not None and target is not None:
+            check_tree(target, "target")
+            check_tree(self.session.drafter.model, "draft")
+            estimator = assistant.head or DraftProbability()
+            self.trees = TreeDrafting(
+                config, estimator, self.session, self.processing, self.randomness, self.eos_token_ids
+            )
+            return FixedLength(config.tree_depth)  # for transformers' own loop, which cannot verify a tree
+        if config.tree is not None:
+            logger.warning_once(
+                f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
+                "Attach it to the target for trees: assistant.attach(model)."
+            )
+        by_throughput = config.rule == "throughput"
+        state = assistant.throughput.state(assistant, target, generation_config) if by_throughput else None
+        return make_rule(config, assistant.estimator, state)
 
     @torch.inference_mode()
     def draft(self, input_ids: Tensor, max_tokens: int | None = None) -> Chain:
@@ -81,12 +116,31 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         def step(candidates: list[int]) -> DraftStep:
             logits, hidden = self.session.step(candidates)
             scores = self.processing.one(input_ids, candidates, logits)
-            return self.session.draft_step(len(candidates), scores, hidden)
+            return self.session.draft_step(len(candidates), scores, hidden, greedy=self.randomness is None)
 
-        chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids)
+        chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
         self._num_drafted, self._num_accepted = len(chain.tokens), 0
         self.stats.draft_seconds += time.perf_counter() - start
         return chain
+
+    @torch.inference_mode()
+    def draft_tree(self, input_ids: Tensor) -> DraftTree:
+        """Draft the next round as a tree; `input_ids` as in `draft`."""
+        if self.trees is None:
+            raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
+        start = time.perf_counter()
+        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted)
+        tree = self.trees.draft(input_ids, self._room(input_ids.shape[1]))
+        self.stats.draft_seconds += time.perf_counter() - start
+        return tree
+
+    def update_tree(self, tree: DraftTree, path: list[int]) -> None:
+        """Learn which nodes of the last tree were accepted."""
+        self.session.keep(path)
+        self._num_accepted = len(path)
+        self.stats.record_tree(tree, path)
+        tree.scores.clear()  # they are large
+        self._assistant.last_tree = DrawnTree(tree, path)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form.

@@ -32,6 +32,7 @@ def draft_chain(
     randomness: Randomness | None,
     max_tokens: int,
     eos_token_ids: Collection[int] = (),
+    unread: int = 1,
 ) -> Chain:
     """Draft until the rule stops, an end-of-sequence token is drawn, or `max_tokens` are drafted.
 
@@ -40,6 +41,7 @@ def draft_chain(
         rule: the stopping rule; its own bounds apply too.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
         max_tokens: how many candidates there is room for.
+        unread: how many tokens the draft reads before the first candidate.
 
     The candidate that makes the rule stop has been drawn, so it is submitted: leaving it out because of what it is
     would bias the output. (The forward that judges it "after" has also drawn its successor: the paper's one un-judged
@@ -47,8 +49,8 @@ def draft_chain(
     """
     tokens: list[int] = []
     scores: list[Tensor] = []
-    limit = min(max_tokens, rule.max_tokens)
     rule.begin_round()
+    limit = min(max_tokens, rule.max_tokens) if rule.starts(unread) else 0
     while len(tokens) < limit:
         draft = step(tokens)
         draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)

@@ -1,4 +1,4 @@
-"""The command line: `specdecpp demo`, `train` and `inspect`. Each command imports what it needs."""
+"""The command line: `specdecpp demo`, `train`, `bench` and `inspect`. Each command imports what it needs."""
 
 from __future__ import annotations
 
@@ -44,12 +44,15 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 64,
     prompt: Annotated[list[str] | None, typer.Option(help="What to ask; may be repeated.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Draft token trees; show one, and save it as tree.png (needs matplotlib).")
+    ] = False,
 ) -> None:
     """Answer prompts with and without the assistant, and compare tokens and times."""
     from hf_specdecpp.demo import run
 
     try:
-        run(target, assistant, layers, max_new_tokens, prompt, sample)
+        run(target, assistant, layers, max_new_tokens, prompt, sample, tree)
     except (ValueError, OSError) as error:
         _fail(str(error))
 
@@ -79,6 +82,61 @@ def train(
         run(config, target, data, output, draft, layers, server, stage, push_to_hub)
     except (ValueError, OSError) as error:
         _fail(str(error))
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Option(help="Hub id or folder of the model to speed up.")],
+    assistant: Annotated[
+        str | None, typer.Option(help="Hub id or folder of its assistant; by default an untrained early exit.")
+    ] = None,
+    layers: Annotated[str, typer.Option(help="Layers of the early exit: 4 for the first four, or 0,1,2,29.")] = "4",
+    draft: Annotated[str | None, typer.Option(help="Folder of the draft, where its Hub id cannot be reached.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Prompts: a JSON Lines file; may be repeated.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder of the results; a killed run goes on there.")] = Path("bench"),
+    max_prompts: Annotated[
+        int | None, typer.Option("--max_prompts", "--max-prompts", min=1, help="Of each file.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max_new_tokens", "--max-new-tokens", min=1, help="Length of an answer.")
+    ] = 128,
+    temperatures: Annotated[str, typer.Option(help="0 is greedy; several as 0,1.")] = "0,1",
+    contestants: Annotated[
+        str | None, typer.Option(help="Only these: names or patterns such as 'fixed*,svip*'.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few contestants, prompts and tokens: two minutes.")] = False,
+    live: Annotated[bool, typer.Option("--live/--no-live", help="Time generations.")] = True,
+    replay: Annotated[bool, typer.Option("--replay/--no-replay", help="Compare all rules on recorded texts.")] = True,
+    costs: Annotated[
+        list[str] | None, typer.Option(help="What replays reckon with: measured, paper, a JSON file; may be repeated.")
+    ] = None,
+    draws: Annotated[int, typer.Option(min=1, help="Records of a sampled text.")] = 1,
+    cost_ratio: Annotated[
+        float | None, typer.Option("--cost_ratio", "--cost-ratio", help="Slow the target down to t_draft / t_target.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the target.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="By default an accelerator, if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of torch.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and draws.")] = 0,
+    card: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the speeds for a model card here.")] = None,
+) -> None:
+    """Time plain generation, its rivals and every rule on the same prompts (exit code 1 if a text is wrong)."""
+    try:
+        from hf_specdecpp.benchmark.command import run_options
+    except ImportError as error:
+        _fail(f"The benchmark needs {error.name}. Install the extra: pip install 'hf-specdecpp[bench]'.")
+    options = {
+        "target": target, "assistant": assistant, "draft": draft, "data": data, "output": output,
+        "max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "quick": quick, "live": live, "replay": replay,
+        "costs": costs, "draws": draws, "cost_ratio": cost_ratio, "dtype": dtype, "device": device,
+        "threads": threads, "seed": seed,
+    }  # fmt: skip
+    try:
+        lossless = run_options(options, layers, temperatures, contestants, _console(), card)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    if not lossless:
+        raise typer.Exit(1)
 
 
 @app.command()

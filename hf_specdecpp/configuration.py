@@ -8,8 +8,15 @@ from typing import Any, ClassVar, Literal, get_args
 
 from transformers import PretrainedConfig
 
-Rule = Literal["threshold", "fixed", "confidence", "svip", "adaedl"]
+from hf_specdecpp.optimal_stopping import Costs
+from hf_specdecpp.tree_shapes import make_shape, size
+
+Rule = Literal["threshold", "throughput", "fixed", "confidence", "svip", "adaedl"]
 RULES: tuple[str, ...] = get_args(Rule)
+
+Tree = Literal["dyspec", "dyspec-exact", "static"]
+TREES: tuple[str, ...] = get_args(Tree)
+MOST_NODES = 1024
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
@@ -22,6 +29,7 @@ class SpeculationConfig:
     Args:
         rule: when a round stops drafting.
             `"threshold"` (SpecDec++, section 3): stop once the chance that a candidate was rejected passes `threshold`;
+            `"throughput"`: stop where that maximises tokens a second; nothing to tune (`docs/throughput.md`);
             `"fixed"`: classic speculative decoding, always `num_tokens` candidates;
             `"confidence"`: stop after a candidate whose own draft probability is below `confidence_threshold`
             (what transformers does by default);
@@ -31,6 +39,19 @@ class SpeculationConfig:
         threshold: SpecDec++'s h, in [0, 1]. Larger speculates further.
         num_tokens: candidates a round for `rule="fixed"`.
         min_tokens, max_tokens: bounds on the candidates a round for every other rule, both inclusive (paper: 2 and 20).
+            `"throughput"` has no least number: it drafts nothing where that is fastest.
+        costs: for `rule="throughput"`: `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s}`, the seconds
+            of a draft step, of target passes over 1, 2, ... tokens, of the rest of a round, and of each token that the
+            draft has yet to read after a pause. The last two may be missing. `None` measures them, once a machine.
+        tree: draft a token tree (on a target that the assistant is attached to); `rule` and its parameters then do not
+            matter. `"dyspec"`: DySpec's Algorithm 2, a draft pass a level; `"dyspec-exact"`: its Algorithm 1, a draft
+            pass for every node that gets children; `"static"`: always `tree_shape`. `None` drafts chains.
+        tree_budget: candidates a round for the dynamic trees, 2 to 1024. All are used unless `tree_threshold` forbids.
+        tree_depth: longest path, which is also the most draft passes of `"dyspec"`.
+        tree_threshold: a dynamic tree never draws where the chance of getting there is estimated to be lower. In
+            [0, 1); the paper has 1 / budget and less, 0 always uses the whole budget.
+        tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the ranks of
+            the siblings on the way to it: `[[0], [1], [0, 0]]` (`tree_shapes.best_shape` and `nodes_of` make one).
 
     Raises:
         ValueError: a value is outside its range.
@@ -44,6 +65,12 @@ class SpeculationConfig:
     confidence_threshold: float = 0.4
     svip_threshold: float = 0.3
     adaedl_threshold: float = 0.4
+    costs: dict[str, Any] | None = None
+    tree: Tree | None = None
+    tree_budget: int = 64
+    tree_depth: int = 12
+    tree_threshold: float = 0.0
+    tree_shape: list[int] | list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -65,6 +92,27 @@ class SpeculationConfig:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
                 "satisfies both. Lower min_tokens or raise max_tokens."
             )
+        if self.costs is not None:
+            Costs.from_dict(self.costs)
+        self._validate_tree()
+
+    def _validate_tree(self) -> None:
+        if self.tree is not None and self.tree not in TREES:
+            raise ValueError(f"tree={self.tree!r} is not a kind of tree. Choose one of {', '.join(TREES)}, or None.")
+        for name, least, most in (("tree_budget", 2, MOST_NODES), ("tree_depth", 1, MOST_NODES)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ValueError(f"{name}={value!r} must be a whole number from {least} to {most}.")
+        if not 0.0 <= self.tree_threshold < 1.0:
+            raise ValueError(
+                f"tree_threshold={self.tree_threshold!r} must be at least 0 and below 1: the first slot of a tree has "
+                "value 1, so nothing could be drawn."
+            )
+        if self.tree_shape is None:
+            if self.tree == "static":
+                raise ValueError("tree='static' needs tree_shape, such as [4, 2, 1, 1]: four children, two each, ...")
+        elif not 1 <= (nodes := size(make_shape(self.tree_shape))) <= MOST_NODES:
+            raise ValueError(f"tree_shape={self.tree_shape!r} has {nodes} nodes; 1 to {MOST_NODES} are possible.")
 
     @property
     def most_tokens(self) -> int:

@@ -8,6 +8,7 @@ where it ends; scores, hidden states and attentions belong to the token they are
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.kv_cache import keep_path
 from hf_specdecpp.records import TokenRecords
 from hf_specdecpp.support import check_cache, check_inputs
+from hf_specdecpp.tree import DraftTree, Lineage
+from hf_specdecpp.tree_attention import tree_inputs
 from hf_specdecpp.typing import CausalLM
-from hf_specdecpp.verification import verify_chain, verify_greedy
+from hf_specdecpp.verification import verify_chain, verify_greedy, verify_tree, verify_tree_greedy
 
 # How many plain target passes are timed, after the first answer for a target, so that the verdict can compare.
 PLAIN_PASSES = 3
@@ -54,6 +58,8 @@ class AssistedDecoding:
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
         self.eos = {i for c in stopping_criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
+        mask = model_kwargs.get("attention_mask")
+        self.is_padded = mask is not None and not bool(mask.all())
         self.cached = 0  # tokens in the cache after the last whole round, those of an earlier turn included
 
     def run(
@@ -99,6 +105,8 @@ class AssistedDecoding:
 
     def _round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """Draft, one target pass, verify, emit."""
+        if self.generator.trees is not None:
+            return self._tree_round(input_ids)
         chain = self.generator.draft(input_ids)
         begin = time.perf_counter()
         outputs = self._forward(input_ids, chain.tokens)
@@ -133,16 +141,81 @@ class AssistedDecoding:
             self.generator.update_candidate_strategy(input_ids, scores, accepted)
 
         emitted = [*candidates[:accepted], token]
+        return self._emit(input_ids, emitted, scores, raw, outputs, count)
+
+    def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
+        """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
+        tree = self.generator.draft_tree(input_ids)
+        order = tree.depth_first()
+        begin = time.perf_counter()
+        outputs = self._forward_tree(input_ids, tree, order)
+        self.stats.target_seconds += self._since(begin)
+        logits = outputs.logits[0, -len(order) :]
+        rows = {node: row for row, node in enumerate(order)}
+
+        @cache
+        def scores(node: int) -> Tensor:
+            row = logits[rows[node]].to(input_ids.device, torch.float32, copy=True)
+            return self.generator.processing.one(input_ids, tree.path(node), row)
+
+        if self.generator.randomness is None:
+            path, token = verify_tree_greedy(tree, scores)
+        else:
+            path, token = verify_tree(tree, lambda node: scores(node).softmax(dim=-1), self.generator.randomness)
+        self.generator.update_tree(tree, path)
+        kept_rows = [rows[node] for node in (0, *path)]
+        raw = logits[kept_rows].to(input_ids.device, torch.float32)
+        emitted = [*(tree.tokens[node] for node in path), token]
+        processed = torch.stack([scores(node) for node in (0, *path)])
+        return self._emit(input_ids, emitted, processed, raw, outputs, len(tree), kept_rows)
+
+    def _forward_tree(self, input_ids: Tensor, tree: DraftTree, order: list[int]) -> Any:
+        """One target pass over the nodes in `order`, the last token (the root) first; logits for each of them."""
+        count = len(tree)
+        tokens = torch.cat((input_ids, input_ids.new_tensor([[tree.tokens[node] for node in order[1:]]])), dim=1)
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
+        )
+        past, mask = self.model_kwargs["past_key_values"], self.model_kwargs.get("attention_mask")
+        num_prefix = past.get_seq_length()
+        prefix_mask = mask[0, :num_prefix].bool() if mask is not None and self.is_padded else None
+        inputs |= tree_inputs(self.target, past, *Lineage().feed(tree, order), num_prefix, prefix_mask)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count + 1
+        return self.target(**inputs, return_dict=True)
+
+    def _emit(
+        self,
+        input_ids: Tensor,
+        emitted: list[int],
+        scores: Tensor,
+        raw: Tensor,
+        outputs: Any,
+        count: int,
+        path: list[int] | None = None,
+    ) -> tuple[Tensor, bool]:
+        """Emit what stands of the verified tokens, leave the cache at it.
+
+        Args:
+            emitted: k tokens.
+            scores, raw: `[k, vocab]` or more, logits that they were chosen from, with and without processing.
+            count: how many candidates the target read.
+            path: rows of the root and the accepted candidates in its pass, where they were a tree.
+        """
         before = input_ids.shape[1]
         # As int64 whatever the prompt's type is, like plain generation.
         input_ids = torch.cat((input_ids, torch.tensor([emitted], device=input_ids.device)), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
         input_ids = input_ids[:, : before + kept]
-        self.records.add_states(outputs, kept, count)
+        self.records.add_states(outputs, kept, count, path)
         self.stats.generated += kept
         # The last emitted token is not in the cache, as in plain generation.
-        outputs.past_key_values.crop(kept - 1 - count)
-        self.cached = outputs.past_key_values.get_seq_length()
+        past = outputs.past_key_values
+        if path is None:
+            past.crop(kept - 1 - count)
+        else:
+            keep_path(past, past.get_seq_length() - count - 1, path[:kept])
+        self.cached = past.get_seq_length()
         self.model_kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.model_kwargs, num_new_tokens=kept
         )

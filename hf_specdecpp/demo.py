@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.stats import SpeculationStats
+from hf_specdecpp.tree_drawing import DrawnTree
 from hf_specdecpp.typing import CausalLM
 
 PROMPTS = (
@@ -22,6 +24,8 @@ PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
 )
+
+PICTURE = "tree.png"
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -41,6 +45,7 @@ def run(
     max_new_tokens: int = 64,
     prompts: list[str] | None = None,
     sample: bool = False,
+    tree: bool = False,
 ) -> None:
     """Load the target and its assistant, answer every prompt twice and print what came of it.
 
@@ -51,6 +56,7 @@ def run(
         max_new_tokens: per answer.
         prompts: asked in turn, three of ours by default.
         sample: draw from the target's distribution (seeded) instead of taking its likeliest tokens.
+        tree: draft token trees, show the last one and save it as a picture.
 
     Raises:
         typer.Exit: code 1 if a greedy answer differs with the assistant.
@@ -67,6 +73,8 @@ def run(
     else:
         helper = SpecDecPPAssistant.from_pretrained(assistant, target=model)
         description = assistant
+    if tree and helper.speculation.tree is None:
+        helper.speculation.tree = "dyspec"
     console.print(f"[bold]target[/]     {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
     console.print(f"[bold]assistant[/]  {description}\n")
 
@@ -87,6 +95,8 @@ def run(
             differing += _compare(plain.tokens, assisted.tokens)
         console.print()
     _report(totals, seconds, sample)
+    if helper.last_tree is not None:
+        _show_tree(helper.last_tree, tokenizer)
     if differing:
         console.print(f"[bold red]{differing} answers differ: please report this.[/]")
         raise typer.Exit(1)
@@ -137,6 +147,22 @@ def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) ->
     )
     if sample:
         console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
+
+
+def _show_tree(drawn: DrawnTree, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print a tree with its tokens as text, and save it as a picture where matplotlib is installed."""
+
+    def decode(token: int) -> str:
+        return repr(tokenizer.decode([token]))
+
+    console.print("\n[bold]The last tree[/]")
+    console.print(Text(drawn.text(decode)))
+    try:
+        drawn.save(PICTURE, decode)
+    except ImportError:
+        console.print("No picture: it needs matplotlib. Install the extra: pip install 'hf-specdecpp[train]'.")
+    else:
+        console.print(f"Picture: {PICTURE}")
 
 
 def _warm_up(model: CausalLM, tokenizer: PreTrainedTokenizerBase, assistant: SpecDecPPAssistant) -> None:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_specdecpp.acceptance import DraftStep
+from hf_specdecpp.kv_cache import keep_path
+from hf_specdecpp.tree import DraftTree, Lineage
+from hf_specdecpp.tree_attention import tree_inputs
 from hf_specdecpp.typing import CausalLM
 
 # Decoders whose positions come from a table cannot run past its end; rotary ones merely get worse.
@@ -78,14 +81,15 @@ class Drafter(nn.Module):
         weight = self.model.get_input_embeddings().weight
         return weight[self._known(token)]
 
-    def hidden_states(self, input_ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, cache: DynamicCache | None = None, **inputs: Any) -> Tensor:
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
 
-        With a cache they are fed after what it holds, and added to it.
+        With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward,
+        such as those of `tree_attention.tree_inputs`.
         """
         decoder = self.model.get_decoder()
         use_cache = cache is not None
-        output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache)
+        output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache, **inputs)
         return output.last_hidden_state
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
@@ -156,11 +160,17 @@ class DraftSession:
         self._recording = False
         self._pending: Tensor = torch.empty((1, 0), dtype=torch.long, device=drafter.device)
         self._fed_candidates = 0
+        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
 
     @property
     def length(self) -> int:
         """Tokens that the draft has read or is about to read."""
         return self.cache.get_seq_length() + self._pending.shape[1]
+
+    @property
+    def unread(self) -> int:
+        """Tokens that the draft is about to read."""
+        return self._pending.shape[1]
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int) -> None:
         """Take note of what the last round emitted.
@@ -193,8 +203,35 @@ class DraftSession:
             self._recording = True
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
-    def draft_step(self, index: int, scores: Tensor, hidden: Tensor) -> DraftStep:
-        return DraftStep(index=index, scores=scores, hidden=hidden, embed=self.drafter.embed)
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """Feed nodes of a tree in one pass: logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after them.
+
+        First the root, with all that is pending (it is the last of it); then any nodes whose parents have been fed.
+        """
+        if nodes == [0]:
+            self._lineage = Lineage()
+            self._lineage.feed(tree, nodes)
+            logits, hidden = self.step([])
+            return logits[None], hidden[None]
+        if self._lineage is None:
+            raise ValueError("The root of a tree is fed first, by itself.")
+        num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
+        ancestors, depths = self._lineage.feed(tree, nodes)
+        inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
+        tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device=self.drafter.device)
+        hidden = self.drafter.hidden_states(tokens, self.cache, **inputs)[0]
+        return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def keep(self, path: list[int]) -> None:
+        """After a tree: roll back to those of the accepted nodes that were fed."""
+        if self._lineage is None:  # nothing was drafted
+            return
+        fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
+        keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
+        self._fed_candidates, self._lineage = len(fed), None
+
+    def draft_step(self, index: int, scores: Tensor, hidden: Tensor, greedy: bool) -> DraftStep:
+        return DraftStep(index=index, scores=scores, hidden=hidden, embed=self.drafter.embed, greedy=greedy)
 
 
 def check_can_draft(model: CausalLM) -> None:

@@ -99,6 +99,7 @@ class AttachedMixin:
             logits_processor=kwargs["logits_processor"],
             attention_mask=kwargs["model_kwargs"].get("attention_mask"),
             vocab_size=self.config.get_text_config().vocab_size,
+            target=self,
         )
 
     # `inputs_tensor` is named because transformers reads from the signature whether to pass it.

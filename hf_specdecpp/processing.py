@@ -77,6 +77,14 @@ class Processing:
         rows = [self._apply(tokens[:, : length + i], scores[i : i + 1]) for i in range(len(candidates) + 1)]
         return torch.cat(rows)
 
+    def after_each(self, input_ids: Tensor, paths: Sequence[list[int]], scores: Tensor) -> Tensor:
+        """Process `scores` (`[n, vocab]`): row i follows `input_ids` (`[1, length]`) and the candidates `paths[i]`."""
+        if not self.processors:
+            return scores
+        if self.prefix_free:
+            return self._apply(input_ids, scores)
+        return torch.stack([self.one(input_ids, path, row) for path, row in zip(paths, scores, strict=True)])
+
     def _apply(self, prefix: Tensor, scores: Tensor) -> Tensor:
         for processor in self.processors:
             scores = processor(prefix, scores)

@@ -1,15 +1,16 @@
-"""Write an assistant's repository to a folder and to the Hub, with its card."""
+"""Write an assistant's repository to a folder and to the Hub."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import transformers
-from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub import CommitInfo, HfApi
 
+from hf_specdecpp.card import make_card
 from hf_specdecpp.repository import (
     ADAPTER_FILES,
     ADAPTER_FOLDER,
@@ -24,8 +25,6 @@ from hf_specdecpp.version import __version__
 
 if TYPE_CHECKING:
     from hf_specdecpp.assistant import SpecDecPPAssistant
-
-TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
 def save(assistant: SpecDecPPAssistant, folder: Path) -> None:
@@ -117,41 +116,3 @@ def _refuse_adapter_in_memory(assistant: SpecDecPPAssistant) -> None:
             f"The draft {assistant.config.draft_id!r} carries a PEFT adapter in memory, which the saved assistant "
             "would lack. Save the adapter and name its folder: from_draft(draft, adapter=folder)."
         )
-
-
-def make_card(assistant: SpecDecPPAssistant, training: dict[str, Any] | None = None) -> ModelCard:
-    """The model card, rendered from `card_template.md`.
-
-    Args:
-        training: what `training.assembly` knows of the run that made the assistant: `config`, `evaluation`,
-            `distillation`, `provenance`.
-    """
-    config = assistant.config
-    bases = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
-    data = ModelCardData(
-        library_name="hf_specdecpp",
-        base_model=bases or None,
-        base_model_relation="adapter" if config.adapter and bases else None,
-        tags=["speculative-decoding", "assisted-generation", "specdecpp"],
-        pipeline_tag="text-generation",
-        model_name="SpecDec++ assistant" if training else None,
-        eval_results=_eval_results(training["evaluation"]) if training else None,
-    )
-    return ModelCard.from_template(
-        data, template_path=str(TEMPLATE), config=config, head=assistant.head, training=training
-    )
-
-
-def _eval_results(evaluation: dict[str, Any]) -> list[EvalResult]:
-    """The head's row of each evaluated temperature, for the card's model-index."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type="rollouts",
-            dataset_name=f"held-out answers of the target, temperature {temperature}",
-            metric_type=metric,
-            metric_value=round(report["estimators"]["head"][metric], 4),
-        )
-        for temperature, report in evaluation["temperatures"].items()
-        for metric in ("auc", "ece", "binary_kl")
-    ]

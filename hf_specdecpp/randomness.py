@@ -1,4 +1,4 @@
-"""The only two random decisions of speculative decoding, so that a test can enumerate every outcome of both."""
+"""The only random decisions of speculative decoding, so that a test can enumerate every outcome of each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from hf_specdecpp.siblings import Inverted, Ranked, Siblings
 
 
 class Randomness(Protocol):
@@ -16,12 +18,28 @@ class Randomness(Protocol):
         """True with this probability."""
 
 
+class TreeRandomness(Randomness, Protocol):
+    def siblings(self, q: Tensor) -> Siblings:
+        """Draws without replacement from each row of `q` (`[n, vocab]`), which may be overwritten."""
+
+
 class TorchRandomness:
     """Draws from torch's global generators, so `torch.manual_seed` fixes a run. Every call draws afresh."""
 
     def categorical(self, probs: Tensor) -> Tensor:
-        return torch.multinomial(probs, num_samples=1).squeeze(0)
+        if probs.device.type != "cpu":
+            return torch.multinomial(probs, num_samples=1).squeeze(0)
+        drawn = Inverted(probs[None].clone()).next(0)  # about 40 times faster for a vocabulary of 50k
+        if drawn is None:
+            raise ValueError(f"No token can be drawn: {probs.shape[0]} probabilities sum to {float(probs.sum())}.")
+        return torch.tensor(drawn[0])
 
     def bernoulli(self, probability: float) -> bool:
         # float64 on the CPU: no wait for a device, and a probability of exactly 0 or 1 is honoured.
         return bool(torch.rand((), dtype=torch.float64) < probability)
+
+    def siblings(self, q: Tensor) -> Siblings:
+        if q.device.type == "cpu":
+            return Inverted(q)
+        times = torch.empty_like(q).exponential_().clamp_min_(torch.finfo(q.dtype).tiny)
+        return Ranked(q, q / times)

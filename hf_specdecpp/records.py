@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -31,15 +32,17 @@ class TokenRecords:
         if self.logits is not None:
             self.logits += tuple(logits[i : i + 1] for i in range(count))
 
-    def add_states(self, outputs: Any, count: int, num_candidates: int) -> None:
+    def add_states(self, outputs: Any, count: int, num_candidates: int, path: list[int] | None = None) -> None:
         """Add the states that produced the first `count` emitted tokens.
 
         The pass over the prompt (the first call) produced one token from all of its positions; a later pass fed the
-        last token and `num_candidates` candidates and produced a token from each position.
+        last token and `num_candidates` candidates and produced a token from each position, or from those of `path`
+        where the candidates were a tree.
         """
+        path = list(range(count)) if path is None else path[:count]
         if self.hidden_states is not None:
             first = not self.hidden_states
-            rows = [slice(None)] if first else [slice(i, i + 1) for i in range(count)]
+            rows = [slice(None)] if first else [slice(i, i + 1) for i in path]
             self.hidden_states += tuple(tuple(layer[:, row] for layer in outputs.hidden_states) for row in rows)
         if self.attentions is not None:
             if not self.attentions:
@@ -49,14 +52,18 @@ class TokenRecords:
             for i in range(count):
                 self.attentions += (
                     tuple(
-                        _attention_row(layer, i, num_candidates, getattr(cache, "sliding_window", None))
+                        _attention_row(layer, path[: i + 1], num_candidates, getattr(cache, "sliding_window", None))
                         for layer, cache in zip(outputs.attentions, caches, strict=True)
                     ),
                 )
 
 
-def _attention_row(attention: Tensor, row: int, num_candidates: int, window: int | None) -> Tensor:
-    """What a pass over one token would have returned, `[1, heads, 1, keys]`: no keys of later candidates."""
-    end = attention.shape[-1] - (num_candidates - row)
-    begin = max(0, end - window) if window is not None else 0
-    return attention[:, :, row : row + 1, begin:end]
+def _attention_row(attention: Tensor, path: list[int], num_candidates: int, window: int | None) -> Tensor:
+    """What a pass over the last token of `path` would have returned, `[1, heads, 1, keys]`."""
+    num_text = attention.shape[-1] - num_candidates - 1
+    row = attention[:, :, path[-1] : path[-1] + 1]
+    if path == list(range(len(path))):
+        row = row[..., : num_text + len(path)]
+    else:
+        row = torch.cat((row[..., :num_text], row[..., num_text:][..., path]), dim=-1)
+    return row[..., -window:] if window is not None else row

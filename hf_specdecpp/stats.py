@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_specdecpp.tree import DraftTree
 
 
 @dataclass
@@ -12,11 +15,17 @@ class SpeculationStats:
 
     Attributes:
         rounds: drafting rounds, each followed by one target pass.
+        idle_rounds: those of them that drafted nothing.
         plain_passes: target passes without candidates (the first token comes from the prompt's pass).
         drafted, accepted: candidates. `discarded` is the rest.
         generated: tokens emitted. (`generated + discarded = drafted + rounds + plain_passes`, unless the last round was
             cut short by a stopping criterion.)
-        drafted_at, accepted_at: the same by position in the round, first candidate first.
+        drafted_at, accepted_at: the same by position in the round, first candidate first; in trees by depth.
+        tree_depths, tree_widths: number of trees by depth and by the size of their widest level; index 0 counts those
+            without candidates.
+        tree_passes: draft passes for trees.
+        tested_by_rank, accepted_by_rank: at nodes that the target got to, how often there was a first, second, ...
+            child, and how often it was the accepted one.
         draft_seconds: drafting, the draft's pass over the prompt included.
         target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`).
         overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
@@ -26,12 +35,18 @@ class SpeculationStats:
     """
 
     rounds: int = 0
+    idle_rounds: int = 0
     plain_passes: int = 0
     drafted: int = 0
     accepted: int = 0
     generated: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    tree_depths: list[int] = field(default_factory=list)
+    tree_widths: list[int] = field(default_factory=list)
+    tree_passes: int = 0
+    tested_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     prompt_seconds: float = 0.0
@@ -42,6 +57,7 @@ class SpeculationStats:
     def record_round(self, num_drafted: int, num_accepted: int) -> None:
         """Count one verified round."""
         self.rounds += 1
+        self.idle_rounds += num_drafted == 0
         self.drafted += num_drafted
         self.accepted += num_accepted
         missing = num_drafted - len(self.drafted_at)
@@ -50,6 +66,25 @@ class SpeculationStats:
         for position in range(num_drafted):
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < num_accepted
+
+    def record_tree(self, tree: DraftTree, path: list[int]) -> None:
+        """Count one verified round with a tree; `path`: the accepted nodes."""
+        widths = tree.widths
+        self.rounds += 1
+        self.idle_rounds += len(tree) == 0
+        self.drafted += len(tree)
+        self.accepted += len(path)
+        self.tree_passes += tree.passes
+        self.drafted_at = _add(self.drafted_at, widths)
+        self.accepted_at = _add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
+        self.tree_depths = _add(self.tree_depths, _one_at(len(widths)))
+        self.tree_widths = _add(self.tree_widths, _one_at(max(widths, default=0)))
+        for node in (0, *path):
+            if children := len(tree.children[node]):
+                self.tested_by_rank = _add(self.tested_by_rank, [1] * children)
+                self.accepted_by_rank = _add(self.accepted_by_rank, [0] * children)
+        for node in path:
+            self.accepted_by_rank[tree.ranks[node]] += 1
 
     @property
     def discarded(self) -> int:
@@ -85,6 +120,14 @@ class SpeculationStats:
         return [_ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
+    def acceptance_by_rank(self) -> list[float]:
+        """In trees: how often the first, second, ... child was the accepted one where the target could choose it.
+
+        `tree_shapes.best_shape` makes the best static tree of it.
+        """
+        return [_ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
+
+    @property
     def speedup(self) -> float | None:
         """Estimated speed relative to plain `generate()`, the pass over the prompt left out of both; `None` if unknown.
 
@@ -106,6 +149,11 @@ class SpeculationStats:
             return (
                 f"{self.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
                 "measured: attach the assistant to the target (assistant.attach(model))."
+            )
+        if 2 * self.idle_rounds > self.rounds:
+            return (
+                f"It does not pay here, so the rule stopped speculating: {self.idle_rounds} of {self.rounds} passes "
+                f"without candidates, about {self.speedup:.2f} times the speed of plain generate()."
             )
         if self.speedup >= 1.03:
             return (
@@ -160,6 +208,15 @@ class SpeculationStats:
         if self.acceptance_by_position:
             shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_position[:8])
             rows.append(("accepted by position", shares + (" ..." if len(self.drafted_at) > 8 else "")))
+        if num_trees := sum(self.tree_depths):
+            means = [
+                sum(value * count for value, count in enumerate(counts)) / num_trees
+                for counts in (self.tree_depths, self.tree_widths)
+            ]
+            sizes = f"{self.drafted / num_trees:.1f} nodes, depth {means[0]:.1f}, width {means[1]:.1f}"
+            rows.append(("trees", f"{sizes} on average"))
+            shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_rank[:8])
+            rows.append(("accepted by sibling", shares + (" ..." if len(self.tested_by_rank) > 8 else "")))
         rows.append(("time", self._time_split()))
         if not self.complete:
             rows.append(("note", "unattached target: the last round and the target's time are not reported"))
@@ -178,6 +235,10 @@ class SpeculationStats:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
+
+
+def _one_at(index: int) -> list[int]:
+    return [0] * index + [1]
 
 
 def _add(a: Any, b: Any) -> Any:

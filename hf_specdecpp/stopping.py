@@ -7,11 +7,15 @@ submitted whatever the rule says. No rule can take a candidate back.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hf_specdecpp.acceptance import DraftStep, Estimator
 from hf_specdecpp.configuration import SpeculationConfig
+
+if TYPE_CHECKING:
+    from hf_specdecpp.throughput import ThroughputState
 
 SVIP_GAMMA = 0.15
 ADAEDL_GAMMA = 0.2
@@ -31,6 +35,10 @@ class StoppingRule:
 
     def begin_round(self) -> None:
         """Forget the previous round."""
+
+    def starts(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether the round drafts at all. `unread`: how many tokens the draft would have to read first."""
+        return True
 
     def signal(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - for subclasses
         """What `stops` looks at, or `None` if nothing."""
@@ -122,13 +130,20 @@ class AdaEDL(StoppingRule):
         self.bound = min(max(0.9 * self.bound + 0.1 * moved, 0.0), 1.0)
 
 
-def make_rule(config: SpeculationConfig, estimator: Estimator) -> StoppingRule:
+def make_rule(config: SpeculationConfig, estimator: Estimator, state: ThroughputState | None = None) -> StoppingRule:
     """The stopping rule that `config` names, fresh for one generation.
+
+    Args:
+        state: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
 
     Raises:
         ValueError: from `config.validate()`.
     """
     config.validate()
+    if config.rule == "throughput":
+        from hf_specdecpp.throughput import Throughput, ThroughputState, settings_of  # they build on this module
+
+        return Throughput(estimator, state or ThroughputState(*settings_of(config, estimator)))
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
     if config.rule == "threshold":

@@ -1,6 +1,6 @@
 """The exact law of a program that makes random choices: run it once for every outcome, weighted. No sampling error.
 
-A program takes a `hf_specdecpp.randomness.Randomness` and returns what it emitted. In production that object draws from
+A program takes a `hf_specdecpp.randomness.TreeRandomness` and returns what it emitted. In production that draws from
 torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were.
 """
 
@@ -39,6 +39,9 @@ class Replay:
         # 0 and 1 leave only one outcome of positive weight, so they branch into nothing.
         return self._choose([1.0 - probability, probability]) == 1
 
+    def siblings(self, q: Tensor) -> ReplayedSiblings:
+        return ReplayedSiblings(self, q)
+
     def _choose(self, weights: list[float]) -> int:
         if self.made == len(self.choices):
             first, *others = [index for index, weight in enumerate(weights) if weight > 0.0]
@@ -48,6 +51,20 @@ class Replay:
         self.made += 1
         self.weight *= weights[choice] / sum(weights)
         return choice
+
+
+class ReplayedSiblings:
+    """Draws without replacement by the definition: from what is left of each row, renormalised."""
+
+    def __init__(self, replay: Replay, q: Tensor) -> None:
+        self.replay, self.q, self.left = replay, q, q.clone()
+
+    def next(self, row: int) -> tuple[int, float] | None:
+        if float(self.left[row].sum()) == 0.0:
+            return None
+        token = int(self.replay.categorical(self.left[row]))
+        self.left[row, token] = 0.0
+        return token, float(self.q[row, token])
 
 
 def exact_law(program: Callable[[Replay], Tokens]) -> Law:

@@ -16,6 +16,7 @@ from hf_specdecpp.training.configuration import RolloutConfig, TrainingConfig
 from hf_specdecpp.typing import CausalLM
 
 NUM_PROMPTS, EOS = 14, 7
+SPLITS = ("train", "heldout")
 LENGTHS = [1 + 5 * n % 9 for n in range(NUM_PROMPTS)]
 PROMPTS = [
     " ".join(WORDS[1 + (7 * n + 3 * i) % (len(WORDS) - 1)] for i in range(length)) for n, length in enumerate(LENGTHS)
@@ -26,12 +27,12 @@ def small_run(folder: Path, target: str, **changes: Any) -> TrainingConfig:
     """Greedy answers of `target` to the prompts, in four shards."""
     data = folder / "words.jsonl"
     data.write_text("".join(json.dumps({"id": f"p{n}", "prompt": text}) + "\n" for n, text in enumerate(PROMPTS)))
-    options = {"max_new_tokens": 12, "batch_size": 3, "shard_size": 4, "heldout": 0.2, "temperature": 0.0, **changes}
+    options = {"max_new_tokens": 12, "batch_size": 3, "shard_size": 4, "heldout": 0.2, "temperatures": [0.0], **changes}
     return TrainingConfig(target, str(folder / "out"), rollouts=RolloutConfig([str(data)], **options))
 
 
 def rows_of(config: TrainingConfig) -> list[dict[str, Any]]:
-    return [row for split in rollouts.SPLITS for row in rollouts.load(config.work, split)]
+    return [row for split in SPLITS for row in rollouts.load(config.work, split)]
 
 
 def files(config: TrainingConfig) -> list[str]:

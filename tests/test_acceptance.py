@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,17 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from hf_specdecpp.acceptance import NUM_SCALARS, AcceptanceHead, DraftProbability, DraftStep, scalar_features
+from hf_specdecpp.acceptance import (
+    NUM_SCALARS,
+    AcceptanceHead,
+    Calibration,
+    DraftProbability,
+    DraftStep,
+    scalar_features,
+)
 
 SIZE, VOCAB = 6, 9
 
 
-def make_step(index: int = 0, token: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32) -> DraftStep:
+def make_step(
+    index: int = 0, token: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32, greedy: bool = False
+) -> DraftStep:
     generator = torch.Generator().manual_seed(seed)
     scores = 2.0 * torch.randn(VOCAB, generator=generator)
     hidden = torch.randn(SIZE, generator=generator).to(dtype)
     table = torch.randn(VOCAB, SIZE, generator=generator).to(dtype)
-    return DraftStep(index, scores, hidden, embed=lambda each: table[each], token=torch.tensor(token))
+    return DraftStep(index, scores, hidden, lambda each: table[each], greedy, torch.tensor(token))
 
 
 def make_head(**arguments: Any) -> AcceptanceHead:
@@ -112,8 +122,9 @@ def test_an_untrained_before_head_says_q(token: int) -> None:
 
 @pytest.mark.parametrize("blocks", [0, 1, 3])
 @pytest.mark.parametrize("rank", [1, 4, 64])
-def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: int) -> None:
-    head, step = make_head(num_blocks=blocks, inputs="before", rank=rank), make_step(token=4)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: int, greedy: bool) -> None:
+    head, step = make_head(num_blocks=blocks, inputs="before", rank=rank), make_step(token=4, greedy=greedy)
     weights = dict(head.state_dict())
     silu = nn.functional.silu
 
@@ -122,7 +133,8 @@ def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: in
 
     top = step.q.sort(descending=True).values
     entropy = -(step.q * step.q.log()).sum()
-    scalars = torch.stack((step.q[4].log(), entropy, top[0] - top[1], torch.tensor(0.0), torch.tensor(0.0)))
+    no_siblings = torch.zeros(2)
+    scalars = torch.stack((step.q[4].log(), entropy, top[0] - top[1], *no_siblings, torch.tensor(float(greedy))))
     x = silu(linear("from_hidden", step.hidden) + linear("from_embedding", step.embed(torch.tensor(4))))
     assert x.shape == (rank,)
     for index in range(blocks):
@@ -147,7 +159,7 @@ def test_embeddings_may_have_another_size() -> None:
 def test_certain_and_impossible_tokens_get_finite_verdicts(scores: list[float]) -> None:
     head = AcceptanceHead(2, inputs="before", rank=2)
     for token in range(3):
-        step = DraftStep(0, torch.tensor(scores), torch.zeros(2), lambda each: torch.zeros(2), torch.tensor(token))
+        step = DraftStep(0, torch.tensor(scores), torch.zeros(2), lambda _: torch.zeros(2), token=torch.tensor(token))
         verdict = probability(head, step)
         assert 0.0 <= verdict <= 1.0
         assert (verdict > 0.99) == (token == 0)
@@ -155,9 +167,11 @@ def test_certain_and_impossible_tokens_get_finite_verdicts(scores: list[float]) 
 
 def test_scalar_features() -> None:
     q = torch.tensor([0.5, 0.25, 0.25, 0.0])
-    features = scalar_features(q, torch.tensor(1), torch.tensor(0.5), torch.tensor(1))
+    features = scalar_features(q, torch.tensor(1), False, torch.tensor(0.5), torch.tensor(1))
     entropy = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
-    assert_close(features, torch.tensor([math.log(0.25), entropy, 0.25, 0.5, 1.0]))
+    assert_close(features, torch.tensor([math.log(0.25), entropy, 0.25, 0.5, 1.0, 0.0]))
+    alone = scalar_features(q, torch.tensor(1), greedy=True)
+    assert_close(alone, torch.tensor([math.log(0.25), entropy, 0.25, 0.0, 0.0, 1.0]))
     assert features.shape == (NUM_SCALARS,)
     rows = scalar_features(torch.stack((q, q.flip(0))), torch.tensor([1, 2]))
     assert_close(rows[0, :3], features[:3])
@@ -169,14 +183,40 @@ def test_scalar_features() -> None:
 # Both. ----------------------------------------------------------------------------------------------------------------
 
 
+CALIBRATION = {
+    "sampled": {"bias": 0.3, "temperatures": [2.0, 0.5]},
+    "greedy": {"bias": -1.0, "temperatures": [0.7]},
+}
+
+
 @pytest.mark.parametrize(("inputs", "first"), [("after", 1), ("before", 0)])
-def test_temperatures_calibrate_by_position(inputs: str, first: int) -> None:
-    """`first` is the step in which the head judges the candidate at position 0."""
-    plain, calibrated = make_head(inputs=inputs, rank=4), make_head(inputs=inputs, rank=4, temperatures=[2.0, 0.5])
-    for position, temperature in enumerate([2.0, 0.5, 0.5, 0.5]):
-        step = make_step(index=first + position)
-        log_odds = torch.tensor(probability(plain, step), dtype=torch.float64).logit()
-        assert probability(calibrated, step) == pytest.approx(float((log_odds / temperature).sigmoid()), abs=1e-5)
+@pytest.mark.parametrize("modes", [["sampled", "greedy"], ["sampled"], ["greedy"], []])
+def test_each_mode_is_calibrated_by_position(inputs: str, first: int, modes: list[str]) -> None:
+    """`first` is the step in which the head judges the candidate at position 0. A mode without one stays as it is."""
+    calibration = {mode: CALIBRATION[mode] for mode in modes}
+    plain, calibrated = (make_head(inputs=inputs, rank=4, calibration=each) for each in (None, calibration))
+    for mode in CALIBRATION:
+        bias = {"sampled": 0.3, "greedy": -1.0}[mode] if mode in modes else 0.0
+        temperatures = {"sampled": [2.0, 0.5, 0.5, 0.5], "greedy": [0.7] * 4}[mode] if mode in modes else [1.0] * 4
+        for position, temperature in enumerate(temperatures):
+            step = make_step(index=first + position, greedy=mode == "greedy")
+            log_odds = torch.tensor(probability(plain, step), dtype=torch.float64).logit()
+            expected = float(((log_odds + bias) / temperature).sigmoid())
+            assert probability(calibrated, step) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_calibration_of_many_candidates_is_that_of_each() -> None:
+    calibration, log_odds = Calibration(0.5, [1.0, 2.0]), torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    apart = [calibration.apply(log_odds[place], place) for place in range(4)]
+    assert_close(calibration.apply(log_odds, torch.arange(4)), torch.stack(apart))
+    assert_close(calibration.apply(log_odds, 1), (log_odds + 0.5) / 2.0)
+
+
+def test_greedy_targets_are_judged_by_a_scalar_of_their_own() -> None:
+    head = make_head(inputs="before", rank=4)
+    sampled, greedily = make_step(), make_step(greedy=True)
+    assert probability(head, sampled) != probability(head, greedily)
+    assert_close(sampled.scalars[:5], greedily.scalars[:5])
 
 
 @pytest.mark.parametrize("inputs", ["after", "before"])
@@ -196,10 +236,13 @@ def test_casting_leaves_a_head_in_float32(cast: Any, inputs: str) -> None:
 @pytest.mark.parametrize("inputs", ["after", "before"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_rebuilt_from_its_config(inputs: str, tied: bool) -> None:
-    head = make_head(inputs=inputs, tied=tied, num_blocks=2, rank=3, temperatures=[1.5])
+    head = make_head(inputs=inputs, tied=tied, num_blocks=2, rank=3, calibration=CALIBRATION)
     again = AcceptanceHead(**head.to_config())
     again.load_state_dict(head.state_dict())
-    assert probability(again, make_step(index=1)) == probability(head, make_step(index=1))
+    for greedy in (False, True):
+        step = make_step(index=1, greedy=greedy)
+        assert probability(again, step) == probability(head, step)
+    assert json.loads(json.dumps(head.to_config())) == again.to_config()
     assert len(head.blocks) == (1 if tied else 2)
 
 
@@ -216,8 +259,9 @@ def test_draft_probability_is_q() -> None:
         ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
         ({"num_blocks": -1}, "num_blocks=-1 at least 0"),
         ({"rank": 0}, "rank=0 must be at least 1"),
-        ({"temperatures": []}, "must be positive numbers"),
-        ({"temperatures": [1.0, 0.0]}, "must be positive numbers"),
+        ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
+        ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
+        ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),
     ],
 )
 def test_senseless_heads_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from models import VOCAB_SIZE
 from torch.testing import assert_close
 from training_files import training_run
 
-from hf_specdecpp.acceptance import AcceptanceHead
+from hf_specdecpp.acceptance import Calibration
 from hf_specdecpp.training import calibration, chains, head_fitting, rollouts
-from hf_specdecpp.training.calibration import Calibration, calibrate, minimise, shift_bias, survival
+from hf_specdecpp.training.calibration import calibrate, minimise, survival
 from hf_specdecpp.training.metrics import ece
 from hf_specdecpp.training.models import load_assistant, load_head, load_target
 from hf_specdecpp.training.sampling import Sampling
@@ -47,24 +48,13 @@ def test_positions_with_few_candidates_share_a_temperature() -> None:
     found = calibrate(torch.randn(len(index)), torch.rand(len(index)), index)
     assert len(found.temperatures) == 5
     values = Calibration(0.0, [1.0, 2.0]).apply(torch.ones(4), torch.arange(4))
-    assert_close(values, torch.tensor([1.0, 0.5, 0.5, 0.5], dtype=torch.float64))
+    assert_close(values, torch.tensor([1.0, 0.5, 0.5, 0.5]))
 
 
 def test_survival() -> None:
     table = survival(torch.tensor([0.5, 0.5, 0.2, 0.9]), torch.tensor([0, 1, 0, 0]))
     expected = torch.tensor([[0.5, 0.25], [0.2, float("nan")], [0.9, float("nan")]], dtype=torch.float64)
     assert_close(table, expected, equal_nan=True, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("inputs", ["before", "after"])
-def test_the_bias_moves_every_estimate(inputs: str) -> None:
-    head = AcceptanceHead(8, 1, inputs=inputs, rank=4)
-    arguments = (
-        (torch.randn(5, 8), torch.randn(5, 8), torch.randn(5, 5)) if inputs == "before" else (torch.randn(5, 8),)
-    )
-    before = head(*arguments)
-    shift_bias(head, 0.7)
-    assert_close(head(*arguments), before + 0.7)
 
 
 # Recorded chains ------------------------------------------------------------------------------------------------------
@@ -126,19 +116,50 @@ def test_the_stage_calibrates_the_head_on_disk(tmp_path: Path, inputs: str, monk
     config = training_run(tmp_path, mix=0.9, inputs=inputs, rejection_weight=6.0, epochs=6.0, learning_rate=1e-2)
     head_fitting.run(config)
     fitted = load_head(config.work / "head")
-    report = calibration.run(config)
+    report: Any = calibration.run(config)
     calibrated = load_head(config.work / "head")
-    before, after = report["before"], report["after"]
-    assert isinstance(before, dict)
-    assert isinstance(after, dict)
+    assert list(report) == ["1"]
+    before, after = report["1"]["before"], report["1"]["after"]
     assert after["binary_kl"] < before["binary_kl"]
     assert abs(after["survival_bias"]) < abs(before["survival_bias"])
     assert before["survival_bias"] < 0, "w_rej = 6 makes the head pessimistic"
     assert len(before["survival_bias_by_position"]) == 20
-    assert calibrated.temperatures == report["temperatures"]
-    moved = (calibrated.output.bias[-1] - fitted.output.bias[-1]).item()
-    assert moved == pytest.approx(report["bias"], rel=1e-4)
+    found = {"bias": report["1"]["bias"], "temperatures": report["1"]["temperatures"]}
+    assert (fitted.to_config()["calibration"], calibrated.to_config()["calibration"]) == ({}, {"sampled": found})
+    for name, weight in fitted.state_dict().items():
+        assert torch.equal(calibrated.state_dict()[name], weight), "calibration is beside the weights"
     assert calibration.run(config) == report, "done already"
+
+
+def test_greedy_and_sampled_targets_are_calibrated_on_texts_of_their_own(tmp_path: Path) -> None:
+    config = training_run(tmp_path, mix=0.9, temperatures=(1.0, 0.0), epochs=4.0)
+    head_fitting.run(config)
+    head = load_head(config.work / "head")
+    report: Any = calibration.run(config)
+    calibrated = load_head(config.work / "head")
+    assert list(report) == ["1", "0"]
+    assert report["1"]["bias"] != report["0"]["bias"]
+    target = load_target(config)
+    assistant = load_assistant(config, target)
+    for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        # Once more from the recorded chains, in the half that is for fitting.
+        sampling = Sampling(temperature, 0)
+        rows = chains.record(config, "heldout", assistant, target, sampling)
+        assert set(rows["scalars"][:, 5].tolist()) == {float(temperature == 0.0)}
+        half = calibration.calibration_half(config, sampling, rows["text"])
+        log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
+        expected = calibrate(log_odds[half], rows["label"][half], rows["index"][half])
+        assert calibrated.calibration[mode] == expected
+        assert expected.bias == report[f"{temperature:g}"]["bias"]
+    labels = chains.record(config, "heldout", assistant, target, Sampling(0.0, 0))["label"]
+    assert set(labels.unique().tolist()) == {0.0, 1.0}, "of greedy targets: agreed or not"
+
+
+def test_a_head_for_one_temperature_is_calibrated_for_it_alone(tmp_path: Path) -> None:
+    config = training_run(tmp_path, temperatures=(1.0, 0.0), temperature=0.0)
+    head_fitting.run(config)
+    assert list(calibration.run(config)) == ["0"]
+    assert set(load_head(config.work / "head").calibration) == {"greedy"}
 
 
 def test_calibration_needs_a_head(tmp_path: Path) -> None:
@@ -149,8 +170,8 @@ def test_calibration_needs_a_head(tmp_path: Path) -> None:
 def test_calibration_needs_two_prompts(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=2)
     with pytest.raises(ValueError, match=r"Only 1 held-out prompt .* rollouts.heldout"):
-        calibration.calibration_half(config, torch.tensor([0, 0, 1]))
-    halves = calibration.calibration_half(config, torch.tensor([0, 1, 2, 3, 4]))
+        calibration.calibration_half(config, Sampling(), torch.tensor([0, 0, 1]))
+    halves = calibration.calibration_half(config, Sampling(), torch.tensor([0, 1, 2, 3, 4]))
     assert halves.tolist() == [True, True, False, False, True], "samples of one prompt stay together"
 
 
@@ -163,3 +184,13 @@ def test_chains_are_of_texts_spread_over_the_rollouts(tmp_path: Path, monkeypatc
     assert rows["text"].unique().tolist() == [0, 3, 6, 9]
     assert len(rows["text"]) == 4 * chains.STARTS * 20
     assert len(list((config.work / "chains").glob("*/train-*.safetensors"))) == 2
+
+
+def test_chains_continue_texts_of_their_temperature(tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=4, temperatures=(1.0, 0.0))
+    assert len(rollouts.load(config.work, "train")) == 6
+    for temperature, count in ((1.0, 4), (0.0, 2)):
+        texts = chains.texts_at(config, "train", Sampling(temperature))
+        assert (set(texts["temperature"]), len(texts)) == ({temperature}, count)
+    with pytest.raises(ValueError, match=r"No rollouts were written at temperature 0\.5, only at 0, 1\. Choose one"):
+        chains.texts_at(config, "train", Sampling(0.5))

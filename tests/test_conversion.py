@@ -146,7 +146,7 @@ def test_an_assistant_with_a_converted_head_generates(tmp_path: Path) -> None:
 
 def test_without_a_draft_id_the_assistant_says_what_to_do(tmp_path: Path) -> None:
     convert(save_bin(ReleasedHead(1), tmp_path / "released"), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"no draft model \(draft_id\).*from_draft\(draft, head=load_head"):
+    with pytest.raises(ValueError, match=r"no draft model \(draft_id\).*from_pretrained\(repo, draft=model"):
         SpecDecPPAssistant.from_pretrained(tmp_path / "out")
 
 

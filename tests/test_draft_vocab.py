@@ -36,6 +36,12 @@ def test_fewer_than_asked_for() -> None:
     assert choose(answers([9, 8, 9]), 20, always=[1], num_ids=VOCAB_SIZE).tolist() == [1, 8, 9]
 
 
+def test_places_that_are_left_go_to_the_prompts() -> None:
+    prompts = [[11, 12, 12], [12, 13, 13, 8]]
+    assert choose(answers([9, 8, 9]), 5, [1], VOCAB_SIZE, prompts).tolist() == [1, 8, 9, 12, 13]
+    assert choose(answers([9, 8, 9]), 2, [1], VOCAB_SIZE, prompts).tolist() == [1, 9], "answers come first"
+
+
 def test_ids_that_the_draft_lacks() -> None:
     chosen = choose(answers([60, 60, 60, 5, 6, 6]), 3, always=[1, 61], num_ids=VOCAB_SIZE)
     assert chosen.tolist() == [1, 5, 6]

@@ -13,11 +13,12 @@ from PIL import Image
 from torch import Tensor
 from training_files import training_run
 
+from hf_specdecpp.acceptance import DraftStep
 from hf_specdecpp.chain import draft_chain
 from hf_specdecpp.configuration import SpeculationConfig
 from hf_specdecpp.drafter import DraftSession
 from hf_specdecpp.stopping import make_rule
-from hf_specdecpp.training import calibration, chains, evaluation, head_fitting, rollouts
+from hf_specdecpp.training import calibration, chains, evaluation, head_fitting
 from hf_specdecpp.training.evaluation import equal_verification, time_per_token
 from hf_specdecpp.training.metrics import Outcome, stop_length
 from hf_specdecpp.training.models import load_assistant, load_target
@@ -26,46 +27,67 @@ from hf_specdecpp.training.sampling import Sampling
 
 @pytest.fixture(scope="module", params=["before", "after"])
 def fitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    config = training_run(
-        tmp_path_factory.mktemp(request.param), mix=0.9, inputs=request.param, rejection_weight=1.0, epochs=4.0
-    )
+    options = {"inputs": request.param, "rejection_weight": 1.0, "epochs": 4.0}
+    folder = tmp_path_factory.mktemp(request.param)
+    config = training_run(folder, mix=0.9, temperatures=(1.0, 0.0), tests=["sums"], **options)
     head_fitting.run(config)
     calibration.run(config)
     return config
 
 
-def test_the_report(fitted: Any) -> None:
-    report = evaluation.run(fitted)
+@pytest.fixture(scope="module")
+def report(fitted: Any) -> Any:
+    return evaluation.run(fitted)
+
+
+def test_the_report(fitted: Any, report: Any) -> None:
     folder = fitted.work / "evaluation"
     assert json.loads((folder / "evaluation.json").read_text()) == report
-    assert list(report["temperatures"]) == ["1", "0"]
-    for temperature, part in report["temperatures"].items():
-        assert set(part["estimators"]) == {"head", "draft probability", "svip", "adaedl"}
-        assert all(0 <= e["ece"] <= 1 and 0 <= e["auc"] <= 1 for e in part["estimators"].values())
-        assert set(part["curves"]) == {"head", "draft probability", "confidence", "svip", "adaedl", "fixed"}
-        assert [point["setting"] for point in part["curves"]["fixed"]] == list(range(1, 15))
-        for points in part["curves"].values():
-            for point in points:
-                identity = (point["mean_length"] + 1) * point["verification_rate"] - 1
-                assert point["discard_rate"] == pytest.approx(identity)
-        assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
-        assert part["candidates"] == 20 * part["chains"]
-        for kind in ("curve", "reliability"):
-            with Image.open(folder / f"evaluation-{kind}-{temperature}.png") as image:
-                assert min(image.size) > 500
+    assert (report["dtype"], report["device"].split()[0]) == ("float32", "CPU")
+    assert {name: list(temperatures) for name, temperatures in report["sets"].items()} == {
+        "heldout": ["1", "0"],
+        "sums": ["1", "0"],
+    }
+    for name, temperatures in report["sets"].items():
+        for temperature, part in temperatures.items():
+            assert set(part["estimators"]) == {"head", "draft probability", "svip", "adaedl"}
+            assert all(0 <= e["ece"] <= 1 and 0 <= e["auc"] <= 1 for e in part["estimators"].values())
+            assert set(part["curves"]) == {"head", "draft probability", "confidence", "svip", "adaedl", "fixed"}
+            assert [point["setting"] for point in part["curves"]["fixed"]] == list(range(1, 15))
+            for points in part["curves"].values():
+                for point in points:
+                    identity = (point["mean_length"] + 1) * point["verification_rate"] - 1
+                    assert point["discard_rate"] == pytest.approx(identity)
+            assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
+            assert part["candidates"] == 20 * part["chains"]
+            for kind in ("curve", "reliability"):
+                with Image.open(folder / f"{kind}-{name}-{temperature}.png") as image:
+                    assert min(image.size) > 500
 
 
-def test_only_prompts_that_the_calibration_did_not_use(fitted: Any) -> None:
-    part = evaluation.run(fitted, temperatures=[1.0])["temperatures"]["1"]
-    assert part["texts"] == 2, "one prompt of three, two samples"
+def test_only_heldout_prompts_that_the_calibration_did_not_use(report: Any) -> None:
+    """One of three held-out prompts, two samples of it or one greedy answer; of a test set everything."""
+    texts = {name: [part["texts"] for part in each.values()] for name, each in report["sets"].items()}
+    assert texts == {"heldout": [2, 1], "sums": [4, 2]}
 
 
-def test_sources_apart(fitted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = evaluation.run(fitted, split="train", temperatures=[1.0])["temperatures"]["1"]
+def test_sources_apart(report: Any) -> None:
+    part = report["sets"]["sums"]["1"]
     assert set(part["sources"]) == {"source 0", "source 1"}
     assert sum(each["candidates"] for each in part["sources"].values()) == part["candidates"]
-    assert part["texts"] == 12
-    assert (fitted.work / "evaluation" / "evaluation-train.json").is_file()
+
+
+def test_each_mode_has_its_calibration(fitted: Any) -> None:
+    target = load_target(fitted)
+    assistant = load_assistant(fitted, target)
+    head = assistant.head
+    assert head is not None
+    for temperature, mode in ((1.0, "sampled"), (0.0, "greedy")):
+        rows = chains.record(fitted, "sums", assistant, target, Sampling(temperature, 0))
+        raw = chains.head_estimates(head, rows, assistant.ready_drafter())
+        ours = evaluation.all_estimates(head, rows, assistant, temperature == 0.0)["head"]
+        expected = head.calibration[mode].apply(raw, rows["index"]).sigmoid().double()
+        torch.testing.assert_close(ours, expected.clamp(1e-6, 1 - 1e-6))
 
 
 # Thresholds at which chains of several lengths occur.
@@ -86,14 +108,14 @@ def test_chains_stop_where_generation_would(fitted: Any, name: str) -> None:
     assert head is not None
     knobs: dict[str, Any] = {**SETTINGS[name], "max_tokens": chains.MAX_TOKENS}
     config = SpeculationConfig(**knobs)
-    lengths = set()
+    texts, lengths = chains.texts_at(fitted, "train", Sampling()), set()
     for row in range(6):
-        ids, starts = rollouts.load(fitted.work, "train")[row]["input_ids"], [6, 12, 20]
+        ids, starts = texts[row]["input_ids"], [6, 12, 20]
         rows = chains.chains_of_text(
             ids, starts, assistant, target, Sampling(0.0), fitted.head.inputs, torch.Generator()
         )
         rows["text"] = torch.zeros_like(rows["start"])
-        estimates = evaluation.all_estimates(head, rows, assistant)
+        estimates = evaluation.all_estimates(head, rows, assistant, greedy=True)
         recorded = list(evaluation.recorded_chains(rows, estimates, fitted.head.inputs))
         for start, chain in zip(starts, recorded, strict=True):
             length = stop_length(make_rule(config, head), chain.signals[evaluation.RULES[name][2]])
@@ -106,10 +128,11 @@ def test_chains_stop_where_generation_would(fitted: Any, name: str) -> None:
 def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
     session = DraftSession(drafter, VOCAB_SIZE)
     session.begin_round(prefix, 0)
-    chain = draft_chain(
-        lambda candidates: session.draft_step(len(candidates), *session.step(candidates)), rule, None, chains.MAX_TOKENS
-    )
-    return len(chain.tokens)
+
+    def step(candidates: list[int]) -> DraftStep:
+        return session.draft_step(len(candidates), *session.step(candidates), greedy=True)
+
+    return len(draft_chain(step, rule, None, chains.MAX_TOKENS).tokens)
 
 
 def test_evaluation_needs_a_head(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_features_are_what_the_head_sees_in_generation(tmp_path: Path, early_exi
         with torch.inference_mode():
             logits, hidden = session.step([])
             scores = Sampling(0.8, 20).scores(logits[None])[0]
-            step = DraftStep(0, scores, hidden, drafter.embed, item["tokens"][row, 0])
+            step = DraftStep(0, scores, hidden, drafter.embed, token=item["tokens"][row, 0])
             expected = head.estimate(step)
         assert_close(ours[row, 0], expected, rtol=1e-4, atol=1e-5)
 
@@ -55,7 +55,7 @@ def test_siblings_have_labels_and_weights(tmp_path: Path) -> None:
     _, _, item = one_text(training_run(tmp_path, num_texts=2), inputs="before", siblings=3)
     rows = item["hidden"].shape[0]
     assert {name: tuple(value.shape) for name, value in item.items() if name != "hidden"} == {
-        "tokens": (rows, 3), "scalars": (rows, 3, 5), "label": (rows, 3), "mask": (rows, 3),
+        "tokens": (rows, 3), "scalars": (rows, 3, 6), "label": (rows, 3), "mask": (rows, 3),
     }  # fmt: skip
     assert_close(item["mask"][:, 0], torch.ones(rows))
     assert_close(item["mask"][:, 1], 1 - item["label"][:, 0])
@@ -63,7 +63,7 @@ def test_siblings_have_labels_and_weights(tmp_path: Path) -> None:
 
 
 def test_greedy_labels_say_whether_both_models_agree(tmp_path: Path) -> None:
-    config = training_run(tmp_path, num_texts=2, temperature=0.0)
+    config = training_run(tmp_path, num_texts=2)
     target = load_target(config)
     drafter = load_assistant(config, target).ready_drafter()
     ids = torch.tensor([rollouts.load(config.work, "train")[0]["input_ids"]])
@@ -72,6 +72,45 @@ def test_greedy_labels_say_whether_both_models_agree(tmp_path: Path) -> None:
         p, q = (model(ids).logits[0, 4:-1].argmax(-1) for model in (target, drafter.model))
     assert_close(item["tokens"][:, 0], q)
     assert_close(item["label"][:, 0], (p == q).float())
+    assert set(item["scalars"][:, 0, 5].tolist()) == {1.0}
+
+
+def test_each_text_is_labelled_at_its_own_temperature(tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=4, mix=0.8, temperatures=(1.0, 0.5, 0.0))
+    config.rollouts.top_k = 5
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    made, texts = features.build(config, "train", drafter, target), rollouts.load(config.work, "train")
+    assert len(made) == len(texts) == 4 + 4 + 2
+    for row, text in enumerate(texts):
+        ids, place = torch.tensor([text["input_ids"]]), torch.arange(len(text["input_ids"]) - 5)
+        with torch.no_grad():
+            p, q = (model(ids).logits[0, 4:-1].float() for model in (target, drafter.model))
+        token = made[row]["tokens"][:, 0].long()
+        if text["temperature"] == 0.0:
+            confidence, expected = q, (p.argmax(-1) == q.argmax(-1)).float()
+        else:
+            p, confidence = (top_five(logits / text["temperature"]) for logits in (p, q))
+            ratio = p.softmax(-1)[place, token] / confidence.softmax(-1)[place, token]
+            expected = ratio.clamp_max(1.0)
+        assert_close(made[row]["label"][:, 0], expected, rtol=1e-3, atol=1e-4)
+        assert_close(made[row]["scalars"][:, 0, 0].exp(), confidence.softmax(-1)[place, token], rtol=1e-3, atol=1e-5)
+        assert set(made[row]["scalars"][:, 0, 5].tolist()) == {float(text["temperature"] == 0.0)}
+
+
+def top_five(logits: Tensor) -> Tensor:
+    return logits.where(logits >= logits.topk(5).values[:, -1:], float("-inf"))
+
+
+def test_a_head_may_be_for_the_texts_of_one_temperature(tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=4, temperatures=(1.0, 0.0), temperature=0.0)
+    _, train, heldout = head_fitting.load_data(config)
+    assert (len(train), len(heldout)) == (2, 3)
+    for index in range(2):
+        assert set(train[index]["label"].unique().tolist()) <= {0.0, 1.0}
+    config.head.temperature = 0.3
+    with pytest.raises(ValueError, match=r"No rollouts were written at temperature 0\.3, only at 0, 1"):
+        head_fitting.load_data(config)
 
 
 @pytest.mark.parametrize("inputs", ["before", "after"])
@@ -125,13 +164,14 @@ def test_shards_hold_the_features_and_are_not_made_twice(tmp_path: Path, monkeyp
 
 
 def test_other_settings_get_other_features(tmp_path: Path) -> None:
-    config = training_run(tmp_path)
+    config = training_run(tmp_path, temperatures=(1.0, 0.0))
     before = features.settings(config)
-    config.head.temperature = 0.5
-    assert features.settings(config) != before
-    config.head.temperature = None
+    for temperature, top_k in ((0.0, None), (1.0, None), (None, 7)):
+        config.head.temperature, config.head.top_k = temperature, top_k
+        assert features.settings(config) != before
+    config.head.top_k = None
     assert features.settings(config) == before
-    (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True, "temperature": 0.7}))
+    (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True, "seed": 7}))
     assert features.settings(config) != before
 
 
@@ -187,11 +227,44 @@ def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
     assert not (config.work / "head" / "head.json").exists()
 
 
-def test_the_learning_curve(tmp_path: Path) -> None:
-    config = training_run(tmp_path)
-    points = head_fitting.learning_curve(config, fractions=(0.5, 1.0))
-    assert [point["fraction"] for point in points] == [0.5, 1.0]
-    assert points[0]["train_candidates"] == points[1]["train_candidates"] / 2
+def test_the_learning_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = training_run(tmp_path, temperatures=(1.0, 0.0), epochs=1.0, learning_curve=True)
+    path = config.work / "head" / "learning_curve.json"
+    fit, parts = head_fitting.fit, []
+
+    def counting(head: Any, train: Any, *arguments: Any) -> Any:
+        parts.append([train[index]["scalars"][0, 0, 5].item() for index in range(len(train))])
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+        return fit(head, train, *arguments)
+
+    monkeypatch.setattr(head_fitting, "fit", counting)
+    with pytest.raises(KeyboardInterrupt):
+        head_fitting.run(config)
+    weights = load_head(config.work / "head").state_dict()
+    assert [point["fraction"] for point in json.loads(path.read_text())] == [0.25]
+    metrics = head_fitting.run(config)
+    points = json.loads(path.read_text())
+    assert [len(part) for part in parts] == [18, 4, 9, 9], "of a killed run only the point that it was at is lost"
+    assert all(set(part) == {0.0, 1.0} for part in parts), "each part has texts of both temperatures"
+    assert [(point["fraction"], point["texts"]) for point in points] == [(0.25, 4), (0.5, 9), (1.0, 18)]
+    assert points[-1] == {"fraction": 1.0, "texts": 18, **metrics}
+    assert points[0]["train_candidates"] == 4 * 24
     assert all(0 < point["auc"] < 1 and point["binary_kl"] > 0 for point in points)
-    assert json.loads((config.work / "head" / "learning_curve.json").read_text()) == points
-    assert not (config.work / "head" / "head.json").exists()
+    assert {path.name for path in path.parent.iterdir() if path.is_dir()} == set()
+
+    monkeypatch.setattr(head_fitting, "load_data", None)
+    assert head_fitting.run(config) == metrics, "done already"
+    assert all(torch.equal(value, weights[name]) for name, value in load_head(path.parent).state_dict().items())
+
+
+def test_no_learning_curve_unless_asked_for(tmp_path: Path) -> None:
+    config = training_run(tmp_path, epochs=1.0)
+    head_fitting.run(config)
+    path = config.work / "head" / "learning_curve.json"
+    assert not path.exists()
+    time = (path.parent / "head.safetensors").stat().st_mtime_ns
+    config.head.learning_curve = True
+    head_fitting.run(config)
+    assert path.exists()
+    assert (path.parent / "head.safetensors").stat().st_mtime_ns == time, "the head itself is not fitted again"

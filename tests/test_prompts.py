@@ -145,6 +145,41 @@ def test_split_of_few_prompts(tmp_path: Path) -> None:
         split_prompts([], 0.1)
 
 
+def test_at_most_so_many_prompts_of_each_source(tmp_path: Path) -> None:
+    many = write(tmp_path / "many.jsonl", *({"prompt": f"What is {n}?"} for n in range(100)))
+    few = write(tmp_path / "few.jsonl", *({"prompt": f"Who is {n}?"} for n in range(5)))
+
+    def chosen(limit: int | None, seed: int = 0) -> set[str]:
+        return {prompt.id for prompts in split_prompts([many, few], 0.2, limit, seed).values() for prompt in prompts}
+
+    names = chosen(20)
+    assert (sum(name.startswith("many") for name in names), sum(name.startswith("few") for name in names)) == (20, 5)
+    assert names == chosen(20)
+    assert names != chosen(20, seed=1)
+    assert not {f"many-{n}" for n in range(1, 21)} <= names, "not the first ones: files may be sorted"
+    assert len(chosen(100)) == len(chosen(None)) == 105
+
+
+def test_prompts_that_must_not_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("hf_specdecpp.training.prompts.logger.warning", warned.append)
+    texts = [f"What is {n}?" for n in range(60)]
+    talk = {"messages": [user(texts[3]), {"role": "assistant", "content": "3"}, user("Sure?")]}
+    path = write(tmp_path / "a.jsonl", *({"prompt": text} for text in texts), talk, {"prompt": texts[7]})
+    whole = split_prompts([path], 0.3)
+    warned.clear()
+    part = split_prompts([path], 0.3, unseen={texts[3], texts[4], "of another file"})
+    assert warned == [
+        "1 of 62 prompts are duplicates and were left out.",
+        "3 prompts are in a test set, too: nothing is trained on them.",
+    ]
+    for name, prompts in part.items():
+        openings = [prompt.opening for prompt in whole[name] if prompt.opening not in texts[3:5]]
+        assert [prompt.opening for prompt in prompts] == openings
+    with pytest.raises(ValueError, match="All 61 prompts of rollouts.data are in a test set.*Give other prompts"):
+        split_prompts([path], 0.3, unseen=set(texts))
+
+
 def test_encoding_with_and_without_template(tmp_path: Path) -> None:
     plain, chat = codec_for(tmp_path / "plain"), codec_for(tmp_path / "chat", TEMPLATE)
     assert plain.encode(asked("w5 w6")).input_ids == [5, 6]

@@ -121,7 +121,7 @@ def test_rows_are_those_of_the_local_target(
 
 def test_what_is_asked_for(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    config = small_run(tmp_path, target, temperature=0.7, top_k=0, server_model="served-name", batch_size=4)
+    config = small_run(tmp_path, target, temperatures=[0.7], top_k=0, server_model="served-name", batch_size=4)
     with serving(Model(target)) as server:
         config.rollouts.server = server.url
         rollouts.run(config)
@@ -178,10 +178,10 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
         server.answer = failing
         with pytest.raises(ConnectionError, match="did not answer after 6 attempts.*HTTP 500.*out of memory.*go on"):
             rollouts.run(config)
-    assert files(config) == ["rollouts.json", "train/shard-00000.parquet"]
+    assert files(config) == ["rollouts.json", "train/shard-0-0-00000.parquet"]
     with pytest.raises(ConnectionError, match=r"did not answer after 6 attempts.*refused.*Is it running"):
         rollouts.run(config)
-    assert files(config) == ["rollouts.json", "train/shard-00000.parquet"]
+    assert files(config) == ["rollouts.json", "train/shard-0-0-00000.parquet"]
     with serving(Model(target)) as other:
         config.rollouts.server = other.url  # another address is no other setting
         rollouts.run(config)
@@ -210,11 +210,30 @@ def test_servers_that_cannot_be_used(
 
 
 def test_top_k_is_not_dropped_in_silence(tmp_path: Path, target: str) -> None:
-    config = small_run(tmp_path, target, temperature=1.0, top_k=5)
+    config = small_run(tmp_path, target, temperatures=[1.0], top_k=5)
     with serving(picky(Model(target), fields=False, config=False)) as server:
         config.rollouts.server = server.url
         with pytest.raises(ValueError, match="refused every form.*or set top_k to 0"):
             rollouts.run(config)
+
+
+def test_each_shard_is_asked_for_at_its_temperature(tmp_path: Path, target: str) -> None:
+    config = small_run(tmp_path, target, temperatures=[0.0, 0.8], top_k=5)
+    with serving(Model(target)) as server:
+        config.rollouts.server = server.url
+        rollouts.run(config)
+        asked = [body["temperature"] for _, body, _ in server.requests if body["max_tokens"] > 1]
+    assert sorted(asked) == [0.0] * NUM_PROMPTS + [0.8] * NUM_PROMPTS
+    assert sorted(round(row["temperature"], 6) for row in rows_of(config)) == sorted(asked)
+
+
+def test_top_k_is_not_dropped_where_greedy_answers_come_first(tmp_path: Path, target: str) -> None:
+    config = small_run(tmp_path, target, temperatures=[0.0, 1.0], top_k=5)
+    with serving(picky(Model(target), fields=False, config=False)) as server:
+        config.rollouts.server = server.url
+        with pytest.raises(ValueError, match="refused every form.*or set top_k to 0"):
+            rollouts.run(config)
+    assert files(config) == ["rollouts.json"]
 
 
 def test_a_server_must_be_a_url(tmp_path: Path, target: str) -> None:
@@ -270,7 +289,7 @@ def test_a_real_server(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPa
         config.work_dir, config.rollouts.server = str(tmp_path / "served"), url
         rollouts.run(config)
         assert rows_of(config) == expected
-        config.work_dir, config.rollouts.temperature, config.rollouts.top_k = str(tmp_path / "sampled"), 1.0, 5
+        config.work_dir, config.rollouts.temperatures, config.rollouts.top_k = str(tmp_path / "sampled"), [1.0], 5
         rollouts.run(config)
         sampled = rows_of(config)
     assert len(sampled) == NUM_PROMPTS

@@ -79,7 +79,7 @@ def test_adaedl_stops_when_its_bound_is_low(bound: float) -> None:
 
 
 def test_a_certain_q_has_no_entropy() -> None:
-    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, torch.tensor(0))
+    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, token=torch.tensor(0))
     for rule in ("svip", "adaedl", "confidence"):
         assert not decides(rule_for(rule=rule), certain)
 

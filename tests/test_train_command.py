@@ -53,7 +53,7 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
     assert greedy(target, assistant) == greedy(target)
     assert assistant.head is not None
-    assert assistant.head.temperatures is not None
+    assert set(assistant.head.calibration) == {"sampled", "greedy"}
     assert assistant.draft_vocab is not None
     assert len(assistant.draft_vocab) <= 30
     assert 0 < assistant.speculation.threshold < 1
@@ -64,7 +64,10 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     assert metrics == {"auc", "ece", "binary_kl"}
     for part in (
         "draft probability",
-        "fewer candidates are discarded",
+        "| fixed length ",
+        "**heldout, temperature 1**",
+        "**heldout, temperature 0**",
+        "temperatures 1.0 and 0.0",
         "DySpec",
         "specdecpp",
         "prompts.jsonl",

@@ -31,6 +31,9 @@ RULES: dict[str, dict[str, Any]] = {
     "threshold/after, tied": {"threshold": 0.5},
     "threshold/after, untied": {"threshold": 0.5},
     "threshold/before": {"threshold": 0.6},
+    "throughput/draft probability": {"costs": {"draft": 0.2, "verify": [1.0]}},
+    "throughput/after, untied": {"costs": {"draft": 0.2, "verify": [1.0]}},
+    "throughput/before": {"costs": {"draft": 0.2, "verify": [1.0]}},
 }
 
 

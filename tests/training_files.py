@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ import torch
 from models import VOCAB_SIZE, partly_agreeing, tiny
 from repos import save_model
 
-from hf_specdecpp.training.configuration import HeadConfig, RolloutConfig, TrainingConfig
+from hf_specdecpp.training.configuration import EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
 
 
-def training_run(folder: Path, num_texts: int = 12, mix: float = 0.96, early_exit: bool = False, **head: Any) -> Any:
+def training_run(
+    folder: Path,
+    num_texts: int = 12,
+    mix: float = 0.96,
+    early_exit: bool = False,
+    temperatures: Sequence[float] = (1.0,),
+    tests: Sequence[str] = (),
+    **head: Any,
+) -> Any:
     """A `TrainingConfig` with a target, a partly agreeing draft and rollouts of `num_texts` training texts on disk."""
     target = tiny("llama").float()
     names: dict[str, Any] = {"target": save_model(target, folder / "target")}
@@ -24,26 +33,31 @@ def training_run(folder: Path, num_texts: int = 12, mix: float = 0.96, early_exi
         **names,
         layers=1,
         output=str(folder / "out"),
-        rollouts=RolloutConfig(temperature=1.0, top_k=0),
+        rollouts=RolloutConfig(temperatures=list(temperatures), top_k=0),
         head=HeadConfig(**{"num_blocks": 1, "rank": 8, "batch_size": 4, "epochs": 2.0, "learning_rate": 1e-3, **head}),
+        evaluation=EvalConfig([f"{name}.jsonl" for name in tests]),
     )
-    for split, count in (("train", num_texts), ("heldout", 6)):
-        write_rollouts(config.work, split, target, count)
+    for split, count in (("train", num_texts), ("heldout", 6), *((name, 4) for name in tests)):
+        for temperature in temperatures:
+            write_rollouts(config.work, split, target, count, temperature)
     (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True}))
     return config
 
 
-def write_rollouts(work: Path, split: str, target: Any, count: int) -> None:
-    """Texts that the target wrote at temperature 1, two to a prompt, from two sources."""
+def write_rollouts(work: Path, split: str, target: Any, count: int, temperature: float = 1.0) -> None:
+    """Texts that the target wrote: `count` sampled ones, two to a prompt, or one greedy one a prompt."""
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    samples = 2 if temperature else 1
     with torch.random.fork_rng():
         torch.manual_seed(len(split))
-        prompts = torch.randint(1, VOCAB_SIZE, (count, 5))
-        texts = target.generate(prompts, do_sample=True, max_new_tokens=24, top_k=0)
+        prompts = torch.randint(1, VOCAB_SIZE, (count, 5))[:: 3 - samples]
+        texts = target.generate(prompts, max_new_tokens=24, **options)
     rows = [
         {
-            "prompt_id": f"{split}-{row // 2}",
-            "source": f"source {row // 2 % 2}",
-            "sample": row % 2,
+            "prompt_id": f"{split}-{row // samples}",
+            "source": f"source {row // samples % 2}",
+            "sample": row % samples,
+            "temperature": temperature,
             "input_ids": text.tolist(),
             "prompt_length": 5,
             "finished": True,
@@ -52,4 +66,4 @@ def write_rollouts(work: Path, split: str, target: Any, count: int) -> None:
     ]
     folder = work / "rollouts" / split
     folder.mkdir(parents=True, exist_ok=True)
-    datasets.Dataset.from_list(rows).to_parquet(str(folder / "shard-00000.parquet"))
+    datasets.Dataset.from_list(rows).to_parquet(str(folder / f"shard-0-{temperature:g}-00000.parquet"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,46 +11,134 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 
-from hf_specdecpp import publishing
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.card import make_card
 from hf_specdecpp.configuration import SpeculationConfig
-from hf_specdecpp.repository import CARD, read_json, save_text
+from hf_specdecpp.repository import ADAPTER_FILES, ADAPTER_FOLDER, CARD, read_json, save_text
+from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import REPORT
 from hf_specdecpp.training.evaluation import COST_RATIO, time_per_token
+from hf_specdecpp.training.head_fitting import LEARNING_CURVE
 from hf_specdecpp.training.metrics import Outcome
 from hf_specdecpp.training.models import load_assistant, load_target
 from hf_specdecpp.version import __version__
+
+SPEED = "speed.json"
 
 
 def run(config: TrainingConfig) -> Path:
     """Write the repository into `config.output`; its path. The card there is replaced.
 
+    The card also shows what is in `work/speed.json`, if that exists: `command`, `device`, `dtype` and `rows` of `set`,
+    `temperature`, `contestant`, `tokens_per_second`, `speedup`, `tokens_per_pass` and `prompts`.
+
     Raises:
-        ValueError: the head has not been fitted or evaluated yet.
+        ValueError: the head has not been fitted or evaluated yet, or the run to compare with has not.
     """
-    evaluation = config.work / "evaluation" / "evaluation.json"
-    if not evaluation.is_file():
-        raise ValueError(f"{evaluation} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'.")
-    measured = read_json(evaluation)
+    training = results(config)
     assistant = load_assistant(config, load_target(config))
-    assistant.speculation = SpeculationConfig(threshold=best_threshold(measured))
+    assistant.speculation = SpeculationConfig(threshold=best_threshold(training["evaluation"]))
+    _name_models(assistant, config)
     folder = Path(config.output)
     assistant.save_pretrained(folder)
-    distilled = config.work / REPORT
-    training = {
+    if assistant.config.adapter:
+        _name_base(folder / ADAPTER_FOLDER / ADAPTER_FILES[0], assistant)
+    save_text(str(make_card(assistant, training)), folder / CARD)
+    return folder
+
+
+def results(config: TrainingConfig) -> dict[str, Any]:
+    """What the stages measured, as `card.make_card` takes it; `None` for what was not made."""
+    evaluation = Path("evaluation", "evaluation.json")
+    if not (config.work / evaluation).is_file():
+        raise ValueError(
+            f"{config.work / evaluation} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'."
+        )
+    other = Path(config.evaluation.compare) if config.evaluation.compare else None
+    if other is not None and not (other / evaluation).is_file():
+        raise ValueError(
+            f"evaluation.compare={str(other)!r} has no {evaluation}, so there is nothing to compare with. It must be "
+            "the work_dir of a run whose stage 'eval' has ended."
+        )
+    return {
         "config": config.to_dict(),
-        "evaluation": measured,
-        "distillation": read_json(distilled) if distilled.is_file() else None,
+        "data": {"training": _names(config.rollouts.data), "test": _names(config.evaluation.data)},
+        "settings": settings(config),
+        **_measured(config.work),
+        "baseline": None if other is None else _measured(other),
+        "speed": _read(config.work / SPEED),
         "provenance": provenance(),
     }
-    save_text(str(publishing.make_card(assistant, training)), folder / CARD)
-    return folder
+
+
+def _measured(work: Path) -> dict[str, Any]:
+    """What a run left in its `work_dir`."""
+    fit = _read(work / "head" / "fit.json")
+    return {
+        "evaluation": _read(work / "evaluation" / "evaluation.json"),
+        "rollouts": _read(work / rollouts.FOLDER / rollouts.RECORD),
+        "distillation": _read(work / REPORT),
+        "head": None if fit is None else fit["head"],
+        "head_metrics": _read(work / "head" / "metrics.json"),
+        "learning_curve": _read(work / "head" / LEARNING_CURVE),
+        "calibration": _read(work / "head" / "calibration.json"),
+    }
+
+
+def _read(path: Path) -> Any:
+    return read_json(path) if path.is_file() else None
+
+
+def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> None:
+    """Give the published config the ids that others can load, in place of local folders."""
+    for role in ("target", "draft"):
+        if (name := getattr(config, f"{role}_id")) is not None:
+            setattr(assistant.config, f"{role}_id", name)
+            setattr(assistant.config, f"{role}_revision", getattr(config, f"{role}_revision"))
+
+
+def _name_base(path: Path, assistant: SpecDecPPAssistant) -> None:
+    """Let the adapter's config name the same model."""
+    base = assistant.config.draft_id if assistant.config.draft_kind == "independent" else assistant.config.target_id
+    save_text(json.dumps({**read_json(path), "base_model_name_or_path": base}, indent=2) + "\n", path)
+
+
+def settings(config: TrainingConfig) -> str:
+    """YAML for `--config` that makes this run again: what differs from the defaults, less the folders of a machine."""
+    chosen = _differences(config.to_dict(), TrainingConfig().to_dict())
+    for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
+        chosen.pop(name, None)
+    chosen["target"] = config.target_id or config.target
+    if config.draft is not None:
+        chosen["draft"] = config.draft_id or config.draft
+        chosen.pop("layers", None)
+    chosen.setdefault("rollouts", {})["data"] = _names(config.rollouts.data)
+    chosen["rollouts"].pop("server", None)
+    if "evaluation" in chosen:
+        chosen["evaluation"].pop("compare", None)
+        chosen["evaluation"]["data"] = _names(config.evaluation.data)
+    return yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None, width=110)
+
+
+def _differences(ours: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for name, value in ours.items():
+        if value != default[name]:
+            changed[name] = _differences(value, default[name]) if isinstance(value, dict) else value
+    return changed
+
+
+def _names(paths: list[str]) -> list[str]:
+    """Files without their folders, data sets as they are."""
+    return [Path(path).name if Path(path).is_file() else path for path in paths]
 
 
 def best_threshold(measured: dict[str, Any]) -> float:
     """The threshold at which the head's rule spends the least time a token, a draft token costing `COST_RATIO`."""
-    first = next(iter(measured["temperatures"].values()))
+    first = next(iter(measured["sets"]["heldout"].values()))
     points = [Outcome(**point) for point in first["curves"]["head"]]
     return min(points, key=lambda point: time_per_token(point, COST_RATIO)).setting
 
@@ -62,7 +152,7 @@ def provenance() -> dict[str, str | None]:
         check=False,
     )
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(word).name if os.path.exists(word) else word for word in sys.argv),  # noqa: PTH110 - no error
         "hf_specdecpp": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,

@@ -1,8 +1,9 @@
 """Stage `calibrate`: make the head's estimates mean what they say.
 
 The weight of rejections in the loss moves the fitted log-odds by about -log w_rej, and a product of many estimates
-multiplies any error. One bias for all candidates undoes the first (it goes into the head's last layer), one temperature
-for each position in the chain the rest. Half of the held-out prompts are used for that, the other half measure it.
+multiplies any error. One bias for all candidates undoes the first, one temperature for each position in the chain the
+rest; greedy and sampled targets have their own. Half of the held-out prompts are used for that, the other half measure
+it.
 """
 
 from __future__ import annotations
@@ -10,34 +11,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp.acceptance import AcceptanceHead
+from hf_specdecpp.acceptance import MODES, AcceptanceHead, Calibration
 from hf_specdecpp.repository import read_json, save_text
-from hf_specdecpp.training import chains, rollouts
+from hf_specdecpp.training import chains
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.metrics import binary_kl, ece
 from hf_specdecpp.training.models import load_assistant, load_target, save_head
 from hf_specdecpp.training.processes import process_state
-from hf_specdecpp.training.sampling import head_sampling
+from hf_specdecpp.training.sampling import Sampling, head_temperatures, sampling_at
 
 MIN_CANDIDATES = 200  # a position with fewer shares the temperature of the one before
-
-
-@dataclass
-class Calibration:
-    """log-odds -> (log-odds + bias) / temperature of the position."""
-
-    bias: float
-    temperatures: list[float]
-
-    def apply(self, log_odds: Tensor, index: Tensor) -> Tensor:
-        """Calibrated log-odds; all `[n]`, `index` being the position in the chain."""
-        return (log_odds + self.bias) / position_temperatures(self.temperatures, index)
 
 
 def run(config: TrainingConfig) -> dict[str, object]:
@@ -52,22 +41,23 @@ def run(config: TrainingConfig) -> dict[str, object]:
         return read_json(report_path)
     target = load_target(config).to(process_state().device)
     assistant = load_assistant(config, target)
-    head = fitted_head(assistant.head, config)
-    rows = chains.record(config, "heldout", assistant, target, head_sampling(config))
-    log_odds = chains.head_estimates(head.cpu(), rows, assistant.ready_drafter())
-    fitting = calibration_half(config, rows["text"])
-    calibration = calibrate(log_odds[fitting], rows["label"][fitting], rows["index"][fitting])
-
-    measured = {name: value[~fitting] for name, value in rows.items()}
-    raw = log_odds[~fitting]
-    report: dict[str, object] = {
-        **asdict(calibration),
-        "candidates": {"fitting": int(fitting.sum()), "measuring": int((~fitting).sum())},
-        "before": quality(raw.sigmoid(), measured["label"], measured["index"]),
-        "after": quality(calibration.apply(raw, measured["index"]).sigmoid(), measured["label"], measured["index"]),
-    }
-    shift_bias(head, calibration.bias)
-    head.temperatures = calibration.temperatures
+    head = fitted_head(assistant.head, config).cpu()
+    report: dict[str, object] = {}
+    # The last temperature of a mode wins where there are several: one calibration serves all sampled targets.
+    for temperature in head_temperatures(config):
+        sampling = sampling_at(config, temperature)
+        rows = chains.record(config, "heldout", assistant, target, sampling)
+        log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
+        fitting = calibration_half(config, sampling, rows["text"])
+        calibration = calibrate(log_odds[fitting], rows["label"][fitting], rows["index"][fitting])
+        raw, label, index = log_odds[~fitting], rows["label"][~fitting], rows["index"][~fitting]
+        report[f"{temperature:g}"] = {
+            **asdict(calibration),
+            "candidates": {"fitting": int(fitting.sum()), "measuring": int((~fitting).sum())},
+            "before": quality(raw.sigmoid(), label, index),
+            "after": quality(calibration.apply(raw, index).sigmoid(), label, index),
+        }
+        head.calibration[MODES[sampling.greedy]] = calibration
     save_head(head, folder)
     save_text(json.dumps(report, indent=2) + "\n", report_path)
     return report
@@ -80,13 +70,13 @@ def fitted_head(head: AcceptanceHead | None, config: TrainingConfig) -> Acceptan
     return head
 
 
-def calibration_half(config: TrainingConfig, text: Tensor) -> Tensor:
+def calibration_half(config: TrainingConfig, sampling: Sampling, text: Tensor) -> Tensor:
     """Which candidates (`text` `[n]`: the rollout that each belongs to) are for fitting: those of every other prompt.
 
     Raises:
         ValueError: only one prompt, so that nothing would be left to measure with.
     """
-    prompts = rollouts.load(config.work, "heldout")["prompt_id"]
+    prompts = chains.texts_at(config, "heldout", sampling)["prompt_id"]
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:
         raise ValueError(
@@ -103,8 +93,12 @@ def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
     positions = next((i for i, count in enumerate(counts.tolist()) if count < MIN_CANDIDATES), len(counts))
     calibration = Calibration(0.0, [1.0] * max(positions, 1))
     for _ in range(3):  # alternating; each problem is convex (in 1 / temperature)
-        scale = position_temperatures(calibration.temperatures, index)
-        calibration.bias = minimise(lambda bias: _bce((log_odds + bias) / scale, label), -8.0, 8.0)  # noqa: B023
+        temperatures = calibration.temperatures
+        calibration.bias = minimise(
+            lambda bias: _bce(Calibration(bias, temperatures).apply(log_odds, index), label),  # noqa: B023
+            -8.0,
+            8.0,
+        )
         shifted = log_odds + calibration.bias
         groups = index.clamp_max(len(calibration.temperatures) - 1)
         for position in range(len(calibration.temperatures)):
@@ -113,11 +107,6 @@ def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
             best = minimise(lambda t: _bce(z / math.exp(t), y), math.log(0.05), math.log(20.0))  # noqa: B023
             calibration.temperatures[position] = math.exp(best)
     return calibration
-
-
-def position_temperatures(temperatures: list[float], index: Tensor) -> Tensor:
-    """The temperature `[n]` of each position `index` `[n]`; the last one holds for all later positions."""
-    return torch.tensor(temperatures, dtype=torch.float64)[index.clamp_max(len(temperatures) - 1)]
 
 
 def minimise(function: Callable[[float], float], low: float, high: float, tolerance: float = 1e-4) -> float:
@@ -135,12 +124,6 @@ def minimise(function: Callable[[float], float], low: float, high: float, tolera
             right = low + golden * (high - low)
             at_right = function(right)
     return (low + high) / 2.0
-
-
-def shift_bias(head: AcceptanceHead, bias: float) -> None:
-    """Add `bias` to every log-odds of the head. Its last logit is acceptance, and in one of them the only one."""
-    with torch.no_grad():
-        head.output.bias[-1] += bias
 
 
 def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]:

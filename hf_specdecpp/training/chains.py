@@ -10,42 +10,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.utils import logging
 
-from hf_specdecpp.acceptance import AcceptanceHead, DraftStep, scalar_features
+from hf_specdecpp.acceptance import AcceptanceHead
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.candidate_generator import eos_ids
-from hf_specdecpp.chain import Chain, draft_chain
-from hf_specdecpp.drafter import LEARNED_POSITIONS, Drafter, DraftSession
-from hf_specdecpp.processing import Processing
+from hf_specdecpp.drafter import LEARNED_POSITIONS, Drafter
 from hf_specdecpp.repository import load_tensors, save_tensors
-from hf_specdecpp.stopping import FixedLength
+from hf_specdecpp.support import check_tree
+from hf_specdecpp.text_chains import draft_chains, target_probabilities
 from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.features import cache_folder, to_half
 from hf_specdecpp.training.head_fitting import batch_log_odds
-from hf_specdecpp.training.labels import sampled_label
 from hf_specdecpp.training.models import fingerprint
 from hf_specdecpp.training.sampling import Sampling
 from hf_specdecpp.typing import CausalLM
 
 MAX_TOKENS = 20  # candidates a chain, the paper's largest
-STARTS = 6  # chains a text
-MEASURED = 200  # texts, evenly spaced among the rollouts: a candidate costs a draft pass of its own
+STARTS = 12  # chains a text
+MEASURED = 200  # texts, evenly spaced among the rollouts
 TEXTS_PER_SHARD = 32
 
 
 def record(
     config: TrainingConfig, split: str, assistant: SpecDecPPAssistant, target: CausalLM, sampling: Sampling
 ) -> dict[str, Tensor]:
-    """Rows of `chains_of_text` for rollouts of `split`, cached in `work/chains` like features; `text` is their number.
+    """Rows of `chains_of_text` for rollouts of `split` that were written at the temperature of `sampling`.
+
+    Cached in `work/chains` like features; `text` is a row's text: its number in `texts_at`.
 
     Raises:
-        ValueError: there are no rollouts, their answers are too short, or a shard is damaged.
+        ValueError: there are no such rollouts, their answers are too short, or a shard is damaged.
     """
-    texts = rollouts.load(config.work, split)
+    texts = texts_at(config, split, sampling)
     wanted = {"inputs": config.head.inputs, **sampling.to_dict(), "seed": config.seed, **fingerprint(config)}
     folder = cache_folder(config.work / "chains", wanted)
     chosen = sorted({round(i * (len(texts) - 1) / (MEASURED - 1)) for i in range(MEASURED)})
@@ -68,7 +68,11 @@ def record(
     return {field: torch.cat([part[field] for part in parts]) for field in parts[0]}
 
 
-@torch.no_grad()
+def texts_at(config: TrainingConfig, split: str, sampling: Sampling) -> Dataset:
+    """The rollouts of `split` that were written at the temperature of `sampling`."""
+    return rollouts.written_at(rollouts.load(config.work, split), sampling.temperature)
+
+
 def chains_of_text(
     ids: list[int],
     starts: Sequence[int],
@@ -78,7 +82,7 @@ def chains_of_text(
     inputs: str,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Draft a chain after `ids[:start]` for every start, with the code that generation uses.
+    """Draft a chain after `ids[:start]` for every start.
 
     Args:
         ids: prompt and answer.
@@ -87,60 +91,39 @@ def chains_of_text(
 
     Returns:
         One row a candidate, in order: `start`, `index` in the chain, `token`, `hidden` `[rows, hidden_size]`,
-        `scalars` `[rows, 5]`, `label`.
+        `scalars` `[rows, 6]`, `label`. A chain ends with the first token that ends a text.
     """
-    drafter = assistant.ready_drafter()
+    drafter, reader = assistant.ready_drafter(), Drafter(target, shares_target=True)
     vocab_size = int(assistant.config.vocab_size or 0)
-    session, reader = DraftSession(drafter, vocab_size), TargetReader(target, ids[: starts[0] - 1])
-    eos, seen = eos_ids(target.generation_config), 0
-    rows: list[dict[str, Tensor]] = []
-    for start in starts:
-        session.begin_round(torch.tensor([ids[seen:start]]), 0)
-        chain, steps = _draft(session, sampling, generator, eos)
-        seen = start
-        tokens = torch.tensor(chain.tokens, device=drafter.device)
-        q = torch.stack(chain.scores).softmax(-1)
-        p = sampling.p(reader.read(ids[:start], chain.tokens)).to(q.device)
-        states = torch.stack([step.hidden for step in steps])
-        count = len(chain.tokens)
-        rows.append(
-            {
-                "start": torch.full((count,), start),
-                "index": torch.arange(count),
-                "token": tokens,
-                "hidden": to_half(states[:-1] if inputs == "before" else states[1:]),
-                "scalars": scalar_features(q, tokens),
-                "label": sampled_label(p, sampling.drawn_from(q, tokens), tokens).float(),
-            }
-        )
-    return {name: torch.cat([row[name].cpu() for row in rows]) for name in rows[0]}
+    drawn_by = None if sampling.greedy else generator
+    parts = []
+    for group in _groups(starts, drafter.model, target):
+        drafted = draft_chains(drafter, ids, group, MAX_TOKENS, sampling.q, vocab_size, drawn_by)
+        p = target_probabilities(reader, ids, group, drafted.tokens, sampling.p, vocab_size).to(drafter.device)
+        q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
+        rows = {
+            "start": drafted.starts[:, None].expand(-1, MAX_TOKENS),
+            "index": torch.arange(MAX_TOKENS, device=p.device).expand(len(group), -1),
+            "token": drafted.tokens,
+            "hidden": to_half(drafted.hidden[:, :-1] if inputs == "before" else drafted.hidden[:, 1:]),
+            "scalars": drafted.scalars,
+            "label": (p / q).clamp_max(1.0).float(),
+        }
+        ends = torch.isin(drafted.tokens, torch.tensor(sorted(eos_ids(target.generation_config)), device=p.device))
+        drafted_at_all = ends.cumsum(1) - ends.long() == 0
+        parts.append({name: value[drafted_at_all].cpu() for name, value in rows.items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-class TargetReader:
-    """The target's logits after many prefixes of one text, each followed by candidates; reads every token once."""
-
-    def __init__(self, target: CausalLM, prompt: list[int]) -> None:
-        self.target, self.length = target, 0
-        self.cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-        if prompt:
-            self._feed(prompt, 1)
-        self.length = len(prompt)
-        self.cache.activate_past_recording()
-
-    def read(self, prefix: list[int], candidates: list[int]) -> Tensor:
-        """Logits `[k, vocab]` for each of the k candidates after `prefix`, which grows from call to call."""
-        new = prefix[self.length :]
-        count = len(candidates)
-        logits = self._feed(new + candidates[:-1], count)
-        self.length = len(prefix)
-        if count > 1:
-            self.cache.crop(1 - count)
-        return logits
-
-    def _feed(self, tokens: list[int], kept: int) -> Tensor:
-        options = {"logits_to_keep": kept} if self.target._supports_logits_to_keep() else {}
-        ids = torch.tensor([tokens], device=self.target.device)
-        return self.target(ids, past_key_values=self.cache, use_cache=True, **options).logits[0, -kept:]
+def _groups(starts: Sequence[int], *models: CausalLM) -> Sequence[Tensor]:
+    """The starts that are drafted together: all, unless a model cannot read a tree."""
+    together = torch.tensor(starts)
+    try:
+        for model in models:
+            check_tree(model)
+    except ValueError:
+        return together.split(1)
+    return (together,)
 
 
 def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Drafter) -> Tensor:
@@ -154,38 +137,6 @@ def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Dra
             for chunk in torch.arange(len(chains["token"])).split(4096)
         ]
     return torch.cat(parts)[:, 0]
-
-
-class SeededRandomness:
-    """Draws candidates from a generator of its own."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        return torch.multinomial(probs, num_samples=1, generator=self.generator).squeeze(0)
-
-    def bernoulli(self, probability: float) -> bool:
-        return bool(torch.rand((), generator=self.generator, device=self.generator.device) < probability)
-
-
-def _draft(
-    session: DraftSession, sampling: Sampling, generator: torch.Generator, eos: frozenset[int]
-) -> tuple[Chain, list[DraftStep]]:
-    """A chain, and the draft's steps: one more than it has candidates."""
-    processing = Processing(sampling.processors)
-    no_text = torch.empty((1, 0), dtype=torch.long, device=session.drafter.device)
-    steps: list[DraftStep] = []
-
-    def step(candidates: list[int]) -> DraftStep:
-        logits, hidden = session.step(candidates)
-        steps.append(session.draft_step(len(candidates), processing.one(no_text, candidates, logits), hidden))
-        return steps[-1]
-
-    randomness = None if sampling.greedy else SeededRandomness(generator)
-    chain = draft_chain(step, FixedLength(MAX_TOKENS), randomness, MAX_TOKENS, eos)
-    step(chain.tokens)  # the state at the last candidate
-    return chain, steps
 
 
 def _shard(

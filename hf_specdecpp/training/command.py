@@ -34,7 +34,7 @@ def run(
     config = TrainingConfig.from_dict(settings)
     train(config, stages)
     if push_to_hub is not None:
-        assistant = SpecDecPPAssistant.from_pretrained(config.output)
+        assistant = SpecDecPPAssistant.from_pretrained(config.output, draft=config.draft)
         assistant.push_to_hub(push_to_hub, card=Path(config.output, CARD).read_text(encoding="utf-8"))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+DTYPES = ("auto", "bfloat16", "float32")
 
 
 @dataclass
@@ -13,8 +16,10 @@ class RolloutConfig:
 
     Args:
         data: JSON Lines files with a `prompt` column, or `datasets` ids.
-        samples_per_prompt: answers a prompt.
-        temperature, top_k: how the target answers; 0 is greedy.
+        max_prompts: most prompts of each file, chosen by `seed`; all by default.
+        temperatures: each prompt is answered at each of them; 0 is greedy. The draft and the head meet what they learn.
+        top_k: how many of its likeliest tokens the target draws from; 0 for all.
+        samples_per_prompt: answers a prompt and temperature (of greedy answers there is only one).
         max_new_tokens: of an answer.
         batch_size: prompts that the local target answers at once, or requests in flight to the server.
         server: base URL of an OpenAI-compatible server that serves the target; by default it runs here.
@@ -24,8 +29,9 @@ class RolloutConfig:
     """
 
     data: list[str] = field(default_factory=list)
+    max_prompts: int | None = None
+    temperatures: list[float] = field(default_factory=lambda: [1.0, 0.0])
     samples_per_prompt: int = 1
-    temperature: float = 1.0
     top_k: int = 50
     max_new_tokens: int = 512
     batch_size: int = 8
@@ -41,13 +47,17 @@ class DistillConfig:
 
     Args:
         enabled: False leaves the draft as it is (the paper's setting).
-        draft_vocab_size: most frequent tokens of the rollouts that the draft keeps; all by default.
+        draft_vocab_size: how many of the most frequent tokens, of the answers and then of the prompts, the draft keeps;
+            all by default.
+        on_prompts: learn on the prompts' tokens, too: more text for no more answers. Good for an early exit, which has
+            much to learn; what is measured are the answers alone.
         rank, alpha, dropout: of the adapter.
         epochs, learning_rate, batch_size, gradient_accumulation_steps, max_length, bf16: of the training loop.
     """
 
     enabled: bool = True
     draft_vocab_size: int | None = None
+    on_prompts: bool = False
     rank: int = 32
     alpha: int = 64
     dropout: float = 0.0
@@ -70,8 +80,10 @@ class HeadConfig:
             wary, which the calibration then takes back from its average.
         mixing: share of the positions where the draft reads the target's token instead of its own (paper: 0.15).
         siblings: candidates drawn without replacement at each position (`inputs="before"`).
-        temperature, top_k: of p and q in the labels; by default those of the rollouts.
+        temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
+        top_k: of p and q in the labels, by default that of the rollouts.
         epochs, learning_rate, batch_size: of the training loop (paper: 3, 5e-5, 32); a batch is of texts.
+        learning_curve: also fit heads on a quarter and a half of the texts, for the card: would more data help?
     """
 
     inputs: str = "before"
@@ -87,6 +99,24 @@ class HeadConfig:
     epochs: float = 3.0
     learning_rate: float = 1e-3
     batch_size: int = 32
+    learning_curve: bool = False
+
+
+@dataclass
+class EvalConfig:
+    """What the head is evaluated on, beside the held-out prompts.
+
+    Args:
+        data: JSON Lines files with prompts, or `datasets` ids; each is a test set, reported by its name. Prompts that
+            are in one are never trained on.
+        max_prompts: most prompts of each, chosen by `seed`; all by default.
+        compare: `work_dir` of another run whose evaluation the card shows beside this one's, such as the paper's
+            setting on the same test sets.
+    """
+
+    data: list[str] = field(default_factory=list)
+    max_prompts: int | None = None
+    compare: str | None = None
 
 
 @dataclass
@@ -98,6 +128,10 @@ class TrainingConfig:
         output: folder that becomes the assistant's repository.
         draft: Hub id or folder of an independent draft; by default an early exit after `layers`.
         layers: of the early exit: a number of first layers, or ascending indices.
+        dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
+        target_id, target_revision: what the published config says in place of `target`: its Hub id and commit, where
+            training read a local copy.
+        draft_id, draft_revision: the same for `draft`.
         seed: of everything random.
         report_to: trackers as in `transformers.TrainingArguments` ("trackio", "tensorboard", "wandb", "none").
         work_dir: shards, checkpoints and features; by default `<output>-work`.
@@ -110,12 +144,18 @@ class TrainingConfig:
     output: str = ""
     draft: str | None = None
     layers: int | list[int] = 4
+    dtype: str = "auto"
+    target_id: str | None = None
+    target_revision: str | None = None
+    draft_id: str | None = None
+    draft_revision: str | None = None
     seed: int = 0
     report_to: str = "none"
     work_dir: str | None = None
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @property
     def work(self) -> Path:
@@ -126,21 +166,58 @@ class TrainingConfig:
         for name in ("target", "output"):
             if not getattr(self, name):
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
-        if not self.rollouts.data:
-            raise ValueError("A training run needs prompts. Pass --data FILE.jsonl, or set rollouts.data.")
-        if not 0.0 < self.rollouts.heldout < 1.0:
-            raise ValueError(f"rollouts.heldout={self.rollouts.heldout} must be between 0 and 1: it is a share.")
-        counts = ("samples_per_prompt", "max_new_tokens", "batch_size", "shard_size")
-        for name, least in (*((count, 1) for count in counts), ("temperature", 0), ("top_k", 0)):
-            if not getattr(self.rollouts, name) >= least:
-                raise ValueError(f"rollouts.{name}={getattr(self.rollouts, name)} must be at least {least}.")
-        if self.head.inputs not in ("after", "before") or self.head.label not in ("sampled", "analytic"):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
+        self._validate_ids()
+        self._validate_rollouts()
+        self._validate_head()
+        if self.evaluation.max_prompts is not None:
+            _at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
+
+    def _validate_ids(self) -> None:
+        if self.draft_id is not None and self.draft is None:
             raise ValueError(
-                f"head.inputs={self.head.inputs!r} must be 'after' or 'before', head.label={self.head.label!r} "
+                f"draft_id={self.draft_id!r} names a draft of its own, but an early exit of the target is trained. Set "
+                "draft, too, or leave draft_id out."
+            )
+        for role in ("target", "draft"):
+            revision = getattr(self, f"{role}_revision")
+            if revision is not None and getattr(self, f"{role}_id") is None:
+                raise ValueError(f"{role}_revision={revision!r} is a commit of {role}_id, which is not set. Set both.")
+
+    def _validate_rollouts(self) -> None:
+        rollouts = self.rollouts
+        if not rollouts.data:
+            raise ValueError("A training run needs prompts. Pass --data FILE.jsonl, or set rollouts.data.")
+        if not 0.0 < rollouts.heldout < 1.0:
+            raise ValueError(f"rollouts.heldout={rollouts.heldout} must be between 0 and 1: it is a share.")
+        temperatures = rollouts.temperatures
+        if not isinstance(temperatures, list) or not temperatures or not all(map(_is_temperature, temperatures)):
+            raise ValueError(
+                f"rollouts.temperatures={temperatures!r} must be a list of numbers of at least 0, such as [1.0, 0.0]."
+            )
+        if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
+            raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
+        for name in ("samples_per_prompt", "max_new_tokens", "batch_size", "shard_size"):
+            _at_least(1, f"rollouts.{name}", getattr(rollouts, name))
+        _at_least(0, "rollouts.top_k", rollouts.top_k)
+        if rollouts.max_prompts is not None:
+            _at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # one of them is held out
+
+    def _validate_head(self) -> None:
+        head = self.head
+        if head.inputs not in ("after", "before") or head.label not in ("sampled", "analytic"):
+            raise ValueError(
+                f"head.inputs={head.inputs!r} must be 'after' or 'before', head.label={head.label!r} "
                 "'sampled' or 'analytic'."
             )
-        if not 0.0 <= self.head.mixing < 1.0:
-            raise ValueError(f"head.mixing={self.head.mixing} must be at least 0 and under 1: it is a share.")
+        if not 0.0 <= head.mixing < 1.0:
+            raise ValueError(f"head.mixing={head.mixing} must be at least 0 and under 1: it is a share.")
+        if head.temperature is not None and head.temperature not in self.rollouts.temperatures:
+            raise ValueError(
+                f"head.temperature={head.temperature!r} must be one of rollouts.temperatures="
+                f"{self.rollouts.temperatures}: the head is fitted on those texts. Leave it out to fit on all of them."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,3 +241,12 @@ def _build(cls: Any, values: dict[str, Any], path: str) -> Any:
         if is_dataclass(default) and isinstance(value, dict):
             built[name] = _build(type(default), value, f"{path}{name}.")
     return cls(**built)
+
+
+def _at_least(least: int, name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def _is_temperature(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0

@@ -39,6 +39,7 @@ from hf_specdecpp.training.checkpoints import last_checkpoint
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation_data import answer_tokens, by_length, collate, lengths_of, useful
 from hf_specdecpp.training.distillation_trainer import DistillationTrainer, Student, summarise
+from hf_specdecpp.training.encoding import Codec
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.vocabulary import check_same_tokenizer
@@ -143,7 +144,9 @@ def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train
     if config.distill.draft_vocab_size is None:
         return None
     num_ids = min(model.get_output_embeddings().weight.shape[0] for model in (target, draft))
-    return draft_vocab.choose(train, config.distill.draft_vocab_size, draft_vocab.always_kept(target), num_ids)
+    prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(rollouts.prompts_of(config))]
+    always = draft_vocab.always_kept(target)
+    return draft_vocab.choose(train, config.distill.draft_vocab_size, always, num_ids, prompts)
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -194,6 +197,8 @@ def _trainer(
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # else Trainer uses DataParallel; several GPUs are what `accelerate launch` is for
     sources = sorted(set(heldout["source"]))
+    if distill.on_prompts:
+        train = train.remove_columns("prompt_length").add_column("prompt_length", [0] * len(train))
     measured = heldout.select(range(0, len(heldout), -(-len(heldout) // MEASURED)))
     return DistillationTrainer(
         model=student,

@@ -19,13 +19,18 @@ from hf_specdecpp.vocabulary import tokenizer_of
 CONVERSATION = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 
 
-def choose(answers: Dataset, size: int, always: Sequence[int], num_ids: int) -> Tensor:
-    """The `size` most frequent tokens of the answers, ascending; fewer if the target wrote fewer.
+def choose(
+    answers: Dataset, size: int, always: Sequence[int], num_ids: int, prompts: Sequence[Sequence[int]] = ()
+) -> Tensor:
+    """The `size` most frequent tokens of the answers, ascending; fewer if fewer were ever seen.
+
+    Places that are left go to the most frequent tokens of the prompts: answers repeat names and words of theirs.
 
     Args:
         answers: rows with `input_ids` and `prompt_length`.
         always: token ids that are kept however rare they are.
         num_ids: rows of the draft's LM head.
+        prompts: token ids of prompts, also of those that were not answered.
 
     Raises:
         ValueError: `size` is not between the number of tokens that are always kept and `num_ids`.
@@ -36,7 +41,8 @@ def choose(answers: Dataset, size: int, always: Sequence[int], num_ids: int) -> 
             f"distill.draft_vocab_size={size} must be over {len(kept)} (the end-of-text and chat tokens, always kept) "
             f"and under {num_ids} (the draft's whole vocabulary). Some thousands are usual; leave it out to keep all."
         )
-    counts = answer_counts(answers, num_ids)[:num_ids]
+    asked = np.bincount(np.concatenate([*map(np.asarray, prompts), []]).astype(np.int64), minlength=num_ids)[:num_ids]
+    counts = answer_counts(answers, num_ids)[:num_ids] * (asked.sum() + 1) + asked
     counts[kept] = np.iinfo(counts.dtype).max
     # Stable, so that tokens that are equally frequent go by their id.
     chosen = np.argsort(-counts, kind="stable")[:size]

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_specdecpp.acceptance import AcceptanceHead, DraftProbability
+from hf_specdecpp.acceptance import MODES, AcceptanceHead, DraftProbability
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.configuration import SpeculationConfig
 from hf_specdecpp.repository import save_text
 from hf_specdecpp.stopping import ADAEDL_GAMMA, SVIP_GAMMA, StoppingRule, make_rule
 from hf_specdecpp.training import chains, plots, rollouts
-from hf_specdecpp.training.calibration import calibration_half, fitted_head, position_temperatures, quality
+from hf_specdecpp.training.calibration import calibration_half, fitted_head, quality
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
 from hf_specdecpp.training.models import load_assistant, load_target
-from hf_specdecpp.training.processes import process_state
-from hf_specdecpp.training.sampling import Sampling, head_sampling
+from hf_specdecpp.training.processes import device_name, process_state
+from hf_specdecpp.training.sampling import Sampling, sampling_at
 from hf_specdecpp.typing import CausalLM
 
 LENGTHS = range(1, 15)  # fixed lengths
@@ -38,49 +39,63 @@ RULES = {
 }
 
 
-def run(config: TrainingConfig, split: str = "heldout", temperatures: Sequence[float] | None = None) -> dict[str, Any]:
-    """Evaluate the calibrated head; the report, also in `work/evaluation/evaluation.json`, with two pictures each.
+def run(config: TrainingConfig) -> dict[str, Any]:
+    """Evaluate the calibrated head on the held-out prompts and on every test set, at each temperature of the rollouts.
 
-    Args:
-        split: which rollouts. Of `"heldout"` the prompts that the calibration did not use.
-        temperatures: by default that of the head's labels, and greedy.
+    The report is also in `work/evaluation/evaluation.json`, with two pictures each. Of the held-out prompts only those
+    count that the calibration did not use.
 
     Raises:
         ValueError: there is no head, or there are no rollouts to evaluate on.
     """
     folder = config.work / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
-    name = "evaluation" if split == "heldout" else f"evaluation-{split}"
-    own = head_sampling(config)
-    wanted = temperatures if temperatures is not None else dict.fromkeys((own.temperature, 0.0))
     target = load_target(config).to(process_state().device)
     assistant = load_assistant(config, target)
-    report: dict[str, Any] = {"split": split, "cost_ratio": COST_RATIO, "temperatures": {}}
-    for temperature in wanted:
-        sampling = Sampling(temperature, own.top_k)
-        rows = _rows(config, split, assistant, target, sampling)
-        estimates = all_estimates(fitted_head(assistant.head, config).cpu(), rows, assistant)
-        sources = rollouts.load(config.work, split)["source"]
-        own_report, curves = assess(rows, estimates, assistant.head)
-        own_report["sources"] = {
-            source: assess(*_select(rows, estimates, here), assistant.head)[0]
-            for source, here in _by_source(rows["text"], sources)
+    sets = {
+        split: {
+            f"{temperature:g}": _evaluate(config, split, sampling_at(config, temperature), assistant, target, folder)
+            for temperature in config.rollouts.temperatures
         }
-        report["temperatures"][f"{temperature:g}"] = own_report
-        where = f"{split}, temperature {temperature:g}"
-        plots.plot_curves(curves, folder / f"{name}-curve-{temperature:g}.png", f"Where to stop drafting ({where})")
-        shown = {key: estimates[key] for key in ("head", "draft probability")}
-        path = folder / f"{name}-reliability-{temperature:g}.png"
-        plots.plot_reliability(shown, rows["label"], path, f"Reliability ({where})")
-    save_text(json.dumps(report, indent=2) + "\n", folder / f"{name}.json")
+        for split in ("heldout", *rollouts.test_sets(config))
+    }
+    measured_on = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    report = {"cost_ratio": COST_RATIO, **measured_on, "sets": sets}
+    save_text(json.dumps(report, indent=2) + "\n", folder / "evaluation.json")
     return report
 
 
-def all_estimates(head: AcceptanceHead, rows: dict[str, Tensor], assistant: SpecDecPPAssistant) -> dict[str, Tensor]:
+def _evaluate(
+    config: TrainingConfig,
+    split: str,
+    sampling: Sampling,
+    assistant: SpecDecPPAssistant,
+    target: CausalLM,
+    folder: Path,
+) -> dict[str, Any]:
+    """One set at one temperature: report and pictures."""
+    rows = _rows(config, split, assistant, target, sampling)
+    estimates = all_estimates(fitted_head(assistant.head, config).cpu(), rows, assistant, sampling.greedy)
+    report, curves = assess(rows, estimates, assistant.head)
+    sources = chains.texts_at(config, split, sampling)["source"]
+    report["sources"] = {
+        source: assess(*_select(rows, estimates, here), assistant.head)[0]
+        for source, here in _by_source(rows["text"], sources)
+    }
+    where, name = f"{split}, temperature {sampling.temperature:g}", f"{split}-{sampling.temperature:g}"
+    plots.plot_curves(curves, folder / f"curve-{name}.png", f"Where to stop drafting ({where})")
+    shown = {key: estimates[key] for key in ("head", "draft probability")}
+    plots.plot_reliability(shown, rows["label"], folder / f"reliability-{name}.png", f"Reliability ({where})")
+    return report
+
+
+def all_estimates(
+    head: AcceptanceHead, rows: dict[str, Tensor], assistant: SpecDecPPAssistant, greedy: bool
+) -> dict[str, Tensor]:
     """Acceptance probabilities `[n]` by the head and by every training-free estimator, in (0, 1)."""
     log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
-    if head.temperatures is not None:
-        log_odds = log_odds / position_temperatures(head.temperatures, rows["index"])
+    if (calibration := head.calibration.get(MODES[greedy])) is not None:
+        log_odds = calibration.apply(log_odds, rows["index"])
     q, entropy = rows["scalars"][:, 0].exp(), rows["scalars"][:, 1].clamp_min(0.0)
     estimates = {
         "head": log_odds.sigmoid(),
@@ -167,7 +182,7 @@ def _rows(
     rows = chains.record(config, split, assistant, target, sampling)
     if split != "heldout":
         return rows
-    measuring = ~calibration_half(config, rows["text"])
+    measuring = ~calibration_half(config, sampling, rows["text"])
     return {name: value[measuring] for name, value in rows.items()}
 
 

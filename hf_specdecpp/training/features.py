@@ -26,7 +26,7 @@ from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.labels import analytic_label, sampled_label, sibling_labels, siblings
 from hf_specdecpp.training.models import fingerprint
-from hf_specdecpp.training.sampling import Sampling, head_sampling
+from hf_specdecpp.training.sampling import Sampling, head_temperatures, sampling_at
 from hf_specdecpp.typing import CausalLM
 
 TEXTS_PER_SHARD = 64
@@ -39,7 +39,9 @@ def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM
     Raises:
         ValueError: there are no rollouts, or a shard is damaged.
     """
-    texts, sampling = rollouts.load(config.work, split), head_sampling(config)
+    texts = rollouts.load(config.work, split)
+    if config.head.temperature is not None:
+        texts = rollouts.written_at(texts, config.head.temperature)
     folder = cache_folder(config.work / "features", settings(config))
     starts = range(0, len(texts), TEXTS_PER_SHARD)
     shards = [folder / f"{split}-{number:05d}.safetensors" for number in range(len(starts))]
@@ -47,7 +49,7 @@ def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM
         for path, start in zip(shards, starts, strict=True):
             rows = range(start, min(start + TEXTS_PER_SHARD, len(texts)))
             if not path.is_file():
-                save_tensors(_shard(config, texts, rows, sampling, drafter, target, bar), path)
+                save_tensors(_shard(config, texts, rows, drafter, target, bar), path)
             else:
                 bar.update(len(rows))
     return FeatureSet(shards)
@@ -58,7 +60,8 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     head = config.head
     names = ("inputs", "label", "mixing") if head.inputs == "after" else ("inputs", "label", "siblings")
     chosen = {name: getattr(head, name) for name in names}
-    return {**chosen, **head_sampling(config).to_dict(), "seed": config.seed, **fingerprint(config)}
+    sampling = {"temperatures": head_temperatures(config), "top_k": sampling_at(config, 1.0).top_k}
+    return {**chosen, **sampling, "seed": config.seed, **fingerprint(config)}
 
 
 def cache_folder(parent: Path, wanted: dict[str, Any]) -> Path:
@@ -82,7 +85,7 @@ def text_features(
         generator: on the draft's device.
 
     Returns:
-        `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 5]` (`"before"`), `label` `[n, s]`, and
+        `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (`"before"`), `label` `[n, s]`, and
         `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
     """
     ids = input_ids.to(drafter.device)
@@ -125,7 +128,7 @@ def _candidates(
         return {"tokens": drawn.tokens, "label": label[:, None]}
     label, reach = sibling_labels(p, laws, drawn.tokens, analytic)
     scalars = [
-        scalar_features(law, token, mass, index)
+        scalar_features(law, token, sampling.greedy, mass, index)
         for law, token, mass, index in zip(
             drawn.laws, columns, drawn.mass.unbind(-1), drawn.index.unbind(-1), strict=True
         )
@@ -136,7 +139,7 @@ def _candidates(
 
 
 def _shard(
-    config: TrainingConfig, texts: Any, rows: range, sampling: Sampling, drafter: Drafter, target: CausalLM, bar: Any
+    config: TrainingConfig, texts: Any, rows: range, drafter: Drafter, target: CausalLM, bar: Any
 ) -> dict[str, Tensor]:
     parts: list[dict[str, Tensor]] = []
     for row in rows:
@@ -147,6 +150,7 @@ def _shard(
             continue  # an empty answer, or a prompt that the draft cannot read
         # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
         generator = torch.Generator(drafter.device).manual_seed(config.seed * 1_000_003 + row)
+        sampling = sampling_at(config, text["temperature"])
         part = text_features(ids, text["prompt_length"], config.head, sampling, drafter, target, generator)
         parts.append(
             {**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": _length(part)}

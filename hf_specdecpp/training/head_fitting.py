@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ from hf_specdecpp.training.metrics import auc, binary_kl
 from hf_specdecpp.training.models import HEAD_CONFIG, load_assistant, load_target, save_head
 from hf_specdecpp.training.processes import process_state
 
+LEARNING_CURVE = "learning_curve.json"
 Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
 
 
@@ -37,41 +39,61 @@ def run(config: TrainingConfig) -> dict[str, float]:
         ValueError: there are no rollouts, a shard of features is damaged, or the loss is NaN.
     """
     folder = config.work / "head"
-    wanted = {"head": config.to_dict()["head"], "features": features.settings(config)}
+    fit_settings = {name: value for name, value in asdict(config.head).items() if name != "learning_curve"}
+    wanted = {"head": fit_settings, "features": features.settings(config)}
     with process_state().main_process_first():
         if not (folder / "fit.json").is_file() or read_json(folder / "fit.json") != wanted:
             shutil.rmtree(folder, ignore_errors=True)  # a head, calibration or checkpoint of other settings
             folder.mkdir(parents=True, exist_ok=True)
             save_text(json.dumps(wanted, indent=2) + "\n", folder / "fit.json")
     if (folder / HEAD_CONFIG).is_file():
-        return read_json(folder / "metrics.json")
-    with process_state().main_process_first():
-        drafter, train, heldout = load_data(config)
-    head = new_head(config, drafter)
-    metrics = fit(head, train, heldout, config, drafter, folder / "checkpoints")
-    if process_state().is_main_process:
-        save_text(json.dumps(metrics, indent=2) + "\n", folder / "metrics.json")
-        save_head(head, folder)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        metrics = read_json(folder / "metrics.json")
+    else:
+        with process_state().main_process_first():
+            drafter, train, heldout = load_data(config)
+        head = new_head(config, drafter)
+        metrics = fit(head, train, heldout, config, drafter, folder / "checkpoints")
+        if process_state().is_main_process:
+            save_text(json.dumps(metrics, indent=2) + "\n", folder / "metrics.json")
+            save_head(head, folder)
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if config.head.learning_curve:
+        learning_curve(config, metrics)
     return metrics
 
 
-def learning_curve(config: TrainingConfig, fractions: Sequence[float] = (0.25, 0.5, 1.0)) -> list[dict[str, float]]:
-    """Held-out metrics of heads fitted on the first `fractions` of the training texts, the same number of epochs each.
+def learning_curve(
+    config: TrainingConfig, whole: dict[str, float], fractions: Sequence[float] = (0.25, 0.5)
+) -> list[dict[str, float]]:
+    """Held-out metrics of heads fitted on `fractions` of the training texts, the same number of epochs each.
 
-    Writes `work/head/learning_curve.json`, and no head.
+    In `work/head/learning_curve.json`, a point as soon as it is there; a run that was killed goes on with the others.
+
+    Args:
+        whole: metrics of the head that was fitted on all texts, the last point.
     """
-    drafter, train, heldout = load_data(config)
-    points = []
-    for fraction in fractions:
-        part: Texts = Subset(train, range(max(round(fraction * len(train)), 1)))
-        scratch = config.work / "head" / f"fraction-{fraction:g}"
-        metrics = fit(new_head(config, drafter), part, heldout, config, drafter, scratch)
-        shutil.rmtree(scratch, ignore_errors=True)
-        points.append({"fraction": fraction, **metrics})
-    (config.work / "head").mkdir(parents=True, exist_ok=True)
-    save_text(json.dumps(points, indent=2) + "\n", config.work / "head" / "learning_curve.json")
+    path = config.work / "head" / LEARNING_CURVE
+    points: list[dict[str, float]] = read_json(path) if path.is_file() else []
+    if not points or points[-1]["fraction"] < 1.0:
+        with process_state().main_process_first():
+            drafter, train, heldout = load_data(config)
+        # Shards come one temperature after the other; each part must have all of them, and be part of the next one.
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(config.seed)).tolist()
+        for fraction in fractions[len(points) :]:
+            part = Subset(train, order[: max(round(fraction * len(train)), 1)])
+            scratch = config.work / "head" / f"fraction-{fraction:g}"
+            metrics = fit(new_head(config, drafter), part, heldout, config, drafter, scratch)
+            points.append({"fraction": fraction, "texts": len(part), **metrics})
+            _save_points(points, path)
+            shutil.rmtree(scratch, ignore_errors=True)
+        points.append({"fraction": 1.0, "texts": len(train), **whole})
+        _save_points(points, path)
     return points
+
+
+def _save_points(points: list[dict[str, float]], path: Path) -> None:
+    if process_state().is_main_process:
+        save_text(json.dumps(points, indent=2) + "\n", path)
 
 
 def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:

@@ -2,87 +2,144 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
+from hf_specdecpp.support import check_target
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.encoding import Codec, Encoded
 from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.sampling import Sampling
 from hf_specdecpp.typing import CausalLM
+
+SHRINK_AT = 0.85  # share of answers still being written at which the others leave the batch
 
 
 class LocalTarget:
-    """Answers prompts with `model.generate`; the same prompts and seed give the same answers.
+    """Answers prompts in batches; the same prompts and seed give the same answers.
 
     Of the target's own generation settings only the tokens that end an answer are kept: temperature and top-k alone
-    shape p, as they do in the labels of the head.
+    shape p, as they do in the labels of the head. Unlike in `generate()`, finished answers leave the batch, and a token
+    is drawn among the top-k without sorting the vocabulary: two to three times as many tokens a second.
     """
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec
         self.device = process_state().device
-        self.model: CausalLM = AutoModelForCausalLM.from_pretrained(config.target, dtype="auto").eval().to(self.device)
-        if self.device.type == "cpu" and self.model.dtype.itemsize < 4:
-            self.model.float()  # half precision is slow there
-        sampling = {"temperature": self.settings.temperature, "top_k": self.settings.top_k}
-        self.padding = self.codec.eos[0] if self.codec.eos else 0
-        self.model.generation_config = GenerationConfig(
-            do_sample=self.settings.temperature > 0,
-            eos_token_id=self.codec.eos or None,
-            pad_token_id=self.padding,
-            **(sampling if self.settings.temperature > 0 else {}),
-        )
+        self.model: CausalLM = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype)
+        check_target(self.model)
+        self.model.eval().to(self.device)
+        self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
-    def __call__(self, items: list[Encoded], seed: int) -> Iterator[tuple[int, list[int], bool]]:
+    def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
         """Index of an item, the new tokens, and whether the target ended them; in any order.
 
         Raises:
             ValueError: the target computes NaN.
         """
         torch.manual_seed(seed)
-        for batch in self._batches(items):
-            output = self._generate([items[index] for index in batch])
-            for index, tokens in zip(batch, output.tolist(), strict=True):
-                yield index, *self.codec.trim(tokens)
-
-    def _batches(self, items: list[Encoded]) -> Iterator[list[int]]:
-        """Indices of prompts of like length; those whose answers the context may cut short go alone."""
-        order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))
-        wanted = self.settings.max_new_tokens
-        roomy = [index for index in order if self.codec.room(items[index], wanted) == wanted]
-        for start in range(0, len(roomy), self.settings.batch_size):
-            yield roomy[start : start + self.settings.batch_size]
-        yield from ([index] for index in order[len(roomy) :])
+        order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))  # little padding
+        for start in range(0, len(order), self.settings.batch_size):
+            batch = order[start : start + self.settings.batch_size]
+            sampling = Sampling(temperature, self.settings.top_k)
+            for row, tokens, finished in self._answer([items[index] for index in batch], sampling):
+                yield batch[row], tokens, finished
 
     @torch.inference_mode()
-    def _generate(self, batch: list[Encoded]) -> Tensor:
-        """New tokens `[batch, length]`, padded on the right."""
-        longest = max(len(item.input_ids) for item in batch)
-        padded = [[self.padding] * (longest - len(item.input_ids)) + item.input_ids for item in batch]
-        mask = [[0] * (longest - len(item.input_ids)) + [1] * len(item.input_ids) for item in batch]
-        output = self.model.generate(
-            torch.tensor(padded, device=self.device),
-            attention_mask=torch.tensor(mask, device=self.device),
-            max_new_tokens=min(self.codec.room(item, self.settings.max_new_tokens) for item in batch),
-            logits_processor=LogitsProcessorList([_RefuseNaN(self.model)]),
-        )
-        return output[:, longest:]
+    def _answer(self, batch: list[Encoded], sampling: Sampling) -> Iterator[tuple[int, list[int], bool]]:
+        """Row, new tokens and whether they ended, each as soon as it is complete."""
+        room = [self.codec.room(item, self.settings.max_new_tokens) for item in batch]
+        answers: list[list[int]] = [[] for _ in batch]
+        cache, rows = DynamicCache(config=self.model.config.get_text_config(decoder=True)), list(range(len(batch)))
+        length = max(len(item.input_ids) for item in batch) + max(room)
+        cache.layers = [_Preallocated(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        ids, mask = (tensor.to(self.device) for tensor in _pad_left([item.input_ids for item in batch]))
+        writing = set(rows)
+        while writing:
+            logits = self._forward(ids, mask, cache)
+            ids = self._draw(logits, sampling)[:, None]
+            mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
+            for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
+                if row not in writing:
+                    continue
+                answers[row].append(token)
+                if token in self.codec.eos or len(answers[row]) == room[row]:
+                    writing.remove(row)
+                    yield row, answers[row], token in self.codec.eos
+            if writing and len(writing) < SHRINK_AT * len(rows):
+                kept = torch.tensor([place for place, row in enumerate(rows) if row in writing], device=self.device)
+                cache.batch_select_indices(kept)
+                ids, mask, rows = ids[kept], mask[kept], [row for row in rows if row in writing]
 
+    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+        """Logits `[batch, vocab]` after the last token."""
+        positions: dict[str, Any] = {}
+        if self.takes_positions:
+            # At most the last one: an answer that has ended at the context may stay in the batch for a while.
+            last = self.codec.context - 1 if self.codec.context else None
+            positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(0, last)[:, -ids.shape[1] :]
+        return self.model(
+            ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **positions
+        ).logits[:, -1]
 
-class _RefuseNaN(LogitsProcessor):
-    """Greedy search would go on with NaN, and write tokens that mean nothing."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self.model = model
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002 - the interface
-        if scores.isnan().any():
+    def _draw(self, logits: Tensor, sampling: Sampling) -> Tensor:
+        """A token for each row of `[batch, vocab]`."""
+        if bool(logits.sum().isnan()):  # infinities of both signs are NaN, too
             raise ValueError(
                 f"The target {self.model.config.name_or_path!r} computed NaN logits in {self.model.dtype} on "
                 f"{self.model.device}, so its answers would mean nothing. Check its weights; a model that overflows in "
                 "float16 needs bfloat16 or float32. Finished shards are kept."
             )
-        return scores
+        if sampling.greedy:
+            return logits.argmax(-1)
+        best, tokens = logits.float().topk(min(sampling.top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+        return tokens.gather(-1, torch.multinomial((best / sampling.temperature).softmax(-1), 1))[:, 0]
+
+
+class _Preallocated(DynamicLayer):
+    """A cache layer with room from the start: at long answers most of the time would go into copying it at every step.
+
+    Args:
+        length: most tokens that it will hold.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            shapes = [(*new.shape[:2], self.length, new.shape[-1]) for new in (key_states, value_states)]
+            self.rooms = [key_states.new_empty(shape) for shape in shapes]
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        for room, new in zip(self.rooms, (key_states, value_states), strict=True):
+            room[:, :, begin:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        end = self.get_seq_length()
+        self.rooms = [room[indices] for room in self.rooms]
+        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+
+
+def _pad_left(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both `[batch, longest]`."""
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(ids)) + ids for ids in prompts]
+    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+    return torch.tensor(padded), torch.tensor(mask)

@@ -28,8 +28,8 @@ HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
 
 
 def load_target(config: TrainingConfig) -> CausalLM:
-    """The target, in the dtype that it is stored in."""
-    return AutoModelForCausalLM.from_pretrained(config.target, dtype="auto", trust_remote_code=False).eval()
+    """The target, in the dtype of the run."""
+    return AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype, trust_remote_code=False).eval()
 
 
 def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:

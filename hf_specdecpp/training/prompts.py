@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,19 +61,29 @@ def read_prompts(source: str) -> list[Prompt]:
     return prompts
 
 
-def split_prompts(sources: Iterable[str], heldout: float) -> dict[str, list[Prompt]]:
+def split_prompts(
+    sources: Iterable[str],
+    heldout: float,
+    limit: int | None = None,
+    seed: int = 0,
+    unseen: Collection[str] = (),
+) -> dict[str, list[Prompt]]:
     """All distinct prompts as `train` and `heldout`, the same prompts in each whatever else is in the data.
+
+    Args:
+        limit: most prompts of each source, chosen by `seed`.
+        unseen: openings that must be in neither.
 
     The split goes by a hash of the user's first words, so that no text is in both. At least one prompt is held out
     unless `heldout` is 0.
 
     Raises:
-        ValueError: there are too few prompts to hold one out, or those of `read_prompts`.
+        ValueError: there are too few prompts to hold one out, all are `unseen`, or those of `read_prompts`.
     """
     distinct: dict[str, Prompt] = {}
     total = 0
     for source in sources:
-        prompts = read_prompts(source)
+        prompts = sample_prompts(read_prompts(source), limit, seed)
         total += len(prompts)
         for prompt in prompts:
             distinct.setdefault(_conversation(prompt), prompt)
@@ -80,7 +91,22 @@ def split_prompts(sources: Iterable[str], heldout: float) -> dict[str, list[Prom
         raise ValueError("No prompts were given. Set rollouts.data to JSON Lines files or ids of data sets (--data).")
     if len(distinct) < total:
         logger.warning(f"{total - len(distinct)} of {total} prompts are duplicates and were left out.")
-    return _split(list(distinct.values()), heldout)
+    kept = [prompt for prompt in distinct.values() if prompt.opening not in unseen]
+    if len(kept) < len(distinct):
+        logger.warning(f"{len(distinct) - len(kept)} prompts are in a test set, too: nothing is trained on them.")
+    if not kept:
+        raise ValueError(
+            f"All {len(distinct)} prompts of rollouts.data are in a test set (evaluation.data), so nothing is left to "
+            "train on. Give other prompts, or another test set."
+        )
+    return _split(kept, heldout)
+
+
+def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
+    """At most `limit` of the prompts."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    return random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
 
 
 def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:

@@ -63,10 +63,11 @@ class Sampling:
         return asdict(self)
 
 
-def head_sampling(config: TrainingConfig) -> Sampling:
-    """That of the head's labels: by default the one that the rollouts were written with."""
-    head, rollouts = config.head, config.rollouts
-    return Sampling(
-        rollouts.temperature if head.temperature is None else head.temperature,
-        rollouts.top_k if head.top_k is None else head.top_k,
-    )
+def sampling_at(config: TrainingConfig, temperature: float) -> Sampling:
+    """How the head's labels see texts written at `temperature`: as they were written, unless `head.top_k` differs."""
+    return Sampling(temperature, config.rollouts.top_k if config.head.top_k is None else config.head.top_k)
+
+
+def head_temperatures(config: TrainingConfig) -> list[float]:
+    """The temperatures that the head is for."""
+    return config.rollouts.temperatures if config.head.temperature is None else [config.head.temperature]

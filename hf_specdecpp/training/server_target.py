@@ -55,16 +55,18 @@ class ServerTarget:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"The server {self.url!r} is not a URL such as http://localhost:8000.")
 
-    def __call__(self, items: list[Encoded], seed: int) -> Iterator[tuple[int, list[int], bool]]:
+    def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
         """Index of an item, the new tokens, and whether the target ended them; in any order.
 
         Raises:
             ConnectionError: the server cannot be reached, or fails again and again.
             ValueError: it refuses the requests.
         """
-        form = self.form = self.form or self._agree(items[0])
+        form = self.form = self.form or self._agree(items[0], temperature)
         with ThreadPoolExecutor(self.settings.batch_size) as pool:
-            asked = {pool.submit(self._ask, item, form, seed + index): index for index, item in enumerate(items)}
+            asked = {
+                pool.submit(self._ask, item, form, temperature, seed + index): index for index, item in enumerate(items)
+            }
             try:
                 for future in as_completed(asked):
                     index = asked[future]
@@ -73,14 +75,14 @@ class ServerTarget:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _agree(self, item: Encoded) -> Form:
+    def _agree(self, item: Encoded, temperature: float) -> Form:
         """The first form of a request that the server takes: asks for one token in each until then."""
         refusals = []
         for form in FORMS:
-            if form.sampling == "standard" and self.settings.temperature > 0 and self.settings.top_k > 0:
-                continue
+            if form.sampling == "standard" and max(self.settings.temperatures) > 0 and self.settings.top_k > 0:
+                continue  # also if this request is greedy: the others are to have the same form
             try:
-                self._ask(item, form, 0, max_tokens=1)
+                self._ask(item, form, temperature, 0, max_tokens=1)
             except _RefusedError as refusal:
                 refusals.append(f"prompt as {form.prompt}, sampling as {form.sampling}: {refusal}")
                 continue
@@ -97,10 +99,12 @@ class ServerTarget:
             + "\n".join(refusals)
         )
 
-    def _ask(self, item: Encoded, form: Form, seed: int, max_tokens: int | None = None) -> tuple[str, bool]:
+    def _ask(
+        self, item: Encoded, form: Form, temperature: float, seed: int, max_tokens: int | None = None
+    ) -> tuple[str, bool]:
         """The text of an answer, and whether the target ended it."""
         wanted = max_tokens or self.codec.room(item, self.settings.max_new_tokens)
-        body = {"model": self.model, "max_tokens": wanted, "seed": seed, **self._sampling(form, wanted)}
+        body = {"model": self.model, "max_tokens": wanted, "seed": seed, **self._sampling(form, temperature, wanted)}
         if form.prompt == "messages":
             path, body["messages"] = "/v1/chat/completions", item.prompt.messages
         else:
@@ -117,9 +121,8 @@ class ServerTarget:
         # An answer cut inside a character ends in the sign for it, which the target never wrote.
         return text if finished else text.rstrip("\ufffd"), finished
 
-    def _sampling(self, form: Form, max_tokens: int) -> dict[str, Any]:
+    def _sampling(self, form: Form, temperature: float, max_tokens: int) -> dict[str, Any]:
         """Temperature and top-k alone: servers have defaults for all the rest, or take the model's own."""
-        temperature = self.settings.temperature
         top_k = self.settings.top_k or EVERY_TOKEN
         if form.sampling == "standard":
             return {"temperature": temperature, "top_p": 1.0}

@@ -1,0 +1,1 @@
+"""`specdecpp bench`: does speculation pay on this machine, and with which setting?"""

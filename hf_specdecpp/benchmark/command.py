@@ -1,0 +1,310 @@
+"""What `specdecpp bench` does with its options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.benchmark import plots, report
+from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
+from hf_specdecpp.benchmark.record import MAX_TOKENS, Text
+from hf_specdecpp.benchmark.replay import Track, judge
+from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, answer, mismatches, neutralise, seed_of
+from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, BenchmarkConfig, RunLog, command, environment
+from hf_specdecpp.benchmark.slower_target import layers_for_ratio, slower_target
+from hf_specdecpp.benchmark.summary import speed_table, summarise
+from hf_specdecpp.benchmark.sweep import read_costs, recorded, sweep
+from hf_specdecpp.candidate_generator import eos_ids
+from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.costs import costs_of
+from hf_specdecpp.demo import PROMPTS, parse_layers
+from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.repository import read_json, save_text
+from hf_specdecpp.stopping import make_rule
+from hf_specdecpp.support import check_tree
+from hf_specdecpp.training.encoding import Codec
+from hf_specdecpp.training.prompts import Prompt, read_prompts, sample_prompts
+from hf_specdecpp.typing import CausalLM
+
+logger = logging.get_logger("hf_specdecpp")
+
+QUICK_PROMPTS, QUICK_TOKENS = 3, 48
+RECORDS = "records"
+
+
+def run_options(
+    options: dict[str, Any],
+    layers: str,
+    temperatures: str,
+    contestants: str | None,
+    console: Console,
+    card: Path | None,
+) -> bool:
+    """`run` with options as they are typed; those that are `None` keep their defaults.
+
+    Raises:
+        ValueError: an option makes no sense.
+    """
+    try:
+        numbers = [float(part) for part in temperatures.split(",")]
+    except ValueError:
+        raise ValueError(f"--temperatures {temperatures!r} must be numbers such as 0 or 0,1.") from None
+    given = {name: value for name, value in options.items() if value is not None}
+    patterns = [part.strip() for part in contestants.split(",")] if contestants else []
+    config = BenchmarkConfig(**given, layers=parse_layers(layers), temperatures=numbers, contestants=patterns)
+    return run(config, console, card)
+
+
+def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> bool:
+    """Benchmark, write `results.json`, `report.md` and pictures, and print the report.
+
+    Args:
+        card: where to write the speeds as a model card shows them.
+
+    Returns:
+        Whether all greedy texts of ours were those of plain generation.
+
+    Raises:
+        ValueError, OSError: an option makes no sense, or a file or model is missing.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    logging.disable_progress_bar()  # of loading; ours come later
+    config = _quicker(config) if config.quick else config
+    target, assistant, extra_layers = load(config)
+    contestants = choose(_contestants(config, target, assistant), config.contestants)
+    questions = _questions(config)
+    settings = _settings(config, target, assistant, questions, extra_layers)
+    log = RunLog(config.output, settings)
+    logging.enable_progress_bar()
+    if config.live:
+        live = LiveBenchmark(target, assistant, log, config.max_new_tokens, config.seed, 1 if config.quick else 3)
+        live.run(questions, contestants, config.temperatures)
+    results = _results(config, settings, log, contestants, target, assistant, questions)
+    write(results, config.output)
+    report.print_report(results, console)
+    console.print(f"Written to {config.output}: {RESULTS}, report.md, pictures.")
+    if card is not None:
+        save_text(json.dumps(results["speeds"], indent=2) + "\n", card)
+    return not any(report.counts(found, results) for found in results["mismatches"])
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """The results as JSON, Markdown and pictures."""
+    save_text(json.dumps(results) + "\n", folder / RESULTS)
+    save_text(report.markdown(results), folder / "report.md")
+    plots.plot_all(results, folder)
+
+
+def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant, int]:
+    """The target, slowed down if that is wanted, its assistant, and how many layers the target was given."""
+    original: CausalLM = AutoModelForCausalLM.from_pretrained(
+        config.target, dtype=config.dtype, trust_remote_code=False
+    )
+    original.to(config.device).eval()
+    assistant = _assistant(config, original)
+    if config.cost_ratio is None:
+        return original, assistant, 0
+    earlier = config.output / SETTINGS
+    if earlier.is_file():  # a run that goes on needs the same target, not another measurement
+        extra_layers = int(read_json(earlier)["extra_layers"])
+    else:
+        extra_layers = layers_for_ratio(original, assistant.ready_drafter(), config.cost_ratio)
+    assistant.detach()
+    target = slower_target(original, extra_layers)
+    return target, _assistant(config, target), extra_layers
+
+
+def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
+    if config.assistant is None:
+        return SpecDecPPAssistant.from_early_exit(target, config.layers)
+    return SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
+
+
+def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
+    has_head = assistant.head is not None
+    if config.quick:
+        return quick_contestants(has_head)
+    try:
+        check_tree(target)
+        check_tree(assistant.ready_drafter().model, "draft")
+    except ValueError as error:
+        logger.warning(f"No trees take part: {error}")
+        return all_contestants(has_head, can_tree=False)
+    return all_contestants(has_head)
+
+
+def _quicker(config: BenchmarkConfig) -> BenchmarkConfig:
+    prompts = min(config.max_prompts or QUICK_PROMPTS, QUICK_PROMPTS)
+    tokens = min(config.max_new_tokens, QUICK_TOKENS)
+    return replace(config, max_prompts=prompts, max_new_tokens=tokens, temperatures=[0.0], replay=False)
+
+
+def _questions(config: BenchmarkConfig) -> list[Question]:
+    codec = Codec.from_pretrained(config.target)
+    sets = {Path(source).stem: read_prompts(source) for source in config.data}
+    if not sets:
+        messages = ([{"role": "user", "content": text}] for text in PROMPTS)
+        sets = {"demo": [Prompt(f"demo-{number}", "demo", each) for number, each in enumerate(messages, 1)]}
+    return [
+        Question(name, item.prompt.id, item.input_ids)
+        for name, prompts in sets.items()
+        for item in codec.encode_all(sample_prompts(prompts, config.max_prompts, config.seed))
+    ]
+
+
+def _settings(
+    config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant, questions: list[Question],
+    extra_layers: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What the generations depend on. Further contestants and temperatures may join later."""
+    prompts = json.dumps([[each.set, each.prompt, each.ids] for each in questions])
+    return {
+        "target": config.target,
+        "target_revision": commit_of(target),
+        "assistant": config.assistant,
+        "draft_name": f"layers {', '.join(map(str, assistant.config.draft_layers or []))} of the target"
+        if assistant.config.draft_kind == "early_exit"
+        else str(assistant.config.draft_id),
+        "assistant_contents": _digest(assistant),
+        "prompts": f"{len(questions)} with hash {hashlib.sha256(prompts.encode()).hexdigest()[:16]}",
+        "max_new_tokens": config.max_new_tokens,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "seed": config.seed,
+        "cost_ratio": config.cost_ratio,
+        "extra_layers": extra_layers,
+        **environment(target.device),
+    }
+
+
+def _digest(assistant: SpecDecPPAssistant) -> str:
+    """Of what the assistant's repository says: config and head, which change with every training."""
+    digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
+    if assistant.head is not None:
+        for name, tensor in assistant.head.state_dict().items():
+            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _results(
+    config: BenchmarkConfig, settings: dict[str, Any], log: RunLog, contestants: list[Contestant],
+    target: CausalLM, assistant: SpecDecPPAssistant, questions: list[Question],
+) -> dict[str, Any]:  # fmt: skip
+    here = {question.prompt for question in questions}
+    rows = [row for row in log.rows if row["temperature"] in config.temperatures and row["prompt"] in here]
+    names = {contestant.name for contestant in contestants}
+    rows = [row for row in rows if row["contestant"] in names]
+    summary = summarise(rows, contestants)
+    where = environment(target.device)
+    facts = {"command": command(), "device": where["device"], "dtype": settings["dtype"]}
+    results = {
+        "command": command(), "environment": where,
+        "settings": {**settings, "temperatures": config.temperatures},
+        "ours": [contestant.name for contestant in contestants if contestant.ours],
+        "summary": summary, "speeds": speed_table(summary, facts), "mismatches": mismatches(rows, target),
+        "costs": {}, "replays": [], "replay_agreement": None, "runs": rows,
+    }  # fmt: skip
+    if config.replay:
+        results |= replay(config, log, contestants, target, assistant, questions)
+    return results
+
+
+def replay(
+    config: BenchmarkConfig, log: RunLog, contestants: Sequence[Contestant], target: CausalLM,
+    assistant: SpecDecPPAssistant, questions: Sequence[Question],
+) -> dict[str, Any]:  # fmt: skip
+    """Every rule on records of the target's texts; the fields of the results that come from it."""
+    drafter = assistant.ready_drafter()
+    costs = read_costs(config.costs, lambda: costs_of(target, drafter, assistant.estimator, MAX_TOKENS))
+    neutralise(target)
+    replays, agreement = [], {"compared": 0, "equal": 0}
+    for temperature in config.temperatures:
+        for name, group in groupby(questions, key=lambda question: question.set):
+            tracks = _tracks(config, log, list(group), temperature, target, assistant)
+            everywhere = [track for draws in tracks.values() for track in draws]
+            if not everywhere:
+                continue
+            swept = sweep(everywhere, assistant.head, costs)
+            replays.append({"set": name, "temperature": temperature, **swept})
+            if temperature == 0.0:
+                _compare(agreement, tracks, log.rows, name, contestants, assistant)
+    return {
+        "costs": {name: each.to_dict() for name, each in costs.items()},
+        "replays": replays,
+        "replay_agreement": agreement if agreement["compared"] else None,
+    }
+
+
+def _tracks(
+    config: BenchmarkConfig, log: RunLog, questions: Sequence[Question], temperature: float, target: CausalLM,
+    assistant: SpecDecPPAssistant,
+) -> dict[str, list[Track]]:  # fmt: skip
+    """Records of the plain texts of a set, by prompt; texts that were not generated yet are generated."""
+    written = {
+        (row["set"], row["prompt"]): row["ids"]
+        for row in log.rows
+        if row["contestant"] == "plain" and row["temperature"] == temperature
+    }
+    tracks: dict[str, list[Track]] = {}
+    draws = config.draws if temperature > 0.0 else 1
+    bar = logging.tqdm(questions, desc=f"records at temperature {temperature:g}", unit="text")
+    for number, question in enumerate(bar):
+        seed = seed_of(config.seed, question.set, question.prompt, temperature)
+        folder = config.output / RECORDS / f"{question.set}-{temperature:g}"
+        ids = written.get((question.set, question.prompt))
+        if ids is None:
+            ids = _write(folder / f"{number}.json", question, temperature, config.max_new_tokens, seed, target)
+        length = len(question.ids)
+        text = Text(ids, length, length + config.max_new_tokens, eos_ids(target.generation_config))
+        if text.first < len(ids):
+            tracks[question.prompt] = [
+                recorded(folder, f"{number}-{draw}", text, assistant, target, temperature, seed + draw)
+                for draw in range(draws)
+            ]
+    return tracks
+
+
+def _write(
+    path: Path, question: Question, temperature: float, max_new_tokens: int, seed: int, target: CausalLM
+) -> list[int]:
+    """A text of plain generation, kept for the next time."""
+    if path.is_file():
+        found: list[int] = read_json(path)
+        return found
+    ids = answer(target, question.ids, temperature, max_new_tokens, seed, {})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_text(json.dumps(ids) + "\n", path)
+    return ids
+
+
+def _compare(
+    agreement: dict[str, int], tracks: dict[str, list[Track]], rows: Sequence[dict[str, Any]], name: str,
+    contestants: Sequence[Contestant], assistant: SpecDecPPAssistant,
+) -> None:  # fmt: skip
+    """Count greedy generations whose live rounds are those of the replay."""
+    rules = {c.name: c for c in contestants if c.speculation is not None and _replayable(c.speculation)}
+    for row in rows:
+        if row["set"] == name and row["temperature"] == 0.0 and row["contestant"] in rules and row["prompt"] in tracks:
+            contestant = rules[row["contestant"]]
+            assert contestant.speculation is not None  # noqa: S101 - see above
+            estimator = judge("head" if contestant.with_head else "q", assistant.head, greedy=True)
+            replayed = tracks[row["prompt"]][0].replay(make_rule(contestant.speculation, estimator))
+            live = [(drafted, accepted) for drafted, accepted, *_ in row["rounds"][1:]]
+            agreement["compared"] += 1
+            agreement["equal"] += live == [(drafted, accepted) for drafted, accepted, _ in replayed]
+
+
+def _replayable(speculation: SpeculationConfig) -> bool:
+    # The throughput rule remembers earlier generations, and a replay begins with others.
+    return speculation.tree is None and speculation.rule != "throughput"

@@ -1,0 +1,185 @@
+"""Who takes part: plain generation, transformers' own ways to speculate, and ours with every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.configuration import SpeculationConfig
+
+LENGTHS = range(1, 15)
+THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+BUDGETS = (4, 8, 16, 32, 64)  # nodes of the dynamic trees
+EXACT_BUDGET = 16
+SHAPES = ((2, 1, 1), (3, 2, 1, 1), (4, 2, 1, 1))  # children by depth
+HEURISTIC_START = 5  # candidates in the first round of transformers' "heuristic" schedule
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to generate.
+
+    Args:
+        name: as it appears in reports.
+        family: contestants of one family differ in one setting.
+        speculation: ours: the knobs of the assistant.
+        with_head: ours: whether the head judges, or the draft's own probability.
+        stock: transformers' assisted generation: what the draft's generation config says.
+        lookup: transformers' prompt lookup: how many tokens it proposes.
+    """
+
+    name: str
+    family: str
+    speculation: SpeculationConfig | None = None
+    with_head: bool = True
+    stock: dict[str, Any] | None = None
+    lookup: int | None = None
+
+    @property
+    def ours(self) -> bool:
+        return self.speculation is not None
+
+    @contextmanager
+    def arguments(self, assistant: SpecDecPPAssistant) -> Iterator[dict[str, Any]]:
+        """What to pass to the target's `generate()`, the assistant being set up for it meanwhile."""
+        if self.stock is not None:
+            draft = assistant.ready_drafter().model
+            before, draft.generation_config = draft.generation_config, GenerationConfig(**self.stock)
+            try:
+                yield {"assistant_model": draft}
+            finally:
+                draft.generation_config = before
+        elif self.speculation is not None:
+            knobs, head = assistant.speculation, assistant.head
+            assistant.speculation, assistant.head = self.speculation, head if self.with_head else None
+            try:
+                yield {"assistant_model": assistant}
+            finally:
+                assistant.speculation, assistant.head = knobs, head
+        else:
+            yield {} if self.lookup is None else {"prompt_lookup_num_tokens": self.lookup}
+
+
+PLAIN = Contestant("plain", "plain")
+
+
+def all_contestants(has_head: bool, can_tree: bool = True) -> list[Contestant]:
+    """Every contestant.
+
+    Args:
+        has_head: an assistant without a head is judged by the draft's own probability alone.
+        can_tree: whether target and draft can read trees.
+    """
+    return [PLAIN, *_transformers(), *_chains(has_head), *(_trees(has_head) if can_tree else [])]
+
+
+def quick_contestants(has_head: bool) -> list[Contestant]:
+    """A few that answer whether it pays at all."""
+    judge = "head" if has_head else "q"
+    names = ["plain", "transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge})", f"throughput ({judge})"]
+    by_name = {contestant.name: contestant for contestant in all_contestants(has_head)}
+    return [by_name[name] for name in names]
+
+
+def _chains(has_head: bool) -> list[Contestant]:
+    """Ours, without trees."""
+    fixed = [
+        Contestant(f"fixed {length}", "fixed", SpeculationConfig(rule="fixed", num_tokens=length), has_head)
+        for length in LENGTHS
+    ]
+    free = [
+        Contestant("confidence 0.4", "confidence", SpeculationConfig(rule="confidence"), has_head),
+        Contestant("svip 0.3", "svip", SpeculationConfig(rule="svip"), has_head),
+        Contestant("adaedl 0.4", "adaedl", SpeculationConfig(rule="adaedl"), has_head),
+    ]
+    judged = []
+    for with_head, judge in _judges(has_head):
+        judged += [
+            Contestant(
+                f"threshold {h:g} ({judge})",
+                f"threshold ({judge})",
+                SpeculationConfig(rule="threshold", threshold=h),
+                with_head,
+            )
+            for h in THRESHOLDS
+        ]
+        name = f"throughput ({judge})"
+        judged.append(Contestant(name, name, SpeculationConfig(rule="throughput"), with_head))
+    return [*fixed, *free, *judged]
+
+
+def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
+    """Those whose name or family matches a pattern such as `fixed*`; plain generation always.
+
+    Raises:
+        ValueError: a pattern matches none.
+    """
+    for pattern in patterns:
+        if not any(_matches(contestant, pattern) for contestant in contestants):
+            known = ", ".join(contestant.name for contestant in contestants)
+            raise ValueError(f"No contestant is called {pattern!r}. There are: {known}.")
+    return [c for c in contestants if c is PLAIN or not patterns or any(_matches(c, pattern) for pattern in patterns)]
+
+
+def _matches(contestant: Contestant, pattern: str) -> bool:
+    return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)
+
+
+def _judges(has_head: bool) -> list[tuple[bool, str]]:
+    return [(True, "head"), (False, "q")] if has_head else [(False, "q")]
+
+
+def _transformers() -> list[Contestant]:
+    def assisted(name: str, count: int, schedule: str, confidence: float) -> Contestant:
+        stock = {
+            "num_assistant_tokens": count,
+            "num_assistant_tokens_schedule": schedule,
+            "assistant_confidence_threshold": confidence,
+        }
+        return Contestant(f"transformers {name}", "transformers", stock=stock)
+
+    constant = [assisted(f"constant {count}", count, "constant", 0.0) for count in (2, 5, 10)]
+    return [
+        assisted("default", 20, "constant", 0.4),
+        *constant,
+        assisted("heuristic", HEURISTIC_START, "heuristic", 0.0),
+        Contestant("prompt lookup", "prompt lookup", lookup=10),
+    ]
+
+
+def _trees(has_head: bool) -> list[Contestant]:
+    dynamic = [
+        Contestant(
+            f"dyspec {budget} ({judge})",
+            f"dyspec ({judge})",
+            SpeculationConfig(tree="dyspec", tree_budget=budget),
+            with_head,
+        )
+        for with_head, judge in _judges(has_head)
+        for budget in BUDGETS
+    ]
+    exact = [
+        Contestant(
+            f"dyspec-exact {EXACT_BUDGET} ({judge})",
+            f"dyspec-exact ({judge})",
+            SpeculationConfig(tree="dyspec-exact", tree_budget=EXACT_BUDGET),
+            with_head,
+        )
+        for with_head, judge in _judges(has_head)
+    ]
+    static = [
+        Contestant(
+            f"static {'-'.join(map(str, shape))}",
+            "static tree",
+            SpeculationConfig(tree="static", tree_shape=list(shape)),
+            has_head,
+        )
+        for shape in SHAPES
+    ]
+    return [*dynamic, *exact, *static]

@@ -1,0 +1,123 @@
+"""The pictures of a benchmark."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # no display; before pyplot is imported
+
+from matplotlib import pyplot as plt
+
+from hf_specdecpp.benchmark.contestants import PLAIN
+from hf_specdecpp.benchmark.summary import best_of_families, overall
+from hf_specdecpp.benchmark.sweep import FIXED, INFORMED
+
+# Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")
+MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
+
+
+def plot_all(results: dict[str, Any], folder: Path) -> None:
+    """Every picture that `report.markdown` shows, and those that it does not."""
+    label = " (slowed-down target)" if results["settings"]["extra_layers"] else ""
+    for temperature in results["settings"]["temperatures"]:
+        rows = overall(results["summary"], temperature)
+        mode = ("greedy" if temperature == 0.0 else f"temperature {temperature:g}") + label
+        if rows:
+            plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", mode)
+            plot_budgets(rows, folder / f"tokens-per-pass-{temperature:g}.png", mode)
+            plot_times(rows, folder / f"time-{temperature:g}.png", mode)
+    for each in results["replays"]:
+        title = f"{each['set']}, {'greedy' if each['temperature'] == 0.0 else format(each['temperature'], 'g')}"
+        plot_pareto(each["rows"], folder / f"pareto-{each['set']}-{each['temperature']:g}.png", title)
+
+
+def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
+    """The best setting of each family: median speed relative to plain generation with its interval."""
+    best = [row for row in best_of_families(rows) if row["contestant"] != PLAIN.name][::-1]
+    figure, axes = plt.subplots(figsize=(7.5, 1.2 + 0.36 * len(best)), layout="constrained")
+    speeds = [row["speedup"] for row in best]
+    lows = [max(row["speedup"] - row["interval"][0], 0.0) for row in best]
+    highs = [max(row["interval"][1] - row["speedup"], 0.0) for row in best]
+    theirs = ("transformers", "prompt lookup")
+    colours = [COLOURS[7] if row["family"] in theirs else COLOURS[0] for row in best]
+    axes.barh([row["contestant"] for row in best], speeds, xerr=[lows, highs], color=colours, capsize=3)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set(
+        xlabel="speed relative to plain generate(), median of prompts", title=f"Best setting of each rule ({mode})"
+    )
+    _save(figure, path)
+
+
+def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Discard over verification rate, a line a rule, and the front of all rules (SpecDec++, figure 4)."""
+    figure, axes = plt.subplots(figsize=(7.5, 5.5), layout="constrained")
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row["setting"] is not None:
+            families[row["family"]].append((row["verification_rate"], row["discard_rate"]))
+    for number, (family, points) in enumerate(families.items()):
+        x, y = zip(*sorted(points), strict=True)
+        colour, marker = COLOURS[number % 8], MARKERS[number % 8]
+        dashes = "--" if family in (FIXED, INFORMED) else "-"
+        axes.plot(x, y, color=colour, marker=marker, linestyle=dashes, markersize=4, label=family)
+    front = _front([point for family, points in families.items() if family != INFORMED for point in points])
+    axes.plot(*zip(*front, strict=True), color="#BBBBBB", linewidth=6, zorder=0, label="front of all rules")
+    axes.set(xlabel="verification rate: target passes per generated token", title=f"Where to stop drafting ({title})")
+    axes.set_ylabel("discard rate: discarded candidates per generated token")
+    axes.set_ylim(0, min(axes.get_ylim()[1], 2.5))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, title="down and left is better")
+    _save(figure, path)
+
+
+def plot_budgets(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
+    """Tokens per target pass over candidates a round."""
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        families[row["family"]].append((row["drafted_per_round"], row["tokens_per_pass"]))
+    for number, (family, points) in enumerate(families.items()):
+        x, y = zip(*sorted(points), strict=True)
+        axes.plot(x, y, color=COLOURS[number % 8], marker=MARKERS[number % 8], markersize=5, label=family)
+    axes.set(xlabel="candidates a round", ylabel="tokens per target pass", title=f"What a budget yields ({mode})")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_times(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
+    """What the time of a token goes into, for the best setting of each family."""
+    best = best_of_families(rows)[::-1]
+    figure, axes = plt.subplots(figsize=(7.5, 1.4 + 0.36 * len(best)), layout="constrained")
+    left = [0.0] * len(best)
+    for part, colour in zip(("prompt", "draft", "target", "rest"), COLOURS, strict=False):
+        widths = [1e3 * row["time"][part] / row["tokens_per_second"] for row in best]
+        axes.barh([row["contestant"] for row in best], widths, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(
+        xlabel="milliseconds a token (of contestants not ours, the rest includes drafting)", title=f"Time ({mode})"
+    )
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other is below and left of, by verification rate."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
+    temporary.replace(path)

@@ -1,0 +1,164 @@
+"""The benchmark as a table on the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_specdecpp.benchmark.contestants import PLAIN
+from hf_specdecpp.benchmark.summary import best_of_families, overall, verdict
+
+WIDTH = 100
+
+
+def print_report(results: dict[str, Any], console: Console) -> None:
+    """The best setting of each family, the best row marked, and the verdict: for each temperature."""
+    for line in notes(results):
+        console.print(line)
+    for temperature in results["settings"]["temperatures"]:
+        rows = overall(results["summary"], temperature)
+        if rows:
+            console.print(_table(best_of_families(rows), f"{_mode(temperature)}, {rows[0]['prompts']} prompts"))
+            console.print(verdict(rows), "")
+    for mismatch in results["mismatches"]:
+        console.print(describe_mismatch(mismatch), style="bold red" if counts(mismatch, results) else "yellow")
+
+
+def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH)
+    table.add_column("contestant (best setting)", ratio=1, no_wrap=True)
+    for column in ("speed-up", "95 % interval", "tokens/s", "tokens/pass", "discarded", "drafted"):
+        table.add_column(column, justify="right", no_wrap=True)
+    fastest = max(rows, key=lambda row: row["speedup"])
+    for row in rows:
+        low, high = row["interval"]
+        best = row is fastest
+        table.add_row(
+            f"{'>' if best else ' '} {row['contestant']}{' (disturbed)' if row['disturbed'] else ''}",
+            f"{row['speedup']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_pass']:.2f}", f"{row['discard_rate']:.2f}", f"{row['drafted_per_round']:.1f}",
+            style="bold green" if best else None,
+        )  # fmt: skip
+    return table
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What a reader of any table must know."""
+    settings, where = results["settings"], results["environment"]
+    threads = f"{where['threads']} thread{'' if where['threads'] == 1 else 's'}"
+    place = f"{settings['dtype']}, {where['device']}, {threads}"
+    lines = [f"target {settings['target']} ({place}), draft: {settings['draft_name']}"]
+    if settings["extra_layers"]:
+        lines.append(
+            f"SLOWED-DOWN TARGET: {settings['extra_layers']} further layers that add nothing make a draft step "
+            f"cost about {settings['cost_ratio']:g} target passes. The texts are the original's, the speeds are not."
+        )
+    rows = [row for row in results["runs"] if row["disturbed"]]
+    if rows:
+        lines.append(
+            f"{len(rows)} of {len(results['runs'])} runs were disturbed: they waited for a processor for up to "
+            f"{max(row['waited'] for row in rows):.0%} of their time."
+        )
+    return lines
+
+
+def describe_mismatch(found: dict[str, Any]) -> str:
+    """Where a greedy text left that of plain generation."""
+    place = found["place"] - found["prompt_length"]
+    where = (
+        f"{found['contestant']} left the text of plain generate() at token {place} of {found['set']}/{found['prompt']}"
+    )
+    tokens = " and ".join("the end" if token is None else str(token) for token in found["tokens"])
+    if found["near_tie"]:
+        return f"{where}: a near-tie ({tokens}, {found['gap']:.1e} of the largest logit apart), which rounding decides."
+    return f"{where}: {tokens}, {found['gap']:.1e} of the largest logit apart, which rounding does not explain."
+
+
+def counts(mismatch: dict[str, Any], results: dict[str, Any]) -> bool:
+    """Whether it fails the benchmark: one of ours has left the target's text where rounding is no excuse."""
+    return mismatch["contestant"] in results["ours"] and not mismatch["near_tie"]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The whole report."""
+    settings, where = results["settings"], results["environment"]
+    parts = ["# Benchmark", *notes(results)]
+    parts.append(f"Made by\n\n```console\n{results['command']}\n```")
+    versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specdecpp"))
+    parts.append(f"{versions}; seed {settings['seed']}, up to {settings['max_new_tokens']} new tokens.")
+    for temperature in settings["temperatures"]:
+        if rows := overall(results["summary"], temperature):
+            parts += [f"## {_mode(temperature)}, measured", verdict(rows), _picture("speed-up", temperature)]
+            parts.append(_live_tables(results["summary"], temperature))
+    parts += [_checks(results)]
+    for each in results["replays"]:
+        parts.append(f"## {each['set']}, {_mode(each['temperature'])}, replayed")
+        parts.append(f"{each['texts']} texts, {each['tokens']} tokens.")
+        parts.append(_picture(f"pareto-{each['set']}", each["temperature"]))
+        parts += [_replay_table(name, each["best"][name], results["costs"][name]) for name in results["costs"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def _picture(name: str, temperature: float) -> str:
+    return f"![{name}]({name}-{temperature:g}.png)"
+
+
+def _live_tables(summary: Sequence[dict[str, Any]], temperature: float) -> str:
+    here = [row for row in summary if row["temperature"] == temperature]
+    header = ("set", "contestant", "speed-up", "95 % interval", "tokens/s", "tokens/pass", "discard rate",
+              "verification rate", "drafted/round", "prompts", "disturbed")  # fmt: skip
+    fastest = {name: max(r["speedup"] for r in here if r["set"] == name) for name in {r["set"] for r in here}}
+    lines = []
+    for row in here:
+        mark = "**" if row["speedup"] == fastest[row["set"]] else ""
+        low, high = row["interval"]
+        lines.append(
+            (row["set"], f"{mark}{row['contestant']}{mark}", f"{mark}{row['speedup']:.2f}{mark}",
+             f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:.2f}", f"{row['tokens_per_pass']:.2f}",
+             f"{row['discard_rate']:.2f}", f"{row['verification_rate']:.3f}", f"{row['drafted_per_round']:.1f}",
+             row["prompts"], row["disturbed"])
+        )  # fmt: skip
+    return _rows(header, lines)
+
+
+def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, Any]) -> str:
+    ratio = costs["draft"] / costs["verify"][0]
+    title = f"Costs **{name}**: a draft step takes {costs['draft'] * 1e3:.1f} ms, {ratio:.3f} target passes."
+    header = ("rule", "best setting", "tokens/s", "speed-up", "over best fixed", "95 % interval", "of informed bound",
+              "of the oracle", "discard rate", "verification rate")  # fmt: skip
+    lines = []
+    for row in best:
+        low, high = row["interval"]
+        setting = "none" if row["setting"] is None else f"{row['setting']:g}"
+        lines.append(
+            (row["family"], setting, f"{row['tokens_per_second']:.2f}", f"{row['speedup']:.2f}",
+             f"{row['gain_over_fixed']:+.1%}", f"{low:+.1%} to {high:+.1%}", f"{row['of_informed']:.1%}",
+             f"{row['of_oracle']:.1%}", f"{row['discard_rate']:.3f}", f"{row['verification_rate']:.4f}")
+        )  # fmt: skip
+    return f"{title}\n\n{_rows(header, lines)}"
+
+
+def _checks(results: dict[str, Any]) -> str:
+    """Losslessness, and whether replays did as the live runs did."""
+    ours = [found for found in results["mismatches"] if found["contestant"] in results["ours"]]
+    compared = sum(row["temperature"] == 0.0 and row["contestant"] != PLAIN.name for row in results["runs"])
+    lines = [f"- {compared} greedy texts were compared with those of plain generate(); {len(ours)} of ours differ."]
+    lines += [f"- {describe_mismatch(found)}" for found in results["mismatches"]]
+    if agreement := results["replay_agreement"]:
+        lines.append(
+            f"- Of {agreement['compared']} greedy generations of chain rules, {agreement['equal']} had exactly the "
+            "rounds that their replay has."
+        )
+    return "## Checks\n\n" + "\n".join(lines)
+
+
+def _rows(header: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
+    table = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
+
+
+def _mode(temperature: float) -> str:
+    return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"

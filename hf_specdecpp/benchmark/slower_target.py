@@ -1,0 +1,139 @@
+"""A target that says exactly the same and costs more: what a draft is worth depends on how much cheaper it is.
+
+Behind the target's layers come further ones whose output projections are zero, so that they compute everything and add
+nothing. Their other weights are those of the target's own layers in turn, shared: they cost no memory, yet have to be
+fetched from it as those of a larger model would be.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from hf_specdecpp.drafter import Drafter
+from hf_specdecpp.early_exit import _configs, _layer_stack, copy_sharing
+from hf_specdecpp.typing import CausalLM
+
+# What the families call the projections that write into the residual stream.
+OUTPUTS = frozenset(
+    {
+        "o_proj",
+        "down_proj",
+        "out_proj",
+        "fc2",
+        "c_proj",
+        "dense",
+        "dense_4h_to_h",
+        "fc_out",
+        "w2",
+        "wo",
+        "output_linear",
+    }
+)
+PROBED_LAYERS = 8  # whose cost is measured to find how many are needed
+CONTEXT, STEPS = 64, 12  # tokens in the caches, and timed steps
+
+
+def slower_target(target: CausalLM, extra_layers: int) -> CausalLM:
+    """A model with `extra_layers` more decoder layers and the same logits, bit for bit.
+
+    It shares its tensors with `target`. Its key-value cache and its time grow with its layers. An early-exit assistant
+    of `target` fits it: the layers that it drafts with have the same numbers.
+
+    Raises:
+        ValueError: the family's layers cannot be silenced in this way.
+    """
+    slower = copy_sharing(target)
+    decoder = slower.get_decoder()
+    name, stack = _layer_stack(decoder, slower)
+    depth, layers = len(stack), list(stack)
+    zeros: dict[tuple[object, ...], nn.Parameter] = {}
+    for place in range(depth, depth + extra_layers):
+        layer = _copy_layer(stack[place % depth])
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = place  # type: ignore[assignment]  # its place in the cache
+        _silence(layer, zeros)
+        layers.append(layer)
+    setattr(decoder, name, nn.ModuleList(layers))
+    for config in _configs(slower):
+        if getattr(config, "num_hidden_layers", None) != depth:
+            continue
+        for field, value in list(vars(config).items()):
+            if isinstance(value, list) and len(value) == depth and "layer" in field:
+                setattr(config, field, [value[place % depth] for place in range(depth + extra_layers)])
+        config.num_hidden_layers = depth + extra_layers
+    _check(target, slower)
+    return slower.eval()
+
+
+def layers_for_ratio(target: CausalLM, drafter: Drafter, ratio: float) -> int:
+    """How many further layers make a draft step cost `ratio` target passes, by measurement.
+
+    Raises:
+        ValueError: the target is too slow for that already.
+    """
+    draft = step_seconds(drafter)
+    plain = step_seconds(Drafter(target, shares_target=True))
+    probe = step_seconds(Drafter(slower_target(target, PROBED_LAYERS), shares_target=True))
+    a_layer = (probe - plain) / PROBED_LAYERS
+    missing = draft / ratio - plain
+    if missing < -0.5 * a_layer:
+        raise ValueError(
+            f"A draft step costs {draft / plain:.3f} target passes here, which is less than the wanted {ratio:g}: "
+            "further layers would only lower it. Ask for a lower ratio."
+        )
+    return max(math.ceil(missing / a_layer - 0.5), 0)
+
+
+@torch.inference_mode()
+def step_seconds(model: Drafter) -> float:
+    """Median seconds of a pass over one token, LM head included."""
+    cache = DynamicCache(config=model.text_config)
+    vocab_size = model.text_config.vocab_size
+    model.hidden_states(torch.arange(CONTEXT, device=model.device)[None] % vocab_size, cache)
+    token = torch.ones((1, 1), dtype=torch.long, device=model.device)
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        model.logits(model.hidden_states(token, cache)[0, -1], vocab_size).argmax().item()  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[STEPS // 4 :])
+
+
+def _copy_layer(layer: nn.Module) -> nn.Module:
+    """Its modules anew, its tensors shared."""
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*layer.parameters(), *layer.buffers())}
+    return copy.deepcopy(layer, shared)
+
+
+def _silence(layer: nn.Module, zeros: dict[tuple[object, ...], nn.Parameter]) -> None:
+    """Replace the layer's output projections by zeros, of which there is one tensor for each shape."""
+    for path, parameter in list(layer.named_parameters()):
+        if OUTPUTS.isdisjoint(path.split(".")):
+            continue
+        key = (parameter.shape, parameter.dtype, parameter.device)
+        if key not in zeros:
+            zeros[key] = nn.Parameter(torch.zeros_like(parameter), requires_grad=False)
+        owner, _, name = path.rpartition(".")
+        setattr(layer.get_submodule(owner), name, zeros[key])
+
+
+@torch.no_grad()
+def _check(target: CausalLM, slower: CausalLM) -> None:
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    probe: Tensor = torch.arange(1, 9, device=target.device)[None] % vocab_size
+    expected, actual = target(probe).logits, slower(probe).logits
+    if not torch.equal(expected, actual):
+        error = float((expected - actual).abs().max())
+        raise ValueError(
+            f"The further layers change what {type(target).__name__} says (logits differ by up to {error:.3g}), so "
+            "hf_specdecpp does not know all of its output projections. Benchmark the target as it is, without "
+            "--cost_ratio."
+        )

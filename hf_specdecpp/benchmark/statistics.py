@@ -1,0 +1,42 @@
+"""Medians of paired ratios, and how far chance could have moved them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+RESAMPLES = 2000
+COVERED = 0.95
+
+
+def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """Median and the ends of its 95 % bootstrap interval.
+
+    Args:
+        ratios: one a prompt: speed of a contestant over the speed of plain generation on the same prompt. Medians, so
+            that one disturbed run does not decide; paired, so that prompts of unequal difficulty do not blur them.
+    """
+    values = np.asarray(ratios, dtype=float)
+    return _interval(values[:, None], lambda rows: np.median(rows[..., 0], axis=-1), seed)
+
+
+def ratio_of_sums(
+    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
+) -> tuple[float, float, float]:
+    """Sum over sum, for example tokens over seconds of all texts, with its 95 % bootstrap interval over the texts."""
+    values = np.stack((np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)), axis=-1)
+    return _interval(values, lambda rows: rows[..., 0].sum(-1) / rows[..., 1].sum(-1), seed)
+
+
+def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int) -> tuple[float, float, float]:
+    """The statistic of `values` `[n, fields]`, and the ends of the middle 95 % of its value on resamples."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(len(values), size=(RESAMPLES, len(values)))
+    tail = (1.0 - COVERED) / 2.0
+    low, high = np.quantile(statistic(values[drawn]), (tail, 1.0 - tail))
+    return float(statistic(values)), float(low), float(high)

@@ -1,0 +1,116 @@
+"""From generations to rows of a table: speeds relative to plain generation, rates, and what the time went into."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
+from hf_specdecpp.benchmark.statistics import median_of_ratios
+
+ALL = "all"  # the sets together
+PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
+
+
+def summarise(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
+    """One row for each set (all together too, if there are several), temperature and contestant, fastest first.
+
+    Args:
+        rows: generations, as `RunLog` keeps them.
+    """
+    families = {contestant.name: contestant.family for contestant in contestants}
+    groups: dict[tuple[str, float, str], list[dict[str, Any]]] = defaultdict(list)
+    several = len({row["set"] for row in rows}) > 1
+    for row in rows:
+        if row["contestant"] in families:
+            for name in (row["set"], ALL) if several else (row["set"],):
+                groups[name, row["temperature"], row["contestant"]].append(row)
+    plain = {_moment(row): row for row in rows if row["contestant"] == PLAIN.name}
+    summary = [
+        {"set": name, "temperature": temperature, "contestant": contestant, "family": families[contestant],
+         **_measures(group, plain)}
+        for (name, temperature, contestant), group in groups.items()
+    ]  # fmt: skip
+    return sorted(summary, key=lambda row: (row["set"] != ALL, row["set"], row["temperature"], -row["speedup"]))
+
+
+def _moment(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["set"], row["prompt"], row["temperature"], row["session"]
+
+
+def _measures(rows: list[dict[str, Any]], plain: dict[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    speedup, low, high = median_of_ratios([_speed(row) / _speed(plain[_moment(row)]) for row in rows])
+    rounds = [each for row in rows for each in row["rounds"]]
+    tokens, seconds = sum(row["tokens"] for row in rows), sum(row["seconds"] for row in rows)
+    drafted, accepted = (sum(each[field] for each in rounds) for field in (0, 1))
+    speculating = [each for each in rounds if each[0]]
+    return {
+        "prompts": len({(row["set"], row["prompt"]) for row in rows}),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "speedup": speedup,
+        "interval": [low, high],
+        "tokens_per_pass": tokens / len(rounds),
+        "discard_rate": (drafted - accepted) / tokens,
+        "verification_rate": len(rounds) / tokens,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "drafted_per_round": drafted / len(speculating) if speculating else 0.0,
+        "time": _time_split(rows, seconds),
+        "disturbed": sum(row["disturbed"] for row in rows),
+    }
+
+
+def _speed(row: dict[str, Any]) -> float:
+    return float(row["tokens"] / row["seconds"])
+
+
+def _time_split(rows: list[dict[str, Any]], seconds: float) -> dict[str, float]:
+    """Shares of the time. Ours says what it spent on drafting; of others only the time between passes is known."""
+    prompt = sum(row["rounds"][0][3] for row in rows)
+    target = sum(each[3] for row in rows for each in row["rounds"][1:])
+    draft = sum(row["split"][1] for row in rows) if all("split" in row for row in rows) else 0.0
+    parts = {"prompt": prompt, "draft": draft, "target": target, "rest": seconds - prompt - draft - target}
+    return {name: part / seconds for name, part in parts.items()}
+
+
+def best_of_families(summary: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest of each family; `summary` is of one set and temperature, fastest first."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in summary:
+        best.setdefault(row["family"], row)
+    return list(best.values())
+
+
+def overall(summary: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
+    """The rows of all sets together at a temperature."""
+    names = {row["set"] for row in summary}
+    wanted = ALL if ALL in names else next(iter(names))
+    return [row for row in summary if row["set"] == wanted and row["temperature"] == temperature]
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """One sentence on the rows of one set and temperature, fastest first."""
+    others = [row for row in rows if row["contestant"] != PLAIN.name]
+    if not others:
+        return "Only plain generate() took part, so there is nothing to compare."
+    best = others[0]
+    low, high = best["interval"]
+    speed = f"{best['speedup']:.2f} times the speed of plain generate() (95 % interval {low:.2f} to {high:.2f})"
+    doubt = ""
+    if any(row["disturbed"] for row in rows):
+        doubt = ", but other load disturbed some of the runs, so repeat this on a quiet machine"
+    if best["speedup"] >= PAYS and low > 1.0:
+        return f"Speculation pays here: {best['contestant']} runs at {speed}{doubt}."
+    if best["speedup"] > LOSES:
+        return f"Speculation neither pays nor costs here: the best, {best['contestant']}, runs at {speed}{doubt}."
+    return (
+        f"Speculation does not pay here: even the best, {best['contestant']}, runs at {speed}{doubt}; generate without "
+        "an assistant, or take a larger target or a cheaper draft."
+    )
+
+
+def speed_table(summary: Iterable[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
+    """The speeds as a model card shows them."""
+    fields = ("set", "temperature", "contestant", "tokens_per_second", "speedup", "tokens_per_pass", "prompts")
+    return {**facts, "rows": [{name: row[name] for name in fields} for row in summary]}

@@ -1,0 +1,110 @@
+"""The model card of an assistant, rendered from `card_template.md`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+if TYPE_CHECKING:
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+TEMPLATE = Path(__file__).with_name("card_template.md")
+NONE = "–"
+
+
+def make_card(assistant: SpecDecPPAssistant, training: dict[str, Any] | None = None) -> ModelCard:
+    """The model card.
+
+    Args:
+        training: what `training.assembly` knows of the run that made the assistant: `config`, `settings`, `evaluation`,
+            `rollouts`, `distillation`, `head_metrics`, `calibration`, `learning_curve`, `baseline`, `speed`,
+            `provenance`; of those that were not made, `None`.
+    """
+    config = assistant.config
+    bases = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
+    data = ModelCardData(
+        library_name="hf_specdecpp",
+        base_model=bases or None,
+        base_model_relation="adapter" if config.adapter and bases else None,
+        tags=["speculative-decoding", "assisted-generation", "specdecpp"],
+        pipeline_tag="text-generation",
+        model_name="SpecDec++ assistant" if training else None,
+        eval_results=list(_eval_results(training["evaluation"])) if training else None,
+    )
+    shown: dict[str, Any] = {}
+    if training is not None:
+        baseline = training.get("baseline")
+        shown = {
+            "tables": [(name, at, report, _rows(report)) for name, at, report in _reports(training["evaluation"])],
+            "comparison": _comparison(training["evaluation"], baseline["evaluation"]) if baseline else [],
+        }
+    return ModelCard.from_template(
+        data, template_path=str(TEMPLATE), config=config, head=assistant.head, training=training, number=number, **shown
+    )
+
+
+def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
+    """For a cell of a table."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"
+
+
+def _reports(evaluation: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each set and temperature with what was measured there."""
+    for name, temperatures in evaluation["sets"].items():
+        for temperature, report in temperatures.items():
+            yield name, temperature, report
+
+
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each estimator and rule: how well it judges, and what it discards beside the best fixed length."""
+    best = report["equal_verification"]["at_best"]
+    for name in dict.fromkeys((*report["estimators"], *best["discard_rate_of"])):
+        judged = report["estimators"].get(name, {})
+        fewer = best["fewer_discards"].get(name)
+        yield (
+            f"**{name}**" if name == "head" else name,
+            *(number(judged.get(metric)) for metric in ("auc", "ece", "binary_kl")),
+            number(best["discard_rate_of"].get(name)),
+            number(fewer, percent=True),
+        )
+    yield (f"fixed length {best['length']}", NONE, NONE, NONE, number(best["discard_rate"]), NONE)
+
+
+def _comparison(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each set and temperature that both have: our value / theirs."""
+    for name, temperature, report in _reports(ours):
+        other = theirs["sets"].get(name, {}).get(temperature)
+        if other is None:
+            continue
+        pairs = [(each["mean_acceptance"], *_of_head(each)) for each in (report, other)]
+        cells = [[number(value, percent=place == 4) for place, value in enumerate(values)] for values in pairs]
+        yield (name, temperature, *(f"{a} / {b}" for a, b in zip(*cells, strict=True)))
+
+
+def _of_head(report: dict[str, Any]) -> tuple[float | None, ...]:
+    judged = report["estimators"]["head"]
+    return (
+        *(judged[metric] for metric in ("auc", "ece", "binary_kl")),
+        report["equal_verification"]["at_best"]["fewer_discards"]["head"],
+    )
+
+
+def _eval_results(evaluation: dict[str, Any]) -> Iterator[EvalResult]:
+    """The head's row of each set and temperature, for the card's model-index."""
+    for name, temperature, report in _reports(evaluation):
+        for metric in ("auc", "ece", "binary_kl"):
+            value = report["estimators"]["head"][metric]
+            if math.isfinite(value):
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type="rollouts",
+                    dataset_name=f"answers of the target to {name}, temperature {temperature}",
+                    metric_type=metric,
+                    metric_value=round(value, 4),
+                )

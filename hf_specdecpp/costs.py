@@ -1,0 +1,199 @@
+"""What drafting and verifying cost on this machine: measured once for a target and a draft, then kept on disk.
+
+That they are kept matters beyond the second that it saves: a seeded run repeats only with the same costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub import cached_assets_path
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from hf_specdecpp.acceptance import AcceptanceHead, DraftStep, Estimator
+from hf_specdecpp.chain import draft_chain
+from hf_specdecpp.drafter import Drafter, DraftSession
+from hf_specdecpp.optimal_stopping import Costs
+from hf_specdecpp.randomness import TorchRandomness
+from hf_specdecpp.stopping import StoppingRule
+from hf_specdecpp.typing import CausalLM
+from hf_specdecpp.verification import verify_chain
+from hf_specdecpp.version import __version__
+
+logger = logging.get_logger("hf_specdecpp")
+
+CONTEXT = 16  # tokens in the caches while they are measured: longer ones cost time, and change little
+DRAFTED = 4  # candidates in a measured round
+READ = 32  # tokens that the draft reads at once
+DRAFT_SECONDS, TARGET_SECONDS = 0.4, 1.0
+MOST_TURNS = 25
+
+_known: dict[str, Costs] = {}
+
+
+def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int) -> Costs:
+    """The costs of rounds of up to `max_tokens` candidates: measured before, or now."""
+    key = fingerprint(target, drafter, estimator, max_tokens)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    if digest not in _known:
+        path = cached_assets_path("hf_specdecpp", "costs") / f"{digest}.json"
+        _known[digest] = _load(path) or _measure_and_store(path, key, target, drafter, estimator, max_tokens)
+    return _known[digest]
+
+
+def fingerprint(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int) -> dict[str, Any]:
+    """All that the costs depend on; JSON-able."""
+    head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
+    return {
+        "target": _describe(target),
+        "draft": _describe(drafter.model),
+        "draft_vocab": None if drafter.draft_vocab is None else drafter.draft_vocab.numel(),
+        "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
+        "max_tokens": max_tokens,
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
+        "versions": [__version__, torch.__version__, transformers.__version__],
+    }
+
+
+@torch.inference_mode()
+def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int) -> Costs:
+    """Time the draft and the target, in under two seconds unless they are slow themselves.
+
+    Everything that a round does for a candidate is included: its estimate, its draw and its verification. Each number
+    is the least of several, since whatever else a machine does only ever adds to it. Torch's generators are left as
+    they were.
+    """
+    devices = [target.device, drafter.device]
+    with torch.random.fork_rng(devices=[device.index or 0 for device in devices if device.type == "cuda"]):
+        draft, read = _time_draft(target, drafter, estimator)
+        verify = _time_target(target, max_tokens)
+    return Costs(draft=draft, verify=verify, read=read)
+
+
+class _FixedAndJudged(StoppingRule):
+    def __init__(self, estimator: Estimator) -> None:
+        super().__init__(DRAFTED)
+        self.estimator = estimator
+
+    def signal(self, step: DraftStep) -> Tensor | None:
+        return self.estimator.estimate(step)
+
+
+def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tuple[float, float]:
+    """Seconds of a draft step, and of reading a token among many."""
+    session = DraftSession(drafter, _vocab_size(target))
+    rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
+
+    def step(candidates: list[int]) -> DraftStep:
+        return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
+
+    def draft() -> None:
+        session.begin_round(_tokens(1, drafter.device), 0)
+        draft_chain(step, rule, randomness, DRAFTED)
+
+    def read() -> None:
+        session = DraftSession(drafter, _vocab_size(target))
+        session.begin_round(_tokens(READ, drafter.device), 0)
+        session.step([])[0].argmax().item()
+
+    session.begin_round(_tokens(CONTEXT, drafter.device), 0)
+    times = _least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS)
+    return times[DRAFTED] / DRAFTED, times[READ] / READ
+
+
+def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
+    """Seconds of verifying 1 to `max_tokens` + 1 tokens; those that there is no time for are interpolated."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(input_ids=_tokens(CONTEXT, target.device), past_key_values=cache, use_cache=True)
+    cache.activate_past_recording()
+    randomness = TorchRandomness()
+
+    def verify(count: int) -> None:
+        tokens = _tokens(count, target.device)
+        scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
+        cache.crop(-count)
+        p = scores.softmax(dim=-1)
+        verify_chain(tokens[0, 1:].tolist(), p, p[:-1], randomness)  # p = q: all are accepted, and so looked at
+
+    most = max_tokens + 1
+    # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
+    wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
+    counts = list(dict.fromkeys(count for count in wanted if count <= most))
+    times = _least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS)
+    measured = sorted(times)
+    return tuple(np.interp(np.arange(1, most + 1), measured, [times[count] for count in measured]).tolist())
+
+
+def _least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[int, float]:
+    """Least seconds of each action, taken in turns. The budget may end the first turn, but not before two of them."""
+    first = list(actions)[:2]
+    for name in first:
+        actions[name]()  # warm up
+    times: dict[int, float] = {}
+    end = time.perf_counter() + budget
+    for _ in range(MOST_TURNS):
+        for name, action in actions.items():
+            begin = time.perf_counter()
+            if begin > end and set(first) <= set(times):
+                return times
+            action()
+            times[name] = min(times.get(name, float("inf")), time.perf_counter() - begin)
+    return times
+
+
+def _measure_and_store(
+    path: Path, key: dict[str, Any], target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int
+) -> Costs:
+    costs = measure(target, drafter, estimator, max_tokens)
+    logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}. Kept in {path}")
+    with contextlib.suppress(OSError):  # a read-only home: measured again in the next process
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"costs": costs.to_dict(), "of": key}, indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    return costs
+
+
+def _load(path: Path) -> Costs | None:
+    try:
+        return Costs.from_dict(json.loads(path.read_text(encoding="utf-8"))["costs"])
+    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
+        return None
+
+
+def _describe(model: CausalLM) -> dict[str, Any]:
+    config = model.config.get_text_config(decoder=True)
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "name": model.config.name_or_path,
+        "class": type(model).__name__,
+        "bytes": model.get_memory_footprint(),
+        "layers": config.num_hidden_layers,
+        "vocab": config.vocab_size,
+        "dtype": str(model.dtype),
+        "attention": getattr(config, "_attn_implementation", None),
+        "device": [device.type, name],
+    }
+
+
+def _tokens(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)[None] % 8
+
+
+def _vocab_size(target: CausalLM) -> int:
+    return target.config.get_text_config().vocab_size

@@ -1,0 +1,130 @@
+"""A token tree: what a round submits when candidates branch. Flat arrays, no model inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class DraftTree:
+    """Nodes in the order in which they were drawn. Node 0 is the root: the last emitted token, not a candidate.
+
+    Attributes:
+        tokens, parents, depths: of each node; the root has parent -1 and depth 0.
+        ranks: how many siblings were drawn before each node.
+        values: value of the slot that each node was drawn at: the estimated chance that the verifier gets there, known
+            before the draw (the root's is 1).
+        estimates: chance that the node is accepted once the verifier got there.
+        children: of each node, in the order drawn.
+        scores: for each node that the draft was asked about, `[vocab]` logits: its first child was drawn from their
+            softmax q, each further one from q without the earlier ones, renormalised.
+        passes: draft passes that it took.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents, self.depths, self.ranks = [root], [-1], [0], [0]
+        self.values, self.estimates = [1.0], [1.0]
+        self.children: list[list[int]] = [[]]
+        self.scores: dict[int, Tensor] = {}
+        self.passes = 0
+
+    def __len__(self) -> int:
+        """Number of candidates: all nodes but the root."""
+        return len(self.tokens) - 1
+
+    def add(self, parent: int, token: int, value: float = 0.0, estimate: float = 0.0) -> int:
+        """Append a child of `parent` after its other children; the new node."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.ranks.append(len(self.children[parent]))
+        self.values.append(value)
+        self.estimates.append(estimate)
+        self.children[parent].append(node)
+        self.children.append([])
+        return node
+
+    def q(self, node: int) -> Tensor:
+        """`[vocab]`, the law that the node's first child was drawn from."""
+        return self.scores[node].softmax(dim=-1)
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from below the root down to `node`."""
+        tokens = []
+        while node > 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def depth_first(self) -> list[int]:
+        """All nodes, parents before children and each subtree in one piece: the order in which the target reads them.
+
+        (Rows of attention then fall into few blocks; DySpec, appendix C.)
+        """
+        order, stack = [], [0]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack += reversed(self.children[node])
+        return order
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths)
+
+    @property
+    def width(self) -> int:
+        """Most nodes of one depth."""
+        return max(self.widths, default=0)
+
+    @property
+    def widths(self) -> list[int]:
+        """Number of nodes of each depth, from 1 on."""
+        counts = [0] * self.depth
+        for depth in self.depths[1:]:
+            counts[depth - 1] += 1
+        return counts
+
+    @property
+    def expected_accepted(self) -> float:
+        """Number of candidates that will be accepted if the estimates are right."""
+        return sum(value * estimate for value, estimate in zip(self.values[1:], self.estimates[1:], strict=True))
+
+
+class Lineage:
+    """Who descends from whom among nodes that are fed to a model piece by piece.
+
+    Attributes:
+        nodes: fed so far, in this order.
+        ancestors: bool `[n, n]`: row i marks the nodes that node i sees, itself included.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []
+        self.places: dict[int, int] = {}
+        self.ancestors = torch.zeros((0, 0), dtype=torch.bool)
+
+    def feed(self, tree: DraftTree, nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Append `nodes`, each after its parent, at most the first of them the root.
+
+        Returns:
+            `ancestors` `[n_query, n]` of the new nodes and `depths` `[n]` of all, as `tree_inputs` takes them.
+        """
+        before = len(self.nodes)
+        for node in nodes:
+            self.places[node] = len(self.nodes)
+            self.nodes.append(node)
+        count = len(self.nodes)
+        grown = torch.zeros((count, count), dtype=torch.bool)
+        grown[:before, :before] = self.ancestors
+        matrix = grown.numpy()
+        for place in range(before, count):
+            parent = tree.parents[self.nodes[place]]
+            if parent >= 0:
+                matrix[place] = matrix[self.places[parent]]
+            matrix[place, place] = True
+        self.ancestors = grown
+        return grown[before:], torch.tensor([tree.depths[node] for node in self.nodes])

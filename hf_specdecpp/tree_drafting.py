@@ -1,0 +1,69 @@
+"""Draws the token trees of one generation: the growth of `tree_growth` on the draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from hf_specdecpp.acceptance import DraftProbability, Estimator
+from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.drafter import DraftSession
+from hf_specdecpp.processing import Processing
+from hf_specdecpp.randomness import TreeRandomness
+from hf_specdecpp.tree import DraftTree
+from hf_specdecpp.tree_estimates import Level, check_estimator
+from hf_specdecpp.tree_growth import Growth, Pace, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.tree_shapes import make_shape
+
+
+class TreeDrafting:
+    """What stays the same from round to round, and the pace of growth, which learns.
+
+    Args:
+        config: its `tree` says which algorithm.
+        estimator: values slots; not asked for static trees.
+        session: the draft's side of the generation.
+        processing: the target's logits processors; each node is processed after its own path.
+        randomness: draws the candidates; `None` takes the likeliest tokens (greedy).
+        eos_token_ids: candidates that get no children.
+
+    Raises:
+        ValueError: the estimator cannot value slots.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        estimator: Estimator,
+        session: DraftSession,
+        processing: Processing,
+        randomness: TreeRandomness | None,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        if config.tree == "static":
+            estimator = DraftProbability()  # for the records only
+        check_estimator(estimator)
+        self.config, self.estimator, self.session = config, estimator, session
+        self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
+        self.pace = Pace()
+
+    def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
+        """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
+
+        def expand(tree: DraftTree, nodes: list[int]) -> Level:
+            logits, hidden = self.session.expand(tree, nodes)
+            scores = self.processing.after_each(input_ids, [tree.path(node) for node in nodes], logits)
+            return Level(scores, hidden, self.session.drafter.embed)
+
+        config = self.config
+        depth = min(max_depth, config.tree_depth) if config.tree != "static" else max_depth
+        root = int(input_ids[0, -1])
+        growth = Growth(expand, self.estimator, self.randomness, root, depth, self.eos_token_ids)
+        if config.tree == "dyspec":
+            grow_by_level(growth, config.tree_budget, self.pace, config.tree_threshold)
+        elif config.tree == "dyspec-exact":
+            grow_exactly(growth, config.tree_budget, config.tree_threshold)
+        else:
+            grow_shape(growth, make_shape(config.tree_shape or []))
+        return growth.tree

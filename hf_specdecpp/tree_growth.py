@@ -1,0 +1,203 @@
+"""How a token tree grows: DySpec (arXiv 2410.11744), Algorithms 1 and 2, and given shapes. No model inside.
+
+In the paper's notation: Tr the tree, D(.|x) the draft's law after x, R what is left of it once siblings have been
+drawn, v the value of a slot, t the threshold. A node whose law is known has one open slot, its next child. A slot of
+value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's first child, v * a(y), and y's next
+sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
+
+Losslessness: whether to draw at a slot depends on its value, which is known before the draw. What was drawn stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from heapq import heappop, heappush
+
+from hf_specdecpp.acceptance import Estimator
+from hf_specdecpp.randomness import TreeRandomness
+from hf_specdecpp.siblings import Ranked
+from hf_specdecpp.tree import DraftTree
+from hf_specdecpp.tree_estimates import AHEAD, HeadJudgedSiblings, JudgedSiblings, Level, judge
+from hf_specdecpp.tree_shapes import Shape
+
+# A level that takes too little of the budget leaves it to the next one; one that takes too much cannot give it back.
+# With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/test_tree_growth.py).
+CAUTION = 0.85
+# Nobody gets to a slot of a smaller value: q has no token left but for rounding.
+SMALLEST = 1e-12
+
+Expand = Callable[[DraftTree, list[int]], Level]
+
+
+class Growth:
+    """A growing tree, its open slots, and its leaves: nodes that may get children but whose law is not known yet.
+
+    Args:
+        expand: runs the draft on nodes of the tree (the root first, then any whose parents it has run on): one pass.
+        estimator: judges what is drawn.
+        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
+        root: token of the root.
+        max_depth: nodes of this depth get no children.
+        eos_token_ids: nor do these tokens.
+        ahead: see `tree_estimates.judge`.
+
+    Attributes:
+        tree: Tr.
+        open: value of the open slot of each node whose law is known.
+        leaves: value of the first child's slot of each other node that may have children.
+    """
+
+    def __init__(
+        self,
+        expand: Expand,
+        estimator: Estimator,
+        randomness: TreeRandomness | None,
+        root: int,
+        max_depth: int,
+        eos_token_ids: Collection[int] = (),
+        ahead: int = AHEAD,
+    ) -> None:
+        self.tree = DraftTree(root)
+        self.open: dict[int, float] = {}
+        self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
+        self.max_depth = max_depth
+        self._expand, self._estimator, self._randomness = expand, estimator, randomness
+        self._eos, self._ahead = eos_token_ids, ahead
+        self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
+        self._siblings: dict[int, tuple[JudgedSiblings | HeadJudgedSiblings, int]] = {}
+
+    def expand(self, nodes: list[int]) -> None:
+        """One draft pass: learn D(.|path to node) for `nodes`, which opens the slots of their first children."""
+        level = self._expand(self.tree, nodes)
+        self.tree.passes += 1
+        q = level.scores.softmax(dim=-1)
+        ordered = Ranked(q, q) if self._randomness is None else self._randomness.siblings(q)
+        depths = [self.tree.depths[node] for node in nodes]
+        judged = judge(ordered, self._estimator, level, depths, self._randomness is None, self._ahead)
+        for row, node in enumerate(nodes):
+            self.tree.scores[node] = level.scores[row]
+            self._siblings[node] = judged, row
+            self._open(node, self.leaves.pop(node))
+
+    @property
+    def best(self) -> float:
+        """The highest value of an open slot, -1 if there is none."""
+        while self._heap and self.open.get(self._heap[0][1]) != -self._heap[0][0]:
+            heappop(self._heap)
+        return -self._heap[0][0] if self._heap else -1.0
+
+    def draw_best(self) -> int | None:
+        """Draw at the open slot of the highest value; the new node, or `None` if no token was left there."""
+        if self.best < 0.0:  # also clears what is out of date from the top of the heap
+            return None
+        return self.draw(self._heap[0][1])
+
+    def draw(self, parent: int) -> int | None:
+        """Draw at the open slot of `parent`."""
+        v = self.open.pop(parent)
+        judged, row = self._siblings[parent]
+        if (drawn := judged.next(row)) is None:  # R is all zero
+            return None
+        y, a = drawn
+        child = self.tree.add(parent, y, v, a)
+        if self.tree.depths[child] < self.max_depth and y not in self._eos:
+            self.leaves[child] = v * a
+        self._open(parent, v * (1.0 - a))
+        return child
+
+    def _open(self, node: int, v: float) -> None:
+        self.open[node] = v
+        heappush(self._heap, (-v, node))
+
+
+def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
+    """Algorithm 1: always draw at the slot of the highest value. A draft pass for every node that gets a child."""
+    leaves = [(-v, node) for node, v in growth.leaves.items()]
+    while len(growth.tree) < budget and (leaves or growth.best >= 0.0):
+        if leaves and -leaves[0][0] >= growth.best:
+            v, leaf = heappop(leaves)
+            if -v < threshold:
+                break
+            growth.expand([leaf])
+        if growth.best < threshold:
+            break
+        child = growth.draw_best()
+        if child in growth.leaves:
+            heappush(leaves, (-growth.leaves[child], child))
+
+
+def grow_by_level(growth: Growth, budget: int, pace: Pace, threshold: float = 0.0) -> None:
+    """Algorithm 2: one draft pass a level, then a draw at every slot above t, best first.
+
+    The paper fixes t, and where the draft is unsure most of the budget stays unused. Here `pace` chooses t anew for
+    each level, and what is left in the end goes to the best slots that are still open.
+
+    Args:
+        threshold: lower bound of t, also in the end. 0 uses the whole budget.
+    """
+    tree, done = growth.tree, False
+    while not done and len(tree) < budget:
+        level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+        t = max(threshold, pace.threshold([*level.values(), *growth.open.values()], budget - len(tree)))
+        worth = [node for node, v in level.items() if v >= t]
+        if worth:
+            growth.expand(worth)
+            growth.draw(max(worth, key=level.__getitem__))  # first, so that no pass is in vain
+        done = not worth and growth.best < t
+        while len(tree) < budget and growth.best >= t:
+            growth.draw_best()
+    while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
+        growth.draw_best()
+    pace.learn(tree)
+
+
+class Pace:
+    """Chooses the thresholds of `grow_by_level` so that the budget is used up, and used well.
+
+    The best tree of a budget holds every slot above one threshold t, the one that Algorithm 1 ends at. Level by level,
+    t must be known before the deeper slots are. A slot of value v is split by a draw, v = v a + v (1 - a), so it takes
+    about 1 + (v / t - 1) / h draws until all its parts are below t, h being the mean entropy of a split (renewal
+    theory: exact in the limit of small t where a does not depend on v). t is where these add up to the budget.
+
+    Attributes:
+        split_entropy: h in nats, a running mean over the draws of all rounds.
+    """
+
+    def __init__(self, split_entropy: float = 0.3) -> None:
+        self.split_entropy = split_entropy
+
+    def threshold(self, values: list[float], budget: int) -> float:
+        """t, given the values of the slots and what is left of the budget. The best slot always passes."""
+        ranked = sorted(values, reverse=True)[:budget]
+        h = CAUTION * self.split_entropy
+        total, t = 0.0, math.inf
+        for k, v in enumerate(ranked, 1):
+            if v < t and k > 1:
+                break
+            total += v
+            t = min(total / (h * (budget - k) + k), ranked[0])
+        return t
+
+    def learn(self, tree: DraftTree) -> None:
+        """Take note of a finished tree."""
+        if len(tree):
+            mean = sum(_entropy(a) for a in tree.estimates[1:]) / len(tree)
+            self.split_entropy += 0.1 * (mean - self.split_entropy)
+
+
+def grow_shape(growth: Growth, shape: Shape) -> None:
+    """A given shape, one draft pass a level, as far as depth, ends of sequences and the laws' supports allow."""
+    tree = growth.tree
+    ranks: dict[int, tuple[int, ...]] = {0: ()}
+    while level := [node for node in growth.leaves if tree.depths[node] == tree.passes and shape.get(ranks[node])]:
+        growth.expand(level)
+        for node in level:
+            for rank in range(shape[ranks[node]]):
+                if (child := growth.draw(node)) is None:
+                    break
+                ranks[child] = (*ranks[node], rank)
+
+
+def _entropy(a: float) -> float:
+    return -sum(x * math.log(x) for x in (a, 1.0 - a) if x > 0.0)

@@ -1,0 +1,67 @@
+"""Settings of a training run that make no sense are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("datasets", reason="needs the [train] extra")
+
+from hf_specdecpp.training.configuration import TrainingConfig
+
+
+def settings(**changes: Any) -> TrainingConfig:
+    """Nested settings, as a YAML file has them."""
+    values = {"target": "org/target", "output": "out", **changes}
+    values["rollouts"] = {"data": ["prompts.jsonl"], **values.get("rollouts", {})}
+    return TrainingConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bfloat16", "target_id": "org/target", "target_revision": "abc"},
+        {"draft": "/models/draft", "draft_id": "org/draft"},
+        {"rollouts": {"temperatures": [0, 0.7, 1.2], "max_prompts": 2}, "head": {"temperature": 0.7}},
+        {"evaluation": {"data": ["a.jsonl"], "max_prompts": 1, "compare": "other-work"}},
+    ],
+)
+def test_sensible_settings(changes: dict[str, Any]) -> None:
+    config = settings(**changes)
+    config.validate()
+    assert TrainingConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": ""}, "needs target. Pass --target"),
+        ({"rollouts": {"data": []}}, "needs prompts. Pass --data"),
+        ({"dtype": "float8"}, "dtype='float8' must be one of auto, bfloat16, float32"),
+        ({"draft_id": "org/draft"}, "draft_id='org/draft' names a draft of its own, but an early exit"),
+        ({"target_revision": "abc"}, "target_revision='abc' is a commit of target_id, which is not set. Set both"),
+        ({"draft": "d", "draft_revision": "abc"}, "draft_revision='abc' is a commit of draft_id, which is not set"),
+        ({"rollouts": {"heldout": 1.0}}, r"rollouts.heldout=1.0 must be between 0 and 1"),
+        ({"rollouts": {"temperatures": []}}, r"rollouts.temperatures=\[\] must be a list of numbers of at least 0"),
+        ({"rollouts": {"temperatures": 1.0}}, r"rollouts.temperatures=1.0 must be a list of numbers"),
+        ({"rollouts": {"temperatures": [1.0, -0.5]}}, r"temperatures=\[1.0, -0.5\] must be a list"),
+        ({"rollouts": {"temperatures": [1.0, "hot"]}}, r"temperatures=\[1.0, 'hot'\] must be a list"),
+        ({"rollouts": {"temperatures": [float("nan")]}}, r"temperatures=\[nan\] must be a list"),
+        ({"rollouts": {"temperatures": [1, 0.0, 1.0]}}, r"temperatures=\[1, 0.0, 1.0\] has one of them twice"),
+        ({"rollouts": {"max_prompts": 1}}, "rollouts.max_prompts=1 must be a whole number of at least 2"),
+        ({"rollouts": {"max_prompts": 2.5}}, "rollouts.max_prompts=2.5 must be a whole number of at least 2"),
+        ({"rollouts": {"samples_per_prompt": 0}}, "rollouts.samples_per_prompt=0 must be a whole number of at least 1"),
+        ({"rollouts": {"top_k": -1}}, "rollouts.top_k=-1 must be a whole number of at least 0"),
+        ({"rollouts": {"temperature": 1.0}}, "Unknown setting rollouts.temperature. rollouts takes .*temperatures"),
+        ({"head": {"temperature": 0.5}}, r"head.temperature=0.5 must be one of rollouts.temperatures=\[1.0, 0.0\]"),
+        ({"head": {"inputs": "during"}}, "head.inputs='during' must be 'after' or 'before'"),
+        ({"head": {"mixing": 1.0}}, "head.mixing=1.0 must be at least 0 and under 1"),
+        ({"evaluation": {"max_prompts": 0}}, "evaluation.max_prompts=0 must be a whole number of at least 1"),
+        ({"evaluation": {"date": []}}, "Unknown setting evaluation.date"),
+    ],
+)
+def test_senseless_settings(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**changes).validate()

@@ -1,0 +1,92 @@
+"""Rounds of product code with token trees, on the toy models of `toy_rounds`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from exact_law import Tokens
+from torch import Tensor
+from toy_rounds import Models, make_estimator
+
+from hf_specdecpp.randomness import TreeRandomness
+from hf_specdecpp.tree import DraftTree
+from hf_specdecpp.tree_estimates import Level
+from hf_specdecpp.tree_growth import Growth, Pace, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.tree_shapes import from_nodes
+from hf_specdecpp.verification import verify_tree
+
+# For each budget a shape in which nodes have one, two or three children.
+SHAPES = {
+    1: [[0]],
+    2: [[0], [1]],
+    3: [[0], [1], [0, 0]],
+    4: [[0], [1], [0, 0], [1, 0]],
+    5: [[0], [1], [2], [0, 0], [0, 1]],
+    6: [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]],
+}
+
+
+class ToyTree:
+    """A round of product code. Call it with a randomness for the tokens that one round emits.
+
+    Attributes:
+        trees: parents of the nodes of every tree so far.
+        accepted: numbers of accepted candidates so far.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        algorithm: str,
+        estimator: str,
+        budget: int,
+        max_depth: int = 3,
+        ahead: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.models, self.algorithm, self.estimator = models, algorithm, make_estimator(estimator, seed)
+        self.budget, self.max_depth, self.ahead = budget, max_depth, ahead
+        self.options: dict[str, Any] = {}
+        self.trees: set[Tokens] = set()
+        self.accepted: set[int] = set()
+
+    @torch.inference_mode()
+    def __call__(self, randomness: TreeRandomness, prefix: Tokens = ()) -> Tokens:
+        tree = self.draft(randomness, prefix)
+        path, token = self.verify(tree, randomness, prefix)
+        self.trees.add(tuple(tree.parents))
+        self.accepted.add(len(path))
+        emitted = [*(tree.tokens[node] for node in path), token]
+        ends = [place + 1 for place, each in enumerate(emitted) if each in self.models.eos]
+        return (*prefix, *emitted[: min(ends, default=len(emitted))])
+
+    # Mutants override these.
+
+    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+        growth = self.growth(randomness, prefix)
+        self.grow(growth)
+        return growth.tree
+
+    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        return verify_tree(tree, lambda node: self.p(tree, node, prefix), randomness)
+
+    def p(self, tree: DraftTree, node: int, prefix: Tokens) -> Tensor:
+        return self.models.p((*prefix, *tree.path(node)))
+
+    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+        def expand(tree: DraftTree, nodes: list[int]) -> Level:
+            rows = [self.models.at((*prefix, *tree.path(node))) for node in nodes]
+            scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
+            return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
+
+        depth = self.max_depth
+        return Growth(expand, self.estimator, randomness, -1, depth, self.models.eos, self.ahead)
+
+    def grow(self, growth: Growth) -> None:
+        if self.algorithm == "dyspec-exact":
+            grow_exactly(growth, self.budget, **self.options)
+        elif self.algorithm == "dyspec":
+            grow_by_level(growth, self.budget, Pace(), **self.options)
+        else:
+            grow_shape(growth, from_nodes(SHAPES[self.budget]))
