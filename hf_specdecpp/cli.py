@@ -111,6 +111,7 @@ def bench(
         list[str] | None, typer.Option(help="What replays reckon with: measured, paper, a JSON file; may be repeated.")
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Records of a sampled text.")] = 1,
+    attempts: Annotated[int, typer.Option(min=1, help="Most at a generation that other load disturbs.")] = 3,
     cost_ratio: Annotated[
         float | None, typer.Option("--cost_ratio", "--cost-ratio", help="Slow the target down to t_draft / t_target.")
     ] = None,
@@ -128,7 +129,7 @@ def bench(
     options = {
         "target": target, "assistant": assistant, "draft": draft, "data": data, "output": output,
         "max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "quick": quick, "live": live, "replay": replay,
-        "costs": costs, "draws": draws, "cost_ratio": cost_ratio, "dtype": dtype, "device": device,
+        "costs": costs, "draws": draws, "attempts": attempts, "cost_ratio": cost_ratio, "dtype": dtype, "device": device,
         "threads": threads, "seed": seed,
     }  # fmt: skip
     try:

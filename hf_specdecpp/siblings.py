@@ -37,7 +37,7 @@ class Ranked:
         self.fetched = self._fetch(slice(None), ahead)
 
     def _fetch(self, rows: slice, ahead: int) -> list[Iterator[tuple[int, float]]]:
-        keys, tokens = self.keys[rows].topk(min(ahead, self.keys.shape[-1]), dim=-1)
+        keys, tokens = _largest(self.keys[rows], min(ahead, self.keys.shape[-1]))
         found = torch.stack((tokens.double(), self.q[rows].gather(-1, tokens).double(), keys.double()), dim=-1)
         self.keys[rows].scatter_(-1, tokens, 0.0)
         return [iter([(int(token), q) for token, q, key in row if key > 0.0]) for row in found.tolist()]
@@ -79,6 +79,20 @@ class Inverted:
         probabilities[place] = 0.0
         self.sums[row, block] = probabilities.sum(dtype=np.float64)
         return begin + place, probability
+
+
+def _largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`keys.topk(count)` of `[n, vocab]`, looking only into the blocks with the largest maxima: half the time."""
+    whole = keys.shape[-1] // BLOCK
+    if whole <= 2 * count:
+        return keys.topk(count, dim=-1)
+    maxima = keys[:, : whole * BLOCK].unflatten(-1, (whole, BLOCK)).amax(-1)
+    begins = maxima.topk(count, dim=-1).indices * BLOCK
+    inside = (begins[..., None] + torch.arange(BLOCK, device=keys.device)).flatten(1)
+    rest = torch.arange(whole * BLOCK, keys.shape[-1], device=keys.device).expand(keys.shape[0], -1)
+    columns = torch.cat((inside, rest), dim=-1)
+    values, places = keys.gather(-1, columns).topk(count, dim=-1)
+    return values, columns.gather(-1, places)
 
 
 def _invert(weights: np.ndarray, u: float) -> int | None:

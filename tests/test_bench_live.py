@@ -242,7 +242,7 @@ def test_verdict(speedup: float, interval: list[float], says: str) -> None:
 def run_command(target: PreTrainedModel, folder: Path, *options: str) -> Any:
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")))
-    arguments = ["bench", "--target", target.config.name_or_path, "--layers", "1", "--data", str(data), *options]
+    arguments = ["bench", "--target", str(target.config.name_or_path), "--layers", "1", "--data", str(data), *options]
     return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Following:
     def __init__(self, recorded: Record) -> None:
         self.off_text, self.text = Track(recorded).off_text, recorded.text
         self.start = recorded.text.prompt_length  # place in the text of what the round emits first
-        self.verifying = False
+        self.off: int | None = None  # place at which the round has left the text
         self._begin_round()
 
     def categorical(self, probs: Tensor) -> Tensor:
@@ -74,8 +75,7 @@ class Following:
         return stands
 
     def _begin_round(self) -> None:
-        self.drafted, self.accepted, self.verifying = 0, 0, False
-        self.off: int | None = None
+        self.drafted, self.accepted, self.off, self.verifying = 0, 0, None, False
 
 
 def live_rounds(
@@ -244,7 +244,7 @@ def test_outcomes_count_every_token_once() -> None:
     tracks = [made_up(seed) for seed in range(5)]
     for length in (1, 4):
         config = SpeculationConfig(rule="fixed", num_tokens=length)
-        outcomes = replay_all(tracks, lambda config=config: make_rule(config, judge("q", None, False)))
+        outcomes = replay_all(tracks, partial(make_rule, config, judge("q", None, False)))
         assert sum(outcomes.generated) == sum(outcomes.accepted) + outcomes.rounds
         times = outcomes.seconds(Costs(1.0, (10.0,)))
         assert float(times.sum()) == pytest.approx(outcomes.drafted + 10.0 * outcomes.rounds)

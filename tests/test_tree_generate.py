@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from exact_law import exact_law, worst_error
 from models import FAMILIES, VOCAB_SIZE, assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny
 from repos import head_for
 from test_generate_outputs import RECORDS, assert_same, assert_same_cache, prefill
 from test_generate_sampling import PROCESSORS
 from test_generate_stopping import Collector, Recorder, tokenizer
+from test_stock_law import PROMPT as SHORT
+from test_stock_law import enumerate_torch, small, target_law  # noqa: F401 - a fixture
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 
@@ -177,6 +180,23 @@ def test_sampling(name: str) -> None:
     point = {**arguments, "top_k": 1}
     assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
     assert torch.equal(generate(target, assistant, **point), generate(target, **point))
+
+
+@pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", "static"])
+def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:  # noqa: F811
+    """The law of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
+    target, draft = small(7), small(107)
+    knobs = {"tree": kind, "tree_budget": 3, "tree_depth": 2, "tree_shape": [[0], [1], [0, 0]]}
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**knobs))
+
+    def program(replay: Any) -> tuple[int, ...]:
+        enumerate_torch(replay)
+        options = {"temperature": 0.8, "top_k": 2, "repetition_penalty": 1.7, "max_new_tokens": 4}
+        output = target.generate(SHORT, assistant_model=assistant, do_sample=True, **options)
+        return tuple(output[0, SHORT.shape[1] :].tolist())
+
+    assert worst_error(exact_law(program), target_law(target, 0.8, 2, penalty=1.7), 4) < 1e-6
+    assert assistant.stats.tree_depths
 
 
 # Ends. ----------------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> 
     log = RunLog(config.output, settings)
     logging.enable_progress_bar()
     if config.live:
-        live = LiveBenchmark(target, assistant, log, config.max_new_tokens, config.seed, 1 if config.quick else 3)
+        live = LiveBenchmark(target, assistant, log, config.max_new_tokens, config.seed, config.attempts)
         live.run(questions, contestants, config.temperatures)
     results = _results(config, settings, log, contestants, target, assistant, questions)
     write(results, config.output)
@@ -148,7 +148,7 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
 def _quicker(config: BenchmarkConfig) -> BenchmarkConfig:
     prompts = min(config.max_prompts or QUICK_PROMPTS, QUICK_PROMPTS)
     tokens = min(config.max_new_tokens, QUICK_TOKENS)
-    return replace(config, max_prompts=prompts, max_new_tokens=tokens, temperatures=[0.0], replay=False)
+    return replace(config, max_prompts=prompts, max_new_tokens=tokens, temperatures=[0.0], replay=False, attempts=1)
 
 
 def _questions(config: BenchmarkConfig) -> list[Question]:

@@ -37,7 +37,7 @@ def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         low, high = row["interval"]
         best = row is fastest
         table.add_row(
-            f"{'>' if best else ' '} {row['contestant']}{' (disturbed)' if row['disturbed'] else ''}",
+            f"{'>' if best else ' '} {row['contestant']}{' *' if row['disturbed'] else ''}",
             f"{row['speedup']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:.1f}",
             f"{row['tokens_per_pass']:.2f}", f"{row['discard_rate']:.2f}", f"{row['drafted_per_round']:.1f}",
             style="bold green" if best else None,
@@ -60,7 +60,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     if rows:
         lines.append(
             f"{len(rows)} of {len(results['runs'])} runs were disturbed: they waited for a processor for up to "
-            f"{max(row['waited'] for row in rows):.0%} of their time."
+            f"{max(row['waited'] for row in rows):.0%} of their time. They are marked *."
         )
     return lines
 

@@ -19,7 +19,6 @@ from hf_specdecpp.benchmark.settings import RunLog
 from hf_specdecpp.typing import CausalLM
 
 WARM_UP_TOKENS = 8
-MOST_ATTEMPTS = 3  # at a generation that other load disturbs
 
 
 @dataclass
@@ -48,7 +47,7 @@ class LiveBenchmark:
         log: RunLog,
         max_new_tokens: int,
         seed: int,
-        attempts: int = MOST_ATTEMPTS,
+        attempts: int = 3,
     ) -> None:
         self.target, self.assistant, self.log = target, assistant, log
         self.max_new_tokens, self.seed, self.attempts = max_new_tokens, seed, attempts

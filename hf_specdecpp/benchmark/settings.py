@@ -46,6 +46,7 @@ class BenchmarkConfig:
         costs: what replays reckon with: `"measured"`, `"paper"`, or JSON files.
         live, replay: which halves to run.
         draws: records of a sampled text.
+        attempts: most at a generation that other load disturbs.
         quick: a few contestants, prompts and tokens.
     """
 
@@ -68,10 +69,11 @@ class BenchmarkConfig:
     live: bool = True
     replay: bool = True
     draws: int = 1
+    attempts: int = 3
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "draws"):
+        for name in ("max_new_tokens", "draws", "attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if any(temperature < 0.0 for temperature in self.temperatures) or not self.temperatures:
