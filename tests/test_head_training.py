@@ -113,6 +113,15 @@ def test_a_head_may_be_for_the_texts_of_one_temperature(tmp_path: Path) -> None:
         head_fitting.load_data(config)
 
 
+def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
+    config = training_run(tmp_path, temperatures=(1.0, 0.0), max_texts=3)
+    _, train, heldout = head_fitting.load_data(config)
+    assert len(train) == 3
+    assert len(heldout) == len(rollouts.load(config.work, "heldout"))
+    config.head.max_texts = None
+    assert len(head_fitting.load_data(config)[1]) == len(rollouts.load(config.work, "train")) > 3
+
+
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_a_head_is_fitted_and_written(tmp_path: Path, inputs: str) -> None:
     config = training_run(tmp_path, inputs=inputs, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)

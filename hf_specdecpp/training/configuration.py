@@ -83,6 +83,7 @@ class HeadConfig:
         temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
         top_k: of p and q in the labels, by default that of the rollouts.
         epochs, learning_rate, batch_size: of the training loop (paper: 3, 5e-5, 32); a batch is of texts.
+        max_texts: fit on so many of the texts, chosen by `seed`; on all by default. A head needs far fewer than a draft.
         learning_curve: also fit heads on a quarter and a half of the texts, for the card: would more data help?
     """
 
@@ -99,6 +100,7 @@ class HeadConfig:
     epochs: float = 3.0
     learning_rate: float = 1e-3
     batch_size: int = 32
+    max_texts: int | None = None
     learning_curve: bool = False
 
 
@@ -213,6 +215,8 @@ class TrainingConfig:
             )
         if not 0.0 <= head.mixing < 1.0:
             raise ValueError(f"head.mixing={head.mixing} must be at least 0 and under 1: it is a share.")
+        if head.max_texts is not None:
+            _at_least(1, "head.max_texts", head.max_texts)
         if head.temperature is not None and head.temperature not in self.rollouts.temperatures:
             raise ValueError(
                 f"head.temperature={head.temperature!r} must be one of rollouts.temperatures="

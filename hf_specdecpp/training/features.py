@@ -42,6 +42,9 @@ def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM
     texts = rollouts.load(config.work, split)
     if config.head.temperature is not None:
         texts = rollouts.written_at(texts, config.head.temperature)
+    if split == "train" and config.head.max_texts is not None:
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
+        texts = texts.select(sorted(order[: config.head.max_texts].tolist()))
     folder = cache_folder(config.work / "features", settings(config))
     starts = range(0, len(texts), TEXTS_PER_SHARD)
     shards = [folder / f"{split}-{number:05d}.safetensors" for number in range(len(starts))]
@@ -61,7 +64,7 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     names = ("inputs", "label", "mixing") if head.inputs == "after" else ("inputs", "label", "siblings")
     chosen = {name: getattr(head, name) for name in names}
     sampling = {"temperatures": head_temperatures(config), "top_k": sampling_at(config, 1.0).top_k}
-    return {**chosen, **sampling, "seed": config.seed, **fingerprint(config)}
+    return {**chosen, **sampling, "max_texts": head.max_texts, "seed": config.seed, **fingerprint(config)}
 
 
 def cache_folder(parent: Path, wanted: dict[str, Any]) -> Path:
