@@ -107,6 +107,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few contestants, prompts and tokens: two minutes.")] = False,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Time generations.")] = True,
     replay: Annotated[bool, typer.Option("--replay/--no-replay", help="Compare all rules on recorded texts.")] = True,
+    rollouts: Annotated[
+        Path | None, typer.Option(metavar="WORK_DIR", help="Replay the answers to test sets that `train` had written.")
+    ] = None,
     costs: Annotated[
         list[str] | None, typer.Option(help="What replays reckon with: measured, paper, a JSON file; may be repeated.")
     ] = None,
@@ -129,8 +132,8 @@ def bench(
     options = {
         "target": target, "assistant": assistant, "draft": draft, "data": data, "output": output,
         "max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "quick": quick, "live": live, "replay": replay,
-        "costs": costs, "draws": draws, "attempts": attempts, "cost_ratio": cost_ratio, "dtype": dtype, "device": device,
-        "threads": threads, "seed": seed,
+        "rollouts": rollouts, "costs": costs, "draws": draws, "attempts": attempts, "cost_ratio": cost_ratio,
+        "dtype": dtype, "device": device, "threads": threads, "seed": seed,
     }  # fmt: skip
     try:
         lossless = run_options(options, layers, temperatures, contestants, _console(), card)

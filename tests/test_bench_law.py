@@ -131,7 +131,7 @@ def accepted_as_if_drawn(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("mutant", [candidates_drawn_from_q, accepted_as_if_drawn])
 def test_other_laws_are_found_out(mutant: Coupling) -> None:
-    models = Models("plain", vocab=3, seed=3)
+    models = Models("plain", vocab=2, seed=3)
     generation = Generation(models, "confidence", bounds=(1, MOST))
     live = exact_law(generation)
     assert largest_difference(live, replayed_law(models, generation, record.coupling)) < 1e-6

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from models import assistant_for, prompt, tiny
-from repos import TEXT
-from transformers import PreTrainedModel
+from repos import TEXT, tokenizer
+from training_files import training_run
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_specdecpp import SpecDecPPAssistant, decoding
-from hf_specdecpp.benchmark import clock, command, runner
+from hf_specdecpp.benchmark import clock, replaying, runner
 from hf_specdecpp.benchmark.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant, all_contestants, choose, quick_contestants
 from hf_specdecpp.benchmark.losslessness import explain_parting, parting
@@ -84,10 +85,12 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
     target = tiny("llama")
     assistant = assistant_for(target)
     knobs, config = assistant.speculation, assistant.drafter.model.generation_config
+    memory = assistant.throughput
     for contestant in all_contestants(has_head=False):
         with contestant.arguments(assistant):
             pass
         assert assistant.speculation is knobs
+        assert assistant.throughput is memory
         assert assistant.drafter.model.generation_config is config
     assert len({contestant.name for contestant in all_contestants(True)}) == len(all_contestants(True))
 
@@ -230,7 +233,7 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_verdict(speedup: float, interval: list[float], says: str) -> None:
-    row = {"contestant": "x", "speedup": speedup, "interval": interval, "disturbed": 0}
+    row = {"contestant": "x", "speedup": speedup, "interval": interval, "disturbed": 0, "prompts": 9}
     assert says in verdict([row])
     assert "quiet machine" not in verdict([row])
     assert "quiet machine" in verdict([{**row, "disturbed": 1}])
@@ -295,6 +298,31 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
 
 
+def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
+    options = ("--max_new_tokens", "12", "--no-live", "--temperatures", "0,1", "--draws", "2", "--costs", "paper")
+    result = run_command(target, tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert [(each["temperature"], each["texts"]) for each in results["replays"]] == [(0.0, 2), (1.0, 4)]
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "bench" / replaying.RECORDS).rglob("*.*")}
+    assert len(files) == 2 + 2 + 2 + 4
+    run_command(target, tmp_path, *options)
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
+def test_replays_of_rollouts(tmp_path: Path) -> None:
+    training = training_run(tmp_path, tests=("sums", "tales"), temperatures=(1.0, 0.0))
+    record = training.work / "rollouts/rollouts.json"
+    record.write_text(json.dumps({"complete": True, "settings": {"top_k": 0, "max_new_tokens": 24}}))
+    target = AutoModelForCausalLM.from_pretrained(training.target)
+    tokenizer().save_pretrained(training.target)
+    result = run_command(target, tmp_path, "--no-live", "--rollouts", str(training.work), "--costs", "paper")
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    found = {(each["set"], each["temperature"]): each["texts"] for each in results["replays"]}
+    assert found == {("sums", 0.0): 2, ("tales", 0.0): 2, ("sums", 1.0): 4, ("tales", 1.0): 4}
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -315,4 +343,4 @@ def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str
     options = ("--max_new_tokens", "12", "--contestants", "fixed 2,transformers*", "--temperatures", "0")
     result = run_command(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"), "--no-replay")
     assert result.exit_code == 0, result.output
-    assert command.RECORDS not in {path.name for path in (tmp_path / "bench").iterdir()}
+    assert replaying.RECORDS not in {path.name for path in (tmp_path / "bench").iterdir()}

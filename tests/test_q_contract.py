@@ -112,7 +112,7 @@ def assistant_for(
 
 
 def generate(target: Any, assistant: SpecDecPPAssistant, **options: Any) -> Tensor:
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 14, "pad_token_id": 0, **options}
     return target.generate(PROMPT, assistant_model=assistant, **settings)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,14 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import plots, report
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
-from hf_specdecpp.benchmark.record import MAX_TOKENS, Text
-from hf_specdecpp.benchmark.replay import Track, judge
-from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, answer, mismatches, neutralise, seed_of
+from hf_specdecpp.benchmark.replaying import replay
+from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches
 from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, BenchmarkConfig, RunLog, command, environment
 from hf_specdecpp.benchmark.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.summary import speed_table, summarise
-from hf_specdecpp.benchmark.sweep import read_costs, recorded, sweep
-from hf_specdecpp.candidate_generator import eos_ids
-from hf_specdecpp.configuration import SpeculationConfig
-from hf_specdecpp.costs import costs_of
 from hf_specdecpp.demo import PROMPTS, parse_layers
 from hf_specdecpp.provenance import commit_of
-from hf_specdecpp.repository import read_json, save_text
-from hf_specdecpp.stopping import make_rule
+from hf_specdecpp.repository import ADAPTER_FILES, read_json, save_text
 from hf_specdecpp.support import check_tree
 from hf_specdecpp.training.encoding import Codec
 from hf_specdecpp.training.prompts import Prompt, read_prompts, sample_prompts
@@ -40,7 +32,6 @@ from hf_specdecpp.typing import CausalLM
 logger = logging.get_logger("hf_specdecpp")
 
 QUICK_PROMPTS, QUICK_TOKENS = 3, 48
-RECORDS = "records"
 
 
 def run_options(
@@ -189,8 +180,10 @@ def _settings(
 
 
 def _digest(assistant: SpecDecPPAssistant) -> str:
-    """Of what the assistant's repository says: config and head, which change with every training."""
+    """Of config, adapter and head, which change with every training."""
     digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
+    if assistant.adapter_folder is not None:
+        digest.update((assistant.adapter_folder / ADAPTER_FILES[1]).read_bytes())
     if assistant.head is not None:
         for name, tensor in assistant.head.state_dict().items():
             digest.update(name.encode() + tensor.cpu().numpy().tobytes())
@@ -216,95 +209,5 @@ def _results(
         "costs": {}, "replays": [], "replay_agreement": None, "runs": rows,
     }  # fmt: skip
     if config.replay:
-        results |= replay(config, log, contestants, target, assistant, questions)
+        results |= replay(config, log.rows, contestants, target, assistant, questions)
     return results
-
-
-def replay(
-    config: BenchmarkConfig, log: RunLog, contestants: Sequence[Contestant], target: CausalLM,
-    assistant: SpecDecPPAssistant, questions: Sequence[Question],
-) -> dict[str, Any]:  # fmt: skip
-    """Every rule on records of the target's texts; the fields of the results that come from it."""
-    drafter = assistant.ready_drafter()
-    costs = read_costs(config.costs, lambda: costs_of(target, drafter, assistant.estimator, MAX_TOKENS))
-    neutralise(target)
-    replays, agreement = [], {"compared": 0, "equal": 0}
-    for temperature in config.temperatures:
-        for name, group in groupby(questions, key=lambda question: question.set):
-            tracks = _tracks(config, log, list(group), temperature, target, assistant)
-            everywhere = [track for draws in tracks.values() for track in draws]
-            if not everywhere:
-                continue
-            swept = sweep(everywhere, assistant.head, costs)
-            replays.append({"set": name, "temperature": temperature, **swept})
-            if temperature == 0.0:
-                _compare(agreement, tracks, log.rows, name, contestants, assistant)
-    return {
-        "costs": {name: each.to_dict() for name, each in costs.items()},
-        "replays": replays,
-        "replay_agreement": agreement if agreement["compared"] else None,
-    }
-
-
-def _tracks(
-    config: BenchmarkConfig, log: RunLog, questions: Sequence[Question], temperature: float, target: CausalLM,
-    assistant: SpecDecPPAssistant,
-) -> dict[str, list[Track]]:  # fmt: skip
-    """Records of the plain texts of a set, by prompt; texts that were not generated yet are generated."""
-    written = {
-        (row["set"], row["prompt"]): row["ids"]
-        for row in log.rows
-        if row["contestant"] == "plain" and row["temperature"] == temperature
-    }
-    tracks: dict[str, list[Track]] = {}
-    draws = config.draws if temperature > 0.0 else 1
-    bar = logging.tqdm(questions, desc=f"records at temperature {temperature:g}", unit="text")
-    for number, question in enumerate(bar):
-        seed = seed_of(config.seed, question.set, question.prompt, temperature)
-        folder = config.output / RECORDS / f"{question.set}-{temperature:g}"
-        ids = written.get((question.set, question.prompt))
-        if ids is None:
-            ids = _write(folder / f"{number}.json", question, temperature, config.max_new_tokens, seed, target)
-        length = len(question.ids)
-        text = Text(ids, length, length + config.max_new_tokens, eos_ids(target.generation_config))
-        if text.first < len(ids):
-            tracks[question.prompt] = [
-                recorded(folder, f"{number}-{draw}", text, assistant, target, temperature, seed + draw)
-                for draw in range(draws)
-            ]
-    return tracks
-
-
-def _write(
-    path: Path, question: Question, temperature: float, max_new_tokens: int, seed: int, target: CausalLM
-) -> list[int]:
-    """A text of plain generation, kept for the next time."""
-    if path.is_file():
-        found: list[int] = read_json(path)
-        return found
-    ids = answer(target, question.ids, temperature, max_new_tokens, seed, {})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_text(json.dumps(ids) + "\n", path)
-    return ids
-
-
-def _compare(
-    agreement: dict[str, int], tracks: dict[str, list[Track]], rows: Sequence[dict[str, Any]], name: str,
-    contestants: Sequence[Contestant], assistant: SpecDecPPAssistant,
-) -> None:  # fmt: skip
-    """Count greedy generations whose live rounds are those of the replay."""
-    rules = {c.name: c for c in contestants if c.speculation is not None and _replayable(c.speculation)}
-    for row in rows:
-        if row["set"] == name and row["temperature"] == 0.0 and row["contestant"] in rules and row["prompt"] in tracks:
-            contestant = rules[row["contestant"]]
-            assert contestant.speculation is not None  # noqa: S101 - see above
-            estimator = judge("head" if contestant.with_head else "q", assistant.head, greedy=True)
-            replayed = tracks[row["prompt"]][0].replay(make_rule(contestant.speculation, estimator))
-            live = [(drafted, accepted) for drafted, accepted, *_ in row["rounds"][1:]]
-            agreement["compared"] += 1
-            agreement["equal"] += live == [(drafted, accepted) for drafted, accepted, _ in replayed]
-
-
-def _replayable(speculation: SpeculationConfig) -> bool:
-    # The throughput rule remembers earlier generations, and a replay begins with others.
-    return speculation.tree is None and speculation.rule != "throughput"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.throughput import ThroughputMemory
 
 LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -32,6 +33,7 @@ class Contestant:
         with_head: ours: whether the head judges, or the draft's own probability.
         stock: transformers' assisted generation: what the draft's generation config says.
         lookup: transformers' prompt lookup: how many tokens it proposes.
+        memory: ours: what `rule="throughput"` has learned as this contestant.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Contestant:
     with_head: bool = True
     stock: dict[str, Any] | None = None
     lookup: int | None = None
+    memory: ThroughputMemory = field(default_factory=ThroughputMemory, compare=False, repr=False)
 
     @property
     def ours(self) -> bool:
@@ -50,18 +53,19 @@ class Contestant:
         """What to pass to the target's `generate()`, the assistant being set up for it meanwhile."""
         if self.stock is not None:
             draft = assistant.ready_drafter().model
-            before, draft.generation_config = draft.generation_config, GenerationConfig(**self.stock)
+            own, draft.generation_config = draft.generation_config, GenerationConfig(**self.stock)
             try:
                 yield {"assistant_model": draft}
             finally:
-                draft.generation_config = before
+                draft.generation_config = own
         elif self.speculation is not None:
-            knobs, head = assistant.speculation, assistant.head
-            assistant.speculation, assistant.head = self.speculation, head if self.with_head else None
+            before = assistant.speculation, assistant.head, assistant.throughput
+            assistant.speculation, assistant.throughput = self.speculation, self.memory
+            assistant.head = assistant.head if self.with_head else None
             try:
                 yield {"assistant_model": assistant}
             finally:
-                assistant.speculation, assistant.head = knobs, head
+                assistant.speculation, assistant.head, assistant.throughput = before
         else:
             yield {} if self.lookup is None else {"prompt_lookup_num_tokens": self.lookup}
 

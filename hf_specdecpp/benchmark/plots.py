@@ -62,7 +62,7 @@ def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         if row["setting"] is not None:
             families[row["family"]].append((row["verification_rate"], row["discard_rate"]))
     for number, (family, points) in enumerate(families.items()):
-        x, y = zip(*sorted(points), strict=True)
+        x, y = zip(*points, strict=True)
         colour, marker = COLOURS[number % 8], MARKERS[number % 8]
         dashes = "--" if family in (FIXED, INFORMED) else "-"
         axes.plot(x, y, color=colour, marker=marker, linestyle=dashes, markersize=4, label=family)

@@ -21,7 +21,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     for temperature in results["settings"]["temperatures"]:
         rows = overall(results["summary"], temperature)
         if rows:
-            console.print(_table(best_of_families(rows), f"{_mode(temperature)}, {rows[0]['prompts']} prompts"))
+            console.print(_table(best_of_families(rows), f"{_mode(temperature)}, prompts: {rows[0]['prompts']}"))
             console.print(verdict(rows), "")
     for mismatch in results["mismatches"]:
         console.print(describe_mismatch(mismatch), style="bold red" if counts(mismatch, results) else "yellow")
@@ -92,7 +92,8 @@ def markdown(results: dict[str, Any]) -> str:
     for temperature in settings["temperatures"]:
         if rows := overall(results["summary"], temperature):
             parts += [f"## {_mode(temperature)}, measured", verdict(rows), _picture("speed-up", temperature)]
-            parts.append(_live_tables(results["summary"], temperature))
+            parts += [_live_tables(results["summary"], temperature)]
+            parts += [_picture("tokens-per-pass", temperature), _picture("time", temperature)]
     parts += [_checks(results)]
     for each in results["replays"]:
         parts.append(f"## {each['set']}, {_mode(each['temperature'])}, replayed")

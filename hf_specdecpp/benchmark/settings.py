@@ -44,6 +44,7 @@ class BenchmarkConfig:
         seed: of the choice of prompts and of all draws.
         cost_ratio: make the target slower until a draft step costs this share of a pass.
         costs: what replays reckon with: `"measured"`, `"paper"`, or JSON files.
+        rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
         live, replay: which halves to run.
         draws: records of a sampled text.
         attempts: most at a generation that other load disturbs.
@@ -66,6 +67,7 @@ class BenchmarkConfig:
     seed: int = 0
     cost_ratio: float | None = None
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
+    rollouts: Path | None = None
     live: bool = True
     replay: bool = True
     draws: int = 1

@@ -85,7 +85,7 @@ def best_of_families(summary: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def overall(summary: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
     """The rows of all sets together at a temperature."""
     names = {row["set"] for row in summary}
-    wanted = ALL if ALL in names else next(iter(names))
+    wanted = ALL if ALL in names else next(iter(names), None)
     return [row for row in summary if row["set"] == wanted and row["temperature"] == temperature]
 
 
@@ -96,7 +96,8 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
         return "Only plain generate() took part, so there is nothing to compare."
     best = others[0]
     low, high = best["interval"]
-    speed = f"{best['speedup']:.2f} times the speed of plain generate() (95 % interval {low:.2f} to {high:.2f})"
+    certainty = f"95 % interval {low:.2f} to {high:.2f}" if best["prompts"] > 1 else "on a single prompt"
+    speed = f"{best['speedup']:.2f} times the speed of plain generate() ({certainty})"
     doubt = ""
     if any(row["disturbed"] for row in rows):
         doubt = ", but other load disturbed some of the runs, so repeat this on a quiet machine"

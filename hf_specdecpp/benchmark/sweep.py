@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.acceptance import AcceptanceHead
-from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.oracle import oracle
-from hf_specdecpp.benchmark.record import MAX_TOKENS, Text, load, record, save
+from hf_specdecpp.benchmark.record import MAX_TOKENS
 from hf_specdecpp.benchmark.replay import Outcomes, Track, judge, replay_all
 from hf_specdecpp.benchmark.statistics import ratio_of_sums
 from hf_specdecpp.configuration import SpeculationConfig
@@ -18,8 +17,6 @@ from hf_specdecpp.optimal_stopping import Costs
 from hf_specdecpp.repository import read_json
 from hf_specdecpp.stopping import StoppingRule, make_rule
 from hf_specdecpp.throughput import ThroughputState, settings_of
-from hf_specdecpp.training.sampling import Sampling
-from hf_specdecpp.typing import CausalLM
 
 LENGTHS = range(1, 15)
 THRESHOLDS = [round(i / 20, 2) for i in range(1, 20)] + [0.97, 0.99]
@@ -45,19 +42,6 @@ def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str,
         else:
             raise FileNotFoundError(f"--costs {name} is neither 'measured', 'paper' nor a file.")
     return costs
-
-
-def recorded(
-    folder: Path, key: str, text: Text, assistant: SpecDecPPAssistant, target: CausalLM, temperature: float, seed: int
-) -> Track:
-    """The record of a text, made unless it is in `folder` already."""
-    path = folder / f"{key}.safetensors"
-    if path.is_file() and (found := load(path)).text == text:
-        return Track(found)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = record(text, assistant, target, Sampling(temperature, 0), seed)
-    save(found, path)
-    return Track(found)
 
 
 def sweep(tracks: list[Track], head: AcceptanceHead | None, costs: Mapping[str, Costs]) -> dict[str, Any]:
@@ -99,7 +83,7 @@ def _outcomes(
             yield (family, setting, None), replay_all(tracks, make)
     for name, each in costs.items():
         yield (ORACLE, None, name), oracle(tracks, each)
-        for by in _judges(head):
+        for by in (*_judges(head), "truth"):
             yield (f"throughput ({by})", None, name), replay_all(tracks, _throughput(each, by, head, greedy))
 
 
