@@ -96,10 +96,11 @@ def _of_head(report: dict[str, Any]) -> tuple[float | None, ...]:
 
 
 def _eval_results(evaluation: dict[str, Any]) -> Iterator[EvalResult]:
-    """The head's row of each set and temperature, for the card's model-index."""
+    """Of each set and temperature the draft's acceptance and the head's row, for the card's model-index."""
     for name, temperature, report in _reports(evaluation):
-        for metric in ("auc", "ece", "binary_kl"):
-            value = report["estimators"]["head"][metric]
+        measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
+        for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):
+            value = measured[metric]
             if math.isfinite(value):
                 yield EvalResult(
                     task_type="text-generation",

@@ -111,7 +111,8 @@ def bench(
         Path | None, typer.Option(metavar="WORK_DIR", help="Replay the answers to test sets that `train` had written.")
     ] = None,
     costs: Annotated[
-        list[str] | None, typer.Option(help="What replays reckon with: measured, paper, a JSON file; may be repeated.")
+        list[str] | None,
+        typer.Option(help="What replays reckon with: measured, paper, a ratio such as 0.1, a file; may be repeated."),
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Records of a sampled text.")] = 1,
     attempts: Annotated[int, typer.Option(min=1, help="Most at a generation that other load disturbs.")] = 3,

@@ -14,7 +14,7 @@ from training_files import training_run
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, decoding
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, decoding
 from hf_specdecpp.benchmark import clock, replaying, runner
 from hf_specdecpp.benchmark.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant, all_contestants, choose, quick_contestants
@@ -299,10 +299,11 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
 
 
 def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
-    options = ("--max_new_tokens", "12", "--no-live", "--temperatures", "0,1", "--draws", "2", "--costs", "paper")
+    options = ("--max_new_tokens", "12", "--no-live", "--temperatures", "0,1", "--draws", "2", "--costs", "0.1")
     result = run_command(target, tmp_path, *options)
     assert result.exit_code == 0, result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert results["costs"]["0.1"]["verify"] == [1.0]
     assert [(each["temperature"], each["texts"]) for each in results["replays"]] == [(0.0, 2), (1.0, 4)]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "bench" / replaying.RECORDS).rglob("*.*")}
     assert len(files) == 2 + 2 + 2 + 4
@@ -329,7 +330,7 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
         (("--temperatures", "hot"), "must be numbers such as"),
         (("--contestants", "nobody"), "No contestant is called"),
         (("--cost_ratio", "2"), "must be between 0 and 1"),
-        (("--costs", "nowhere.json", "--no-live", "--temperatures", "0"), "neither 'measured', 'paper' nor a file"),
+        (("--costs", "nowhere.json", "--no-live", "--temperatures", "0"), "a ratio such as 0.1, nor a file"),
     ],
 )
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
@@ -339,8 +340,21 @@ def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str
 
 
 def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
-    SpecDecPPAssistant.from_draft(draft, target).save_pretrained(tmp_path / "assistant")
-    options = ("--max_new_tokens", "12", "--contestants", "fixed 2,transformers*", "--temperatures", "0")
-    result = run_command(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"), "--no-replay")
+    head = AcceptanceHead(32, num_blocks=1, inputs="before", rank=4)
+    SpecDecPPAssistant.from_draft(draft, target, head=head).save_pretrained(tmp_path / "assistant")
+    options = ("--max_new_tokens", "12", "--contestants", "transformers*,threshold*,throughput*", "--temperatures", "0")
+    result = run_command(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"))
     assert result.exit_code == 0, result.output
-    assert replaying.RECORDS not in {path.name for path in (tmp_path / "bench").iterdir()}
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert {"threshold (head)", "threshold (q)", "transformers"} <= {row["family"] for row in results["summary"]}
+    assert {"threshold (head)", "threshold (q)"} <= {row["family"] for row in results["replays"][0]["rows"]}
+    assert results["replay_agreement"]["compared"] == results["replay_agreement"]["equal"] == 2 * 10
+
+
+def test_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
+    some = ("--contestants", "fixed 3,confidence*,dyspec 8*", "--max_new_tokens", "24")
+    result = run_command(target, tmp_path, *some, "--dtype", "bfloat16", "--no-replay")
+    assert result.exit_code == 0, result.output
+    result = run_command(target, tmp_path, *some, "--dtype", "bfloat16", "--costs", "paper")
+    assert result.exit_code == 0, result.output
+    assert "bfloat16" in (tmp_path / "bench/report.md").read_text()

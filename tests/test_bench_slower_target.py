@@ -62,10 +62,13 @@ def test_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     # A draft step costs 2, a layer 1, the rest of a pass 1: the target's three layers make 4.
     monkeypatch.setattr(
         module, "step_seconds",
-        lambda model: 2.0 if model is assistant.drafter else 1.0 + model.text_config.num_hidden_layers,
+        lambda models: [2.0, *(1.0 + model.text_config.num_hidden_layers for model in models[1:])],
     )  # fmt: skip
     assert layers_for_ratio(target, assistant.drafter, 0.5) == 0
     assert layers_for_ratio(target, assistant.drafter, 0.2) == 6
     assert layers_for_ratio(target, assistant.drafter, 0.1) == 16
     with pytest.raises(ValueError, match="less than the wanted 0.9"):
         layers_for_ratio(target, assistant.drafter, 0.9)
+    monkeypatch.setattr(module, "step_seconds", lambda models: [1.0, 4.0, 3.9])
+    with pytest.raises(ValueError, match="other load is too high"):
+        layers_for_ratio(target, assistant.drafter, 0.1)

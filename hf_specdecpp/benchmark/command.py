@@ -200,7 +200,8 @@ def _results(
     rows = [row for row in rows if row["contestant"] in names]
     summary = summarise(rows, contestants)
     where = environment(target.device)
-    facts = {"command": command(), "device": where["device"], "dtype": settings["dtype"]}
+    slowed = f", target slowed down by {settings['extra_layers']} further layers" if settings["extra_layers"] else ""
+    facts = {"command": command(), "device": where["device"] + slowed, "dtype": settings["dtype"]}
     results = {
         "command": command(), "environment": where,
         "settings": {**settings, "temperatures": config.temperatures},

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN
-from hf_specdecpp.benchmark.summary import best_of_families, overall, verdict
+from hf_specdecpp.benchmark.summary import best_of_families, measured_ratio, overall, verdict
 
 WIDTH = 100
 
@@ -56,6 +56,8 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"SLOWED-DOWN TARGET: {settings['extra_layers']} further layers that add nothing make a draft step "
             f"cost about {settings['cost_ratio']:g} target passes. The texts are the original's, the speeds are not."
         )
+    if (ratio := measured_ratio(results["runs"])) is not None:
+        lines.append(f"A draft step, reading the prompt included, costs {ratio:.3f} target passes in these runs.")
     rows = [row for row in results["runs"] if row["disturbed"]]
     if rows:
         lines.append(
@@ -127,7 +129,9 @@ def _live_tables(summary: Sequence[dict[str, Any]], temperature: float) -> str:
 
 def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, Any]) -> str:
     ratio = costs["draft"] / costs["verify"][0]
-    title = f"Costs **{name}**: a draft step takes {costs['draft'] * 1e3:.1f} ms, {ratio:.3f} target passes."
+    title = f"Costs **{name}**: a draft step takes {costs['draft'] * 1e3:.4g} ms, {ratio:.3f} target passes."
+    if costs["verify"] == [1.0]:
+        title = f"Costs **{name}**: a draft step takes {ratio:g} target passes, which are the unit of time."
     header = ("rule", "best setting", "tokens/s", "speed-up", "over best fixed", "95 % interval", "of informed bound",
               "of the oracle", "discard rate", "verification rate")  # fmt: skip
     lines = []

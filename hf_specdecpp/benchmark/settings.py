@@ -43,7 +43,7 @@ class BenchmarkConfig:
         threads: of torch; as many as torch takes by default.
         seed: of the choice of prompts and of all draws.
         cost_ratio: make the target slower until a draft step costs this share of a pass.
-        costs: what replays reckon with: `"measured"`, `"paper"`, or JSON files.
+        costs: what replays reckon with: `"measured"`, `"paper"`, ratios t_draft / t_target, or JSON files.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
         live, replay: which halves to run.
         draws: records of a sampled text.

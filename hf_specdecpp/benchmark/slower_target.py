@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,8 @@ OUTPUTS = frozenset(
         "output_linear",
     }
 )
-PROBED_LAYERS = 8  # whose cost is measured to find how many are needed
-CONTEXT, STEPS = 64, 12  # tokens in the caches, and timed steps
+PROBED_LAYERS = 16  # whose cost is measured to find how many are needed
+CONTEXT, TURNS = 64, 15  # tokens in the caches, and timed steps of each
 
 
 def slower_target(target: CausalLM, extra_layers: int) -> CausalLM:
@@ -77,12 +76,16 @@ def layers_for_ratio(target: CausalLM, drafter: Drafter, ratio: float) -> int:
     """How many further layers make a draft step cost `ratio` target passes, by measurement.
 
     Raises:
-        ValueError: the target is too slow for that already.
+        ValueError: the target is too slow for that already, or nothing can be measured.
     """
-    draft = step_seconds(drafter)
-    plain = step_seconds(Drafter(target, shares_target=True))
-    probe = step_seconds(Drafter(slower_target(target, PROBED_LAYERS), shares_target=True))
-    a_layer = (probe - plain) / PROBED_LAYERS
+    probe = Drafter(slower_target(target, PROBED_LAYERS), shares_target=True)
+    draft, plain, slower = step_seconds([drafter, Drafter(target, shares_target=True), probe])
+    a_layer = (slower - plain) / PROBED_LAYERS
+    if a_layer <= 0.0:
+        raise ValueError(
+            f"{PROBED_LAYERS} further layers took no more time than none ({slower:.4f} s, {plain:.4f} s): other load "
+            "is too high to measure what a layer costs. Try again on a quiet machine."
+        )
     missing = draft / ratio - plain
     if missing < -0.5 * a_layer:
         raise ValueError(
@@ -93,18 +96,21 @@ def layers_for_ratio(target: CausalLM, drafter: Drafter, ratio: float) -> int:
 
 
 @torch.inference_mode()
-def step_seconds(model: Drafter) -> float:
-    """Median seconds of a pass over one token, LM head included."""
-    cache = DynamicCache(config=model.text_config)
-    vocab_size = model.text_config.vocab_size
-    model.hidden_states(torch.arange(CONTEXT, device=model.device)[None] % vocab_size, cache)
-    token = torch.ones((1, 1), dtype=torch.long, device=model.device)
-    seconds = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        model.logits(model.hidden_states(token, cache)[0, -1], vocab_size).argmax().item()  # waits for the device
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds[STEPS // 4 :])
+def step_seconds(models: list[Drafter]) -> list[float]:
+    """Least seconds of a pass of each over one token, LM head included, taken in turns: other load only adds to it."""
+    caches = [DynamicCache(config=model.text_config) for model in models]
+    for model, cache in zip(models, caches, strict=True):
+        text = torch.arange(CONTEXT, device=model.device)[None] % model.text_config.vocab_size
+        model.hidden_states(text, cache)
+    least = [math.inf] * len(models)
+    for _ in range(TURNS):
+        for number, (model, cache) in enumerate(zip(models, caches, strict=True)):
+            token = torch.ones((1, 1), dtype=torch.long, device=model.device)
+            begin = time.perf_counter()
+            logits = model.logits(model.hidden_states(token, cache)[0, -1], model.text_config.vocab_size)
+            logits.argmax().item()  # waits for the device
+            least[number] = min(least[number], time.perf_counter() - begin)
+    return least
 
 
 def _copy_layer(layer: nn.Module) -> nn.Module:

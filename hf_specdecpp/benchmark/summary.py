@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
@@ -80,6 +81,17 @@ def best_of_families(summary: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in summary:
         best.setdefault(row["family"], row)
     return list(best.values())
+
+
+def measured_ratio(rows: Sequence[dict[str, Any]]) -> float | None:
+    """What a draft step costs in target passes, by the live runs of chains; `None` if there are none."""
+    plain = [each[3] for row in rows if row["contestant"] == PLAIN.name for each in row["rounds"][1:]]
+    drafts = [
+        row["split"][1] / drafted
+        for row in rows
+        if row["contestant"].startswith("fixed") and (drafted := sum(each[0] for each in row["rounds"]))
+    ]
+    return median(drafts) / median(plain) if drafts and plain else None
 
 
 def overall(summary: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:

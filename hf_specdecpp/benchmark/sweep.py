@@ -27,7 +27,9 @@ PAPER = Costs(draft=0.0214, verify=(0.116,))
 
 
 def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str, Costs]:
-    """The costs that `--costs` names.
+    """The costs that `--costs` names: measured ones, the paper's, those of a JSON file, or a ratio t_draft / t_target.
+
+    With a ratio, target passes cost the same whatever their length and are the unit of time.
 
     Raises:
         ValueError: a file does not hold costs.
@@ -40,7 +42,11 @@ def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str,
         elif Path(name).is_file():
             costs[Path(name).stem] = Costs.from_dict(read_json(Path(name)))
         else:
-            raise FileNotFoundError(f"--costs {name} is neither 'measured', 'paper' nor a file.")
+            try:
+                costs[name] = Costs(draft=float(name), verify=(1.0,))
+            except ValueError:
+                message = f"--costs {name} is neither 'measured', 'paper', a ratio such as 0.1, nor a file."
+                raise FileNotFoundError(message) from None
     return costs
 
 

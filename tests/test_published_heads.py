@@ -1,0 +1,97 @@
+"""Every published repository in `hub_cards/`: sound, small, lossless, and as good as its card says.
+
+The prompts in `data/test_prompts.jsonl` are from the test sets GSM8K and HumanEval (both MIT).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdecpp import SpecDecPPAssistant
+
+pytest.importorskip("datasets", reason="needs the [train] extra")
+
+from hf_specdecpp.training.chains import chains_of_text
+from hf_specdecpp.training.sampling import Sampling
+
+ROOT = Path(__file__).parents[1]
+HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))
+SMOLLM2 = ROOT / "hub_cards" / "specdecpp-smollm2-135m-instruct"
+TARGET = ROOT / ".models" / "smollm2"
+ALLOWED = {
+    "config.json", "acceptance_head.safetensors", "draft_vocab.safetensors", "README.md", "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+}  # fmt: skip
+PROMPTS = [json.loads(line) for line in (Path(__file__).parent / "data" / "test_prompts.jsonl").open(encoding="utf-8")]
+# Ten answers vary more than the hundred behind the card; half of what the draft is worth would be missed by far.
+TOLERANCE = 0.10
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_files(folder: Path) -> None:
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files <= ALLOWED
+    assert sum((folder / name).stat().st_size for name in files) < 12_000_000
+    config = json.loads((folder / "config.json").read_text())
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", config["target_id"])
+    if config["draft_kind"] == "independent":
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", config["draft_id"])
+    with safe_open(folder / "adapter" / "adapter_model.safetensors", "pt") as adapter:
+        assert {adapter.get_slice(name).get_dtype() for name in adapter.keys()} <= {"F16", "BF16"}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_cards_tell_no_local_folders(folder: Path) -> None:
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert not re.search(r"/(work|home|root|tmp)/", text)
+
+
+def said(folder: Path, dataset: str, temperature: float) -> float:
+    """Mean acceptance of the draft as the card tells it."""
+    results = ModelCard.load(folder / "README.md").data.eval_results or []
+    name = f"{dataset}, temperature {temperature:g}"
+    return next(
+        result.metric_value
+        for result in results
+        if result.metric_type == "mean_acceptance" and result.dataset_name.endswith(name)
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (TARGET / "config.json").exists(), reason=f"{TARGET} is missing: run `make demo` once")
+@pytest.mark.skipif(SMOLLM2 not in HEADS, reason="not published")
+@pytest.mark.parametrize("dataset", ["gsm8k_test", "humaneval_test"])
+def test_smollm2_is_lossless_and_as_good_as_its_card(smollm2: Any, dataset: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    assistant = SpecDecPPAssistant.from_pretrained(SMOLLM2, target=smollm2)
+    labels = []
+    for row in (row for row in PROMPTS if row["set"] == dataset):
+        messages = [{"role": "user", "content": row["prompt"]}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        knobs = {"max_new_tokens": 96, "do_sample": False}
+        plain = smollm2.generate(**inputs, **knobs)
+        assert torch.equal(plain, smollm2.generate(**inputs, **knobs, assistant_model=assistant))
+        assert assistant.stats.accepted > 0
+        starts = range(inputs["input_ids"].shape[1] + 1, plain.shape[1], 8)
+        rows = chains_of_text(
+            plain[0].tolist(), list(starts), assistant, smollm2, Sampling(0.0), "before", torch.Generator()
+        )
+        labels.append(rows["label"])
+    assistant.detach()
+    assert abs(float(torch.cat(labels).mean()) - said(SMOLLM2, dataset, 0.0)) < TOLERANCE

@@ -1,0 +1,87 @@
+"""The example of `docs/dyspec.md`: what the text says is what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_specdecpp.acceptance import DraftProbability
+from hf_specdecpp.tree import DraftTree
+from hf_specdecpp.tree_drawing import DrawnTree
+from hf_specdecpp.tree_estimates import Level
+from hf_specdecpp.tree_growth import Growth, Pace, grow_by_level, grow_exactly
+from hf_specdecpp.verification import verify_tree
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "dyspec.md").read_text(encoding="utf-8")
+WORDS = ["def", "add", "sum", "plus", "(", "_", "a", "x", ",", "two"]
+LAWS = {
+    "def": {"add": 0.6, "sum": 0.3, "plus": 0.1},
+    "def add": {"(": 0.9, "_": 0.1},
+    "def sum": {"(": 0.8, "_": 0.2},
+    "def add (": {"a": 0.7, "x": 0.3},
+    "def sum (": {"a": 0.7, "x": 0.3},
+    "def add ( a": {",": 1.0},
+    "def add _": {"two": 1.0},
+}
+# What the target says, otherwise as the draft.
+TARGET = {"def": {"add": 0.3, "sum": 0.6, "plus": 0.1}}
+
+
+def law(text: str, laws: dict[str, dict[str, float]]) -> torch.Tensor:
+    row = torch.zeros(len(WORDS))
+    for word, probability in {**LAWS, **laws}[text].items():
+        row[WORDS.index(word)] = probability
+    return row
+
+
+def text_of(tree: DraftTree, node: int) -> str:
+    return " ".join(WORDS[token] for token in (tree.tokens[0], *tree.path(node)))
+
+
+def growth() -> Growth:
+    def expand(tree: DraftTree, nodes: list[int]) -> Level:
+        scores = torch.stack([law(text_of(tree, node), {}) for node in nodes]).log()
+        return Level(scores, torch.zeros(len(nodes), 1), lambda tokens: tokens[..., None])
+
+    return Growth(expand, DraftProbability(), None, root=0, max_depth=4)
+
+
+class Chances:
+    """Notes the chances that it is asked about, and accepts those above a half."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def bernoulli(self, probability: float) -> bool:
+        self.seen.append(round(probability, 3))
+        return probability > 0.5
+
+    def categorical(self, probs: torch.Tensor) -> torch.Tensor:
+        return probs.argmax()
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_the_drawings(algorithm: int) -> None:
+    tree_growth = growth()
+    grow_exactly(tree_growth, 6) if algorithm == 1 else grow_by_level(tree_growth, 6, Pace())
+    assert DrawnTree(tree_growth.tree, []).text(WORDS.__getitem__) in DOCUMENT
+
+
+def test_the_verification() -> None:
+    tree_growth = growth()
+    grow_exactly(tree_growth, 6)
+    chances, tree = Chances(), tree_growth.tree
+    path, token = verify_tree(tree, lambda node: law(text_of(tree, node), TARGET), chances)
+    print(DrawnTree(tree, path).text(WORDS.__getitem__), chances.seen, WORDS[token], path)
+    grow_by_level(other := growth(), 6, Pace())
+    print(DrawnTree(other.tree, path).text(WORDS.__getitem__))
+
+
+if __name__ == "__main__":
+    for a in (1,2):
+        g = growth()
+        grow_exactly(g, 6) if a == 1 else grow_by_level(g, 6, Pace())
+        print(DrawnTree(g.tree, []).text(WORDS.__getitem__), g.tree.values)
+    test_the_verification()
