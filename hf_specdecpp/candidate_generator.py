@@ -88,7 +88,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             check_tree(self.session.drafter.model, "draft")
             estimator = assistant.head or DraftProbability()
             self.trees = TreeDrafting(
-                config, estimator, self.session, self.processing, self.randomness, self.eos_token_ids
+                config,
+                estimator,
+                self.session,
+                self.processing,
+                self.randomness,
+                self.eos_token_ids,
+                assistant.config.acceptance_by_rank,
             )
             return FixedLength(config.tree_depth)  # for transformers' own loop, which cannot verify a tree
         if config.tree is not None:

@@ -51,7 +51,8 @@ class SpeculationConfig:
         tree_threshold: a dynamic tree never draws where the chance of getting there is estimated to be lower. In
             [0, 1); the paper has 1 / budget and less, 0 always uses the whole budget.
         tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the ranks of
-            the siblings on the way to it: `[[0], [1], [0, 0]]` (`tree_shapes.best_shape` and `nodes_of` make one).
+            the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget` candidates
+            for the rates of acceptance that the assistant's repository has.
 
     Raises:
         ValueError: a value is outside its range.
@@ -108,10 +109,7 @@ class SpeculationConfig:
                 f"tree_threshold={self.tree_threshold!r} must be at least 0 and below 1: the first slot of a tree has "
                 "value 1, so nothing could be drawn."
             )
-        if self.tree_shape is None:
-            if self.tree == "static":
-                raise ValueError("tree='static' needs tree_shape, such as [4, 2, 1, 1]: four children, two each, ...")
-        elif not 1 <= (nodes := size(make_shape(self.tree_shape))) <= MOST_NODES:
+        if self.tree_shape is not None and not 1 <= (nodes := size(make_shape(self.tree_shape))) <= MOST_NODES:
             raise ValueError(f"tree_shape={self.tree_shape!r} has {nodes} nodes; 1 to {MOST_NODES} are possible.")
 
     @property
@@ -145,6 +143,8 @@ class SpecDecPPConfig(PretrainedConfig):
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.
         vocab_hash: `vocabulary.hash_of` the target's tokenizer.
+        acceptance_by_rank: for `"sampled"` and for `"greedy"` targets, how often the first, second, ... sibling was the
+            accepted one, as evaluation measured it.
         speculation: defaults of `SpeculationConfig`.
     """
 
@@ -153,7 +153,8 @@ class SpecDecPPConfig(PretrainedConfig):
     # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
     OWN_FIELDS: ClassVar[tuple[str, ...]] = (
         "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
-        "draft_revision", "draft_layers", "adapter", "head", "draft_vocab_size", "vocab_hash", "speculation",
+        "draft_revision", "draft_layers", "adapter", "head", "draft_vocab_size", "vocab_hash", "acceptance_by_rank",
+        "speculation",
         "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
 
@@ -169,6 +170,7 @@ class SpecDecPPConfig(PretrainedConfig):
         head: dict[str, Any] | None = None,
         draft_vocab_size: int | None = None,
         vocab_hash: str | None = None,
+        acceptance_by_rank: dict[str, list[float]] | None = None,
         speculation: dict[str, Any] | None = None,
         vocab_size: int | None = None,
         bos_token_id: int | None = None,
@@ -190,6 +192,7 @@ class SpecDecPPConfig(PretrainedConfig):
         self.head = head
         self.draft_vocab_size = draft_vocab_size
         self.vocab_hash = vocab_hash
+        self.acceptance_by_rank = acceptance_by_rank or {}
         self.speculation = speculation if speculation is not None else SpeculationConfig().to_dict()
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id

@@ -71,6 +71,19 @@ def test_only_heldout_prompts_that_the_calibration_did_not_use(report: Any) -> N
     assert texts == {"heldout": [2, 1], "sums": [4, 2]}
 
 
+def test_acceptance_by_rank(fitted: Any, report: Any) -> None:
+    """What the rows of the features say, siblings that were hardly ever tested counting as little as they do."""
+    ranks = report["acceptance_by_rank"]
+    if fitted.head.inputs == "after":
+        assert ranks == {}, "this head knows nothing of siblings"
+        return
+    assert set(ranks) == {"sampled", "greedy"}
+    for rates in ranks.values():
+        assert len(rates) == fitted.head.siblings
+        assert all(0.0 <= rate <= 1.0 for rate in rates)
+        assert sum(rates) <= 1.0 + 1e-6, "at most one sibling is the accepted one"
+
+
 def test_sources_apart(report: Any) -> None:
     part = report["sets"]["sums"]["1"]
     assert set(part["sources"]) == {"source 0", "source 1"}

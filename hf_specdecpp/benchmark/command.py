@@ -133,7 +133,7 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
     except ValueError as error:
         logger.warning(f"No trees take part: {error}")
         return all_contestants(has_head, can_tree=False)
-    return all_contestants(has_head)
+    return all_contestants(has_head, has_rates=bool(assistant.config.acceptance_by_rank))
 
 
 def _quicker(config: BenchmarkConfig) -> BenchmarkConfig:

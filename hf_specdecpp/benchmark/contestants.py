@@ -73,14 +73,15 @@ class Contestant:
 PLAIN = Contestant("plain", "plain")
 
 
-def all_contestants(has_head: bool, can_tree: bool = True) -> list[Contestant]:
+def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = False) -> list[Contestant]:
     """Every contestant.
 
     Args:
         has_head: an assistant without a head is judged by the draft's own probability alone.
         can_tree: whether target and draft can read trees.
+        has_rates: whether the assistant's repository has rates of acceptance for the best static shapes.
     """
-    return [PLAIN, *_transformers(), *_chains(has_head), *(_trees(has_head) if can_tree else [])]
+    return [PLAIN, *_transformers(), *_chains(has_head), *(_trees(has_head, has_rates) if can_tree else [])]
 
 
 def quick_contestants(has_head: bool) -> list[Contestant]:
@@ -157,7 +158,7 @@ def _transformers() -> list[Contestant]:
     ]
 
 
-def _trees(has_head: bool) -> list[Contestant]:
+def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
     dynamic = [
         Contestant(
             f"dyspec {budget} ({judge})",
@@ -186,4 +187,10 @@ def _trees(has_head: bool) -> list[Contestant]:
         )
         for shape in SHAPES
     ]
-    return [*dynamic, *exact, *static]
+    best = [
+        Contestant(
+            f"static best {budget}", "static tree", SpeculationConfig(tree="static", tree_budget=budget), has_head
+        )
+        for budget in (BUDGETS if has_rates else ())
+    ]
+    return [*dynamic, *exact, *static, *best]

@@ -41,6 +41,7 @@ def run(config: TrainingConfig) -> Path:
     training = results(config)
     assistant = load_assistant(config, load_target(config))
     assistant.speculation = SpeculationConfig(threshold=best_threshold(training["evaluation"]))
+    assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
     _name_models(assistant, config)
     folder = Path(config.output)
     assistant.save_pretrained(folder)

@@ -83,7 +83,7 @@ class HeadConfig:
         temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
         top_k: of p and q in the labels, by default that of the rollouts.
         epochs, learning_rate, batch_size: of the training loop (paper: 3, 5e-5, 32); a batch is of texts.
-        max_texts: fit on so many of the texts, chosen by `seed`; on all by default. A head needs far fewer than a draft.
+        max_texts: fit on so many of the texts, chosen by `seed`; on all by default. A head needs fewer than a draft.
         learning_curve: also fit heads on a quarter and a half of the texts, for the card: would more data help?
     """
 

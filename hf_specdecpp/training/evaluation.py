@@ -16,7 +16,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.configuration import SpeculationConfig
 from hf_specdecpp.repository import save_text
 from hf_specdecpp.stopping import ADAEDL_GAMMA, SVIP_GAMMA, StoppingRule, make_rule
-from hf_specdecpp.training import chains, plots, rollouts
+from hf_specdecpp.training import chains, features, plots, rollouts
 from hf_specdecpp.training.calibration import calibration_half, fitted_head, quality
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
@@ -60,9 +60,28 @@ def run(config: TrainingConfig) -> dict[str, Any]:
         for split in ("heldout", *rollouts.test_sets(config))
     }
     measured_on = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    report = {"cost_ratio": COST_RATIO, **measured_on, "sets": sets}
+    ranks = acceptance_by_rank(config, assistant, target)
+    report = {"cost_ratio": COST_RATIO, **measured_on, "acceptance_by_rank": ranks, "sets": sets}
     save_text(json.dumps(report, indent=2) + "\n", folder / "evaluation.json")
     return report
+
+
+def acceptance_by_rank(
+    config: TrainingConfig, assistant: SpecDecPPAssistant, target: CausalLM
+) -> dict[str, list[float]]:
+    """How often each of the siblings that the head was fitted with is the accepted one, on the held-out answers.
+
+    For `"sampled"` and `"greedy"` targets; what a static tree's best shape depends on (`tree_shapes.best_shape`). Empty
+    for heads that know nothing of siblings.
+    """
+    if config.head.inputs != "before":
+        return {}
+    texts = features.build(config, "heldout", assistant.ready_drafter(), target)
+    rows: dict[str, list[Tensor]] = {}
+    for text in map(texts.__getitem__, range(len(texts))):
+        mode = MODES[bool(text["scalars"][0, 0, -1])]
+        rows.setdefault(mode, []).append(text["mask"] * text["label"])
+    return {mode: torch.cat(accepted).mean(0).tolist() for mode, accepted in rows.items()}
 
 
 def _evaluate(
