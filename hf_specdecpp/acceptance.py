@@ -2,7 +2,8 @@
 
 An estimator is called once for each drafted token, with the `DraftStep` that drew it, and answers a probability. Its
 `inputs` says which token that answer judges: `"before"` the candidate just drawn, from what is known without feeding
-it to the draft; `"after"` the candidate before it, whose hidden state has only now been computed (SpecDec++).
+it to the draft; `"after"` the candidate before it, whose hidden state has only now been computed (SpecDec++). See
+`docs/specdecpp.md`, and `docs/dyspec.md` for trees.
 """
 
 from __future__ import annotations

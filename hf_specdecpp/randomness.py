@@ -43,3 +43,14 @@ class TorchRandomness:
             return Inverted(q)
         times = torch.empty_like(q).exponential_().clamp_min_(torch.finfo(q.dtype).tiny)
         return Ranked(q, q / times)
+
+
+def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`.
+
+    By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
+    """
+    sums = probs.cumsum(-1, dtype=torch.float64)
+    at = torch.rand((len(probs), 1), generator=generator, dtype=torch.float64, device=probs.device) * sums[:, -1:]
+    # The first entry whose sum is above: one of probability zero never is.
+    return torch.searchsorted(sums, at, right=True)[:, 0].clamp_max(probs.shape[-1] - 1)

@@ -1,7 +1,7 @@
 """Stopping rules of a chain: after each drafted candidate, draft one more?
 
 Losslessness: a rule may look at anything the draft knows, the last candidate included, because that candidate is
-submitted whatever the rule says. No rule can take a candidate back.
+submitted whatever the rule says. No rule can take a candidate back. (`docs/specdecpp.md`)
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from hf_specdecpp.acceptance import scalar_features
 from hf_specdecpp.drafter import Drafter
+from hf_specdecpp.randomness import draw_rows
 from hf_specdecpp.tree_attention import tree_inputs
 
 ROWS_AT_ONCE = 128  # candidates whose laws [rows, vocab] are in memory together
@@ -142,5 +143,5 @@ class _BranchingText:
 
 def _draw(q: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """A candidate from each row of q `[n, vocab]`, and its scalars `[n, 6]`."""
-    token = q.argmax(-1) if generator is None else torch.multinomial(q, 1, generator=generator)[:, 0]
+    token = q.argmax(-1) if generator is None else draw_rows(q, generator)
     return token, scalar_features(q, token, greedy=generator is None)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from hf_specdecpp.acceptance import DraftProbability, Estimator
+from hf_specdecpp.acceptance import MODES, DraftProbability, Estimator
 from hf_specdecpp.configuration import SpeculationConfig
 from hf_specdecpp.drafter import DraftSession
 from hf_specdecpp.processing import Processing
 from hf_specdecpp.randomness import TreeRandomness
 from hf_specdecpp.tree import DraftTree
 from hf_specdecpp.tree_estimates import Level, check_estimator
-from hf_specdecpp.tree_growth import Growth, Pace, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.tree_shapes import make_shape
+from hf_specdecpp.tree_growth import Growth, LawRoom, Pace, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.tree_shapes import Shape, best_shape, make_shape
 
 
 class TreeDrafting:
@@ -27,9 +27,10 @@ class TreeDrafting:
         processing: the target's logits processors; each node is processed after its own path.
         randomness: draws the candidates; `None` takes the likeliest tokens (greedy).
         eos_token_ids: candidates that get no children.
+        rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
 
     Raises:
-        ValueError: the estimator cannot value slots.
+        ValueError: the estimator cannot value slots, or a static tree has neither shape nor rates.
     """
 
     def __init__(
@@ -40,13 +41,16 @@ class TreeDrafting:
         processing: Processing,
         randomness: TreeRandomness | None,
         eos_token_ids: Collection[int],
+        rates: Mapping[str, Sequence[float]],
     ) -> None:
         if config.tree == "static":
             estimator = DraftProbability()  # for the records only
+            self.shape = _static_shape(config, rates.get(MODES[randomness is None]))
         check_estimator(estimator)
         self.config, self.estimator, self.session = config, estimator, session
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
         self.pace = Pace()
+        self.room = LawRoom(config.tree_budget)
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
@@ -59,11 +63,22 @@ class TreeDrafting:
         config = self.config
         depth = min(max_depth, config.tree_depth) if config.tree != "static" else max_depth
         root = int(input_ids[0, -1])
-        growth = Growth(expand, self.estimator, self.randomness, root, depth, self.eos_token_ids)
+        growth = Growth(expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, room=self.room)
         if config.tree == "dyspec":
             grow_by_level(growth, config.tree_budget, self.pace, config.tree_threshold)
         elif config.tree == "dyspec-exact":
             grow_exactly(growth, config.tree_budget, config.tree_threshold)
         else:
-            grow_shape(growth, make_shape(config.tree_shape or []))
+            grow_shape(growth, self.shape)
         return growth.tree
+
+
+def _static_shape(config: SpeculationConfig, rates: Sequence[float] | None) -> Shape:
+    if config.tree_shape is not None:
+        return make_shape(config.tree_shape)
+    if not rates:
+        raise ValueError(
+            "tree='static' needs tree_shape, such as [4, 2, 1, 1] (four children, two each, ...): this assistant comes "
+            "without measured rates of acceptance that the best shape could be computed from."
+        )
+    return best_shape(rates, config.tree_budget, config.tree_depth)

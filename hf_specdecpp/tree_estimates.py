@@ -16,6 +16,8 @@ from hf_specdecpp.siblings import Siblings
 # How many siblings of a node a head judges at once. A forward of the head costs the same for one as for a few.
 AHEAD = 4
 
+Draw = Callable[[Tensor], Siblings]
+
 
 @dataclass
 class Level:
@@ -58,15 +60,13 @@ class HeadJudgedSiblings:
     """
 
     def __init__(
-        self, siblings: Siblings, head: AcceptanceHead, level: Level, depths: Sequence[int], greedy: bool, ahead: int
+        self, q: Tensor, draw: Draw, head: AcceptanceHead, level: Level, depths: Sequence[int], greedy: bool, ahead: int
     ) -> None:
-        self.siblings, self.head, self.level, self.greedy = siblings, head, level, greedy
-        self.depths = torch.tensor(depths, device=level.scores.device)
-        self.q = level.scores.softmax(dim=-1)
-        # Scores of -inf have q = 0 and add nothing to the entropy, but 0 * -inf would be nan.
-        finite = level.scores.clamp_min(torch.finfo(level.scores.dtype).min)
-        entropies = (level.scores.logsumexp(-1) - (self.q * finite).sum(-1)).tolist()
-        self.laws = [SiblingLaw(entropy, greedy) for entropy in entropies]
+        self.head, self.level, self.greedy = head, level, greedy
+        self.depths = torch.tensor(depths, device=q.device)
+        self.laws = [SiblingLaw(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
+        self.likeliest = _likeliest(q, ahead + 1)
+        self.siblings = draw(q)  # from here on q may be overwritten
         self.ahead = [ahead] * len(depths)
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
         self.taken = [0] * len(depths)
@@ -85,19 +85,18 @@ class HeadJudgedSiblings:
     def _judge(self, rows: range) -> None:
         """Draw and judge some siblings in each of `rows`, all of which have as many already."""
         ahead, span = self.ahead[rows[0]], slice(rows.start, rows.stop)
-        most = len(self.judged[rows[0]]) + ahead + 1  # the two likeliest tokens left are among so many
-        top = self.q[span].topk(min(most, self.q.shape[-1]), dim=-1)
+        likeliest = self.likeliest
+        if (num_judged := len(self.judged[rows[0]])) > 0:
+            likeliest = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
         scalars = torch.zeros((len(rows), ahead, NUM_SCALARS))
         tokens = torch.zeros((len(rows), ahead), dtype=torch.long)
         drawn: list[list[int]] = []
-        for place, (row, likeliest) in enumerate(
-            zip(rows, torch.stack((top.indices.double(), top.values.double()), -1).tolist(), strict=True)
-        ):
+        for place, row in enumerate(rows):
             found = [each for each in (self.siblings.next(row) for _ in range(ahead)) if each is not None]
             drawn.append([token for token, _ in found])
             if found:
                 tokens[place, : len(found)] = torch.tensor(drawn[-1])
-                scalars[place, : len(found)] = torch.tensor(self.laws[row].scalars_of(found, likeliest))
+                scalars[place, : len(found)] = torch.tensor(self.laws[row].scalars_of(found, likeliest[place]))
             self.ahead[row] = 2 * ahead
         hidden = self.level.hidden[span, None]
         log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
@@ -144,17 +143,40 @@ class SiblingLaw:
 
 
 def judge(
-    siblings: Siblings, estimator: Estimator, level: Level, depths: Sequence[int], greedy: bool, ahead: int = AHEAD
+    q: Tensor,
+    draw: Draw,
+    estimator: Estimator,
+    level: Level,
+    depths: Sequence[int],
+    greedy: bool,
+    ahead: int = AHEAD,
 ) -> JudgedSiblings | HeadJudgedSiblings:
-    """`siblings` of a level with the estimates of `estimator`.
+    """The siblings of a level with the estimates of `estimator`.
 
     Args:
+        q: `[n, vocab]`, softmax of the level's scores; may be overwritten.
+        draw: what the siblings are drawn with.
         depths: of the nodes whose children they are.
         ahead: how many siblings of a node a head may judge before they are asked for.
     """
     if isinstance(estimator, AcceptanceHead):
-        return HeadJudgedSiblings(siblings, estimator, level, depths, greedy, ahead)
-    return JudgedSiblings(siblings, len(depths))
+        return HeadJudgedSiblings(q, draw, estimator, level, depths, greedy, ahead)
+    return JudgedSiblings(draw(q), len(depths))
+
+
+def _entropies(q: Tensor, scores: Tensor) -> Tensor:
+    """`[n]`, of each row in nats, q being the softmax of `scores`: log of the normaliser, less the mean score."""
+    highest, tokens = scores.max(dim=-1)
+    log_normaliser = highest - q.gather(-1, tokens[:, None])[:, 0].log()
+    # Scores of -inf have q = 0 and add nothing, but 0 * -inf would be nan.
+    finite = scores.clamp_min(torch.finfo(scores.dtype).min)
+    return log_normaliser - torch.linalg.vecdot(q, finite)
+
+
+def _likeliest(q: Tensor, count: int) -> list[list[list[float]]]:
+    """For each row of `q`, the likeliest tokens and their q, as `SiblingLaw.scalars_of` takes them."""
+    top = q.topk(min(count, q.shape[-1]), dim=-1)
+    return torch.stack((top.indices.double(), top.values.double()), dim=-1).tolist()
 
 
 def check_estimator(estimator: Estimator) -> None:

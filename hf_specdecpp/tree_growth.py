@@ -1,5 +1,7 @@
 """How a token tree grows: DySpec (arXiv 2410.11744), Algorithms 1 and 2, and given shapes. No model inside.
 
+Explained with an example in `docs/dyspec.md`.
+
 In the paper's notation: Tr the tree, D(.|x) the draft's law after x, R what is left of it once siblings have been
 drawn, v the value of a slot, t the threshold. A node whose law is known has one open slot, its next child. A slot of
 value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's first child, v * a(y), and y's next
@@ -14,9 +16,12 @@ import math
 from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 
+import torch
+from torch import Tensor
+
 from hf_specdecpp.acceptance import Estimator
 from hf_specdecpp.randomness import TreeRandomness
-from hf_specdecpp.siblings import Ranked
+from hf_specdecpp.siblings import likeliest
 from hf_specdecpp.tree import DraftTree
 from hf_specdecpp.tree_estimates import AHEAD, HeadJudgedSiblings, JudgedSiblings, Level, judge
 from hf_specdecpp.tree_shapes import Shape
@@ -41,6 +46,7 @@ class Growth:
         max_depth: nodes of this depth get no children.
         eos_token_ids: nor do these tokens.
         ahead: see `tree_estimates.judge`.
+        room: for the laws; trees that are grown one after another may share it.
 
     Attributes:
         tree: Tr.
@@ -57,6 +63,7 @@ class Growth:
         max_depth: int,
         eos_token_ids: Collection[int] = (),
         ahead: int = AHEAD,
+        room: LawRoom | None = None,
     ) -> None:
         self.tree = DraftTree(root)
         self.open: dict[int, float] = {}
@@ -64,6 +71,8 @@ class Growth:
         self.max_depth = max_depth
         self._expand, self._estimator, self._randomness = expand, estimator, randomness
         self._eos, self._ahead = eos_token_ids, ahead
+        self._room = room or LawRoom(0)
+        self._room.clear()
         self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
         self._siblings: dict[int, tuple[JudgedSiblings | HeadJudgedSiblings, int]] = {}
 
@@ -71,10 +80,10 @@ class Growth:
         """One draft pass: learn D(.|path to node) for `nodes`, which opens the slots of their first children."""
         level = self._expand(self.tree, nodes)
         self.tree.passes += 1
-        q = level.scores.softmax(dim=-1)
-        ordered = Ranked(q, q) if self._randomness is None else self._randomness.siblings(q)
+        q, greedy = self._room.softmax(level.scores), self._randomness is None
+        draw = likeliest if self._randomness is None else self._randomness.siblings
         depths = [self.tree.depths[node] for node in nodes]
-        judged = judge(ordered, self._estimator, level, depths, self._randomness is None, self._ahead)
+        judged = judge(q, draw, self._estimator, level, depths, greedy, self._ahead)
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
             self._siblings[node] = judged, row
@@ -109,6 +118,33 @@ class Growth:
     def _open(self, node: int, v: float) -> None:
         self.open[node] = v
         heappush(self._heap, (-v, node))
+
+
+class LawRoom:
+    """Memory for the laws of a tree's nodes, used again by the next tree.
+
+    On a CPU a softmax that has to ask the system for memory takes four times as long.
+
+    Args:
+        num_rows: of laws that find room; further ones get memory of their own.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.used = num_rows, 0
+        self.rows: Tensor | None = None
+
+    def clear(self) -> None:
+        """Nobody needs the laws any more."""
+        self.used = 0
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Of `[n, vocab]` logits, always of one width."""
+        begin, self.used = self.used, self.used + scores.shape[0]
+        if self.used > self.num_rows or scores.device.type != "cpu":
+            return scores.softmax(dim=-1)
+        if self.rows is None:
+            self.rows = scores.new_empty((self.num_rows, scores.shape[-1]))
+        return torch.softmax(scores, dim=-1, out=self.rows[begin : self.used])
 
 
 def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,13 @@ from toy_rounds import make_estimator
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.acceptance import DraftProbability, Estimator, scalar_features
 from hf_specdecpp.randomness import TorchRandomness, TreeRandomness
-from hf_specdecpp.siblings import BLOCK, Inverted, Ranked, Siblings
+from hf_specdecpp.siblings import BLOCK, Inverted, Likeliest, Ranked, Siblings
 from hf_specdecpp.tree import DraftTree, Lineage
 from hf_specdecpp.tree_attention import relations
 from hf_specdecpp.tree_drawing import DrawnTree
-from hf_specdecpp.tree_estimates import Level, SiblingLaw
-from hf_specdecpp.tree_growth import Growth, Pace, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.tree_estimates import Level, SiblingLaw, _entropies
+from hf_specdecpp.tree_growth import Growth, LawRoom, Pace, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.tree_shapes import Shape, best_shape, from_expansions, from_nodes, nodes_of, size
-from hf_specdecpp.verification import verify_tree, verify_tree_greedy
 
 VOCAB = 200
 KINDS = {"unsure": (1.5, 1.5), "sharp": (8.0, 8.0), "mixed": (1.0, 10.0)}
@@ -49,7 +48,10 @@ class Laws:
 
 
 def growth(
-    expand: Laws, depth: int = 12, randomness: TreeRandomness | None = None, estimator: Estimator | None = None
+    expand: Laws,
+    depth: int = 12,
+    randomness: TreeRandomness | None = None,
+    estimator: Estimator | None = None,
 ) -> Growth:
     return Growth(expand, estimator or DraftProbability(), randomness, root=0, max_depth=depth)
 
@@ -192,7 +194,6 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
     ("values", "says"),
     [
         ({"tree": "eagle"}, "not a kind of tree"),
-        ({"tree": "static"}, "needs tree_shape"),
         ({"tree_budget": 1}, "from 2 to 1024"),
         ({"tree_budget": 1025}, "from 2 to 1024"),
         ({"tree_depth": 0}, "tree_depth=0"),
@@ -231,12 +232,39 @@ def test_draws_without_replacement(draws) -> None:
     assert [siblings.next(0) is None for _ in range(3)] == [False, False, True]
 
 
-def test_ranked_tokens_go_on_where_they_stopped() -> None:
-    q = torch.rand(2, 100).softmax(-1)
-    siblings = Ranked(q.clone(), q.clone(), ahead=3)
-    tokens = [siblings.next(1)[0] for _ in range(100)]  # type: ignore[index]
-    assert tokens == q[1].argsort(descending=True).tolist()
+@pytest.mark.parametrize("vocab", [100, BLOCK, 2 * BLOCK + 7])
+@pytest.mark.parametrize("ordered", [Likeliest, lambda q: Ranked(q, q, ahead=3)])
+def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings], vocab: int) -> None:
+    q = torch.rand(2, vocab).softmax(-1)
+    q[1, ::3] = 0.0
+    siblings = ordered(q.clone())
+    expected = q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
+    drawn = [siblings.next(1) for _ in expected]
+    assert drawn == [(int(token), float(q[1, token])) for token in expected]
     assert siblings.next(1) is None
+    assert siblings.next(0)[0] == int(q[0].argmax())  # type: ignore[index]
+
+
+def test_a_room_for_laws_is_used_again() -> None:
+    room, scores = LawRoom(3), torch.randn(2, 5)
+    for _ in range(2):
+        room.clear()
+        first, second = room.softmax(scores), room.softmax(-scores)  # the second finds no room
+        torch.testing.assert_close(first, scores.softmax(-1))
+        torch.testing.assert_close(second, (-scores).softmax(-1))
+    room.clear()
+    assert room.softmax(-scores).data_ptr() == first.data_ptr()
+    room.clear()
+    assert room.softmax(scores[:1]).data_ptr() != room.softmax(scores[:1]).data_ptr()
+
+
+def test_entropies_of_laws_with_forbidden_tokens() -> None:
+    scores = 3.0 * torch.randn(4, 50)
+    scores[1:, ::2] = float("-inf")
+    scores[3, 1:] = float("-inf")
+    scores[3, 0] = 2.0
+    q = scores.softmax(-1)
+    torch.testing.assert_close(_entropies(q, scores), torch.special.entr(q).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_is_told_what_it_was_trained_on() -> None:
@@ -305,35 +333,3 @@ def test_drawings(tmp_path: Path) -> None:
     drawn.save(tmp_path / "tree.png", lambda token: f"${token}")
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
     DrawnTree(DraftTree(0), []).save(tmp_path / "empty.png")
-
-
-# Cost. ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-def test_time_outside_the_models(randomness: TreeRandomness | None) -> None:
-    """Growth and verification on a vocabulary of 49k; and no faster than n log n."""
-    laws = Laws("mixed", seed=0, vocab=49152)
-    seconds = {}
-    for budget in (64, 768):
-        times = []
-        for _ in range(5):
-            torch.manual_seed(0)  # the same tree again, so that its laws are there
-            tree_growth = growth(laws, depth=30, randomness=randomness)
-            begin = time.process_time()
-            grow_by_level(tree_growth, budget, Pace())
-            tree = tree_growth.tree
-            Lineage().feed(tree, tree.depth_first())
-
-            def p(node: int, tree: DraftTree = tree) -> Tensor:
-                return laws.at(tuple(tree.path(node)))
-
-            if randomness is None:
-                verify_tree_greedy(tree, p)
-            else:
-                verify_tree(tree, lambda node: p(node).softmax(-1), randomness)
-            times.append(time.process_time() - begin)
-        seconds[budget] = min(times)
-    assert seconds[64] < 0.02
-    assert seconds[768] / seconds[64] < 2.0 * 12.0 * 1.6, "n log n"

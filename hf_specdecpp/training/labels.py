@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_specdecpp.randomness import draw_rows
+
 
 def sampled_label(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
     """min(1, p(y) / q(y)): the chance that the verifier accepts the candidate y (SpecDec++, section 3.2).
@@ -65,11 +67,8 @@ def siblings(q: Tensor, n: int, generator: torch.Generator | None = None, greedy
         total = left.sum(-1, keepdim=True)
         some_left = total > 0.0
         law = torch.where(some_left, left / total, 1.0 / q.shape[-1])
-        if greedy:
-            token = law.argmax(-1)
-        else:
-            rows = torch.multinomial(law.reshape(-1, q.shape[-1]), 1, generator=generator)
-            token = rows.reshape(q.shape[:-1])
+        rows = law.reshape(-1, q.shape[-1])
+        token = (rows.argmax(-1) if greedy else draw_rows(rows, generator)).reshape(q.shape[:-1])
         masses.append(q.gather(-1, torch.stack(tokens, -1)).sum(-1) if tokens else torch.zeros_like(total[..., 0]))
         tokens.append(token)
         laws.append(law)

@@ -137,6 +137,8 @@ def test_sets(config: TrainingConfig) -> dict[str, str]:
 
 def prompts_of(config: TrainingConfig) -> list[Prompt]:
     """All that may be trained on: the prompts that are neither held out nor in a test set, answered or not."""
+    if not config.rollouts.data:
+        return []
     unseen = {prompt.opening for source in config.evaluation.data for prompt in read_prompts(source)}
     return split_prompts(config.rollouts.data, config.rollouts.heldout, unseen=unseen)["train"]
 

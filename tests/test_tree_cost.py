@@ -1,0 +1,88 @@
+"""What a token tree costs outside the models, on one thread, with a vocabulary of 49k."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_specdecpp.acceptance import DraftProbability
+from hf_specdecpp.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.tree import DraftTree, Lineage
+from hf_specdecpp.tree_estimates import Level
+from hf_specdecpp.tree_growth import Growth, LawRoom, Pace, grow_by_level
+from hf_specdecpp.verification import verify_tree, verify_tree_greedy
+
+VOCAB = 49152
+# Shares of the likeliest tokens. The draft reads two nodes of five of "bushy", and up to four of five of "long",
+# which gets as deep as it may.
+LAWS = {"bushy": [0.5, 0.3, 0.199], "long": [0.85, 0.1499]}
+DEPTH = {64: 12, 768: 30}  # our default; the paper has less than 10 and less than 30
+# Seconds. On an idle core all but long sampled trees take less than 3 and 30 ms, and those about 3 and 32.
+LIMITS = {64: 0.004, 768: 0.04}
+TURNS = 10
+
+
+class Laws:
+    """A random row for every path, and the time that it took to put them together."""
+
+    def __init__(self, shares: list[float]) -> None:
+        self.shares = torch.tensor(shares)
+        self.rows: dict[tuple[int, ...], Tensor] = {}
+        self.generator = torch.Generator().manual_seed(0)
+        self.seconds = 0.0
+
+    def __call__(self, tree: DraftTree, nodes: list[int]) -> Level:
+        begin = time.perf_counter()
+        rows = torch.stack([self.at(tuple(tree.path(node))) for node in nodes])
+        self.seconds += time.perf_counter() - begin
+        return Level(rows, rows[:, :4], lambda tokens: torch.ones(*tokens.shape, 4))
+
+    def at(self, path: tuple[int, ...]) -> Tensor:
+        if path not in self.rows:
+            row = torch.randn(VOCAB, generator=self.generator)
+            likely = torch.randint(VOCAB, (len(self.shares),), generator=self.generator)
+            row[likely] = row.logsumexp(0) + (self.shares / (1.0 - self.shares.sum())).log()
+            self.rows[path] = row
+        return self.rows[path]
+
+
+def one_round(laws: Laws, budget: int, randomness: TreeRandomness | None, room: LawRoom) -> tuple[float, DraftTree]:
+    """Seconds of a round, and its tree. The target agrees with the draft, so that long paths are accepted."""
+    torch.manual_seed(0)  # the same tree again, so that its laws are there
+    laws.seconds = 0.0
+    begin = time.perf_counter()
+    growth = Growth(laws, DraftProbability(), randomness, root=0, max_depth=DEPTH[budget], room=room)
+    grow_by_level(growth, budget, Pace())
+    tree = growth.tree
+    Lineage().feed(tree, tree.depth_first())
+    if randomness is None:
+        verify_tree_greedy(tree, lambda node: laws.at(tuple(tree.path(node))))
+    else:
+        verify_tree(tree, lambda node: laws.at(tuple(tree.path(node))).softmax(-1), randomness)
+    return time.perf_counter() - begin - laws.seconds, tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", LAWS)
+def test_time_outside_the_models(kind: str, randomness: TreeRandomness | None) -> None:
+    """The least of several, as other processes only ever add to it. Also no more than n log n."""
+    laws, threads = Laws(LAWS[kind]), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = {}
+        for budget in (64, 768):
+            room = LawRoom(budget)
+            rounds = [one_round(laws, budget, randomness, room) for _ in range(TURNS)]
+            seconds[budget] = min(time for time, _ in rounds)
+            tree = rounds[-1][1]
+            assert len(tree) == budget
+            assert len(tree.scores) > budget * 0.4, "nodes that the draft has read"
+    finally:
+        torch.set_num_threads(threads)
+    assert seconds[64] < LIMITS[64]
+    assert seconds[768] < LIMITS[768]
+    assert seconds[768] / seconds[64] < 1.6 * 12.0 * 1.6, "12 times the nodes, log 768 / log 64 = 1.6"
