@@ -34,7 +34,7 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 
 demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
-	$(BIN)/specdecpp demo --target "$$target" $(ARGS)
+	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
 
 test: install  ## Run the fast tests
 	@$(PYTEST) $(BIN)/pytest -n 2 $(ARGS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.acceptance import MODES, NUM_SCALARS, AcceptanceHead, Estimator
-from hf_specdecpp.siblings import Siblings
+from hf_specdecpp.siblings import Siblings, likeliest
 
 # How many siblings of a node a head judges at once. A forward of the head costs the same for one as for a few.
 AHEAD = 4
@@ -65,7 +65,7 @@ class HeadJudgedSiblings:
         self.head, self.level, self.greedy = head, level, greedy
         self.depths = torch.tensor(depths, device=q.device)
         self.laws = [SiblingLaw(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
-        self.likeliest = _likeliest(q, ahead + 1)
+        self.tops = _likeliest(q, ahead + 1)
         self.siblings = draw(q)  # from here on q may be overwritten
         self.ahead = [ahead] * len(depths)
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
@@ -85,9 +85,9 @@ class HeadJudgedSiblings:
     def _judge(self, rows: range) -> None:
         """Draw and judge some siblings in each of `rows`, all of which have as many already."""
         ahead, span = self.ahead[rows[0]], slice(rows.start, rows.stop)
-        likeliest = self.likeliest
+        tops = self.tops
         if (num_judged := len(self.judged[rows[0]])) > 0:
-            likeliest = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
+            tops = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
         scalars = torch.zeros((len(rows), ahead, NUM_SCALARS))
         tokens = torch.zeros((len(rows), ahead), dtype=torch.long)
         drawn: list[list[int]] = []
@@ -96,7 +96,7 @@ class HeadJudgedSiblings:
             drawn.append([token for token, _ in found])
             if found:
                 tokens[place, : len(found)] = torch.tensor(drawn[-1])
-                scalars[place, : len(found)] = torch.tensor(self.laws[row].scalars_of(found, likeliest[place]))
+                scalars[place, : len(found)] = torch.tensor(self.laws[row].scalars_of(found, tops[place]))
             self.ahead[row] = 2 * ahead
         hidden = self.level.hidden[span, None]
         log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
@@ -118,7 +118,9 @@ class SiblingLaw:
         self.gone: set[int] = set()
         self.mass, self.part = 0.0, 0.0  # of the drawn siblings: the sums of q and of -q log q
 
-    def scalars_of(self, drawn: list[tuple[int, float]], likeliest: list[list[float]]) -> list[tuple[float, ...]]:
+    def scalars_of(
+        self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
+    ) -> list[tuple[float, ...]]:
         """`acceptance.scalar_features` of further siblings, each under the law that it was drawn from.
 
         Args:
@@ -166,17 +168,17 @@ def judge(
 
 def _entropies(q: Tensor, scores: Tensor) -> Tensor:
     """`[n]`, of each row in nats, q being the softmax of `scores`: log of the normaliser, less the mean score."""
-    highest, tokens = scores.max(dim=-1)
-    log_normaliser = highest - q.gather(-1, tokens[:, None])[:, 0].log()
+    log_normaliser = scores.amax(-1) - q.amax(-1).log()
     # Scores of -inf have q = 0 and add nothing, but 0 * -inf would be nan.
     finite = scores.clamp_min(torch.finfo(scores.dtype).min)
     return log_normaliser - torch.linalg.vecdot(q, finite)
 
 
-def _likeliest(q: Tensor, count: int) -> list[list[list[float]]]:
+def _likeliest(q: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """For each row of `q`, the likeliest tokens and their q, as `SiblingLaw.scalars_of` takes them."""
-    top = q.topk(min(count, q.shape[-1]), dim=-1)
-    return torch.stack((top.indices.double(), top.values.double()), dim=-1).tolist()
+    ranked = likeliest(q.clone())
+    rows = [[ranked.next(row) for _ in range(count)] for row in range(q.shape[0])]
+    return [[each for each in row if each is not None] for row in rows]
 
 
 def check_estimator(estimator: Estimator) -> None:

@@ -14,6 +14,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specdecpp import vocabulary
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured costs are cached with the user's other assets; those of tiny models have no place there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path_factory.mktemp("assets")))
+        yield
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """An empty Hub that this process talks to, with a token, and an empty cache. Tests use the same ids again."""

@@ -158,7 +158,7 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
         assert rows[2][5] == ("–" if fewer is None else f"{100 * fewer:.0f} %")
         assert rows[-1][4] == f"{best['discard_rate']:.3f}"
     results: Any = card.data
-    assert len(results.eval_results) == 2 * 2 * 3
+    assert len(results.eval_results) == 2 * 2 * 4
     assert f"On {report['device']}, float32." in card.text
 
 

@@ -81,10 +81,10 @@ def test_smollm2_is_lossless_and_as_good_as_its_card(smollm2: Any, dataset: str)
     labels = []
     for row in (row for row in PROMPTS if row["set"] == dataset):
         messages = [{"role": "user", "content": row["prompt"]}]
-        inputs = tokenizer.apply_chat_template(
+        inputs: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        knobs = {"max_new_tokens": 96, "do_sample": False}
+        knobs: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
         plain = smollm2.generate(**inputs, **knobs)
         assert torch.equal(plain, smollm2.generate(**inputs, **knobs, assistant_model=assistant))
         assert assistant.stats.accepted > 0

@@ -121,8 +121,9 @@ def test_finished_answers_leave_the_batch(
 
 
 def test_a_preallocated_layer_is_a_dynamic_one() -> None:
-    ours, theirs, generator = _Preallocated(9), DynamicLayer(), torch.Generator().manual_seed(0)
-    batch = 4
+    ours: Any = _Preallocated(9)
+    theirs: Any = DynamicLayer()
+    generator, batch = torch.Generator().manual_seed(0), 4
     for length, kept in ((5, [0, 2, 3]), (1, None), (1, [2, 0]), (2, None)):
         new = torch.randn(2, batch, 3, length, 8, generator=generator)
         for one, other in zip(ours.update(*new), theirs.update(*new), strict=True):
@@ -195,8 +196,8 @@ def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
         [(0, 0.7), (0, 0.0), (1, 0.7)], everyone
     ), "a second greedy answer would be the first one again"
     assert answers[0, 0.0] != everyone, "a shard is no slice of the file: its prompts may come sorted by kind"
-    for temperature, count in ((0.7, 2), (0.0, 1)):
-        each = [rollouts.written_at(rollouts.load(config.work, split), temperature) for split in SPLITS]
+    for written, count in ((0.7, 2), (0.0, 1)):
+        each = [rollouts.written_at(rollouts.load(config.work, split), written) for split in SPLITS]
         assert sum(map(len, each)) == count * NUM_PROMPTS
     with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add it to"):
         rollouts.written_at(rollouts.load(config.work, "train"), 1.0)

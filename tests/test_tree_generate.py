@@ -186,7 +186,7 @@ def test_sampling(name: str) -> None:
 def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:  # noqa: F811
     """The law of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
     target, draft = small(7), small(107)
-    knobs = {"tree": kind, "tree_budget": 3, "tree_depth": 2, "tree_shape": [[0], [1], [0, 0]]}
+    knobs: dict[str, Any] = {"tree": kind, "tree_budget": 3, "tree_depth": 2, "tree_shape": [[0], [1], [0, 0]]}
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**knobs))
 
     def program(replay: Any) -> tuple[int, ...]:
@@ -286,7 +286,8 @@ def test_caches_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) 
             length = cache.get_seq_length()
             assert length <= ids.shape[1] - 1
             fresh = prefill(model, ids[:, :length])
-            for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
+            layers: Any = zip(cache.layers, fresh.layers, strict=True)
+            for ours, theirs in layers:
                 rows = min(held_rows(ours), held_rows(theirs))
                 assert rows == held_rows(theirs)
                 assert_same(ours.keys[..., -rows:, :], theirs.keys)
@@ -358,9 +359,10 @@ def test_repeated_calls_and_the_last_tree() -> None:
     texts = [target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS) for _ in range(2)]
     assistant.detach()
     assert torch.equal(*texts)
-    lines = str(assistant.last_tree).splitlines()
-    assert len(lines) == 1 + len(assistant.last_tree.tree)
-    assert sum("─*" in line for line in lines) == len(assistant.last_tree.path)
+    drawn: Any = assistant.last_tree
+    lines = str(drawn).splitlines()
+    assert len(lines) == 1 + len(drawn.tree)
+    assert sum("─*" in line for line in lines) == len(drawn.path)
 
 
 def test_statistics_of_trees() -> None:

@@ -273,7 +273,7 @@ def test_a_head_is_told_what_it_was_trained_on() -> None:
     tokens = [int(q.argsort(descending=True)[k]) for k in (0, 3, 1, 20, 2)]
     top = q.topk(len(tokens) + 1)
     law = SiblingLaw(float(torch.special.entr(q).sum()), greedy=True)
-    likeliest = [[float(t), float(v)] for t, v in zip(top.indices, top.values, strict=True)]
+    likeliest = [(float(t), float(v)) for t, v in zip(top.indices, top.values, strict=True)]
     ours = [*law.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
     ours += law.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)
     for index, token in enumerate(tokens):

@@ -6,6 +6,8 @@ choose to draw, the next token must be distributed as p after every prefix.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from exact_law import Replay, Tokens, exact_law, worst_error
@@ -138,7 +140,7 @@ class ReusesTheUniform(ToyTree):
     """Compares all siblings with the same random number."""
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
-        return super().verify(tree, OneUniform(randomness), prefix)
+        return super().verify(tree, OneUniform(randomness), prefix)  # type: ignore[arg-type]
 
 
 class OneUniform:
@@ -252,9 +254,7 @@ def test_greedy_rounds_emit_the_likeliest_tokens(algorithm: str) -> None:
             growth = program.growth(None, text)
             program.grow(growth)
             tree = growth.tree
-            path, token = verify_tree_greedy(
-                tree, lambda node, tree=tree, text=text, toy=program: toy.p(tree, node, text)
-            )
+            path, token = verify_tree_greedy(tree, partial(program.p, tree, prefix=text))
             outcomes.add(len(path))
             ranks |= {tree.ranks[node] for node in path}
             text = (*text, *(tree.tokens[node] for node in path), token)

@@ -26,7 +26,7 @@ TREES: dict[str, dict[str, Any]] = {
 }
 PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
 # Untrained early exits guess a few tokens right if they have most of the layers, the last one among them.
-LAYERS = {"smollm2": 24, "gemma3": [*range(14), 17]}
+LAYERS: dict[str, Any] = {"smollm2": 24, "gemma3": [*range(14), 17]}
 NEW_TOKENS = 104
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import yaml
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.card import make_card
-from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.configuration import Rule, SpeculationConfig
 from hf_specdecpp.repository import ADAPTER_FILES, ADAPTER_FOLDER, CARD, read_json, save_text
 from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -40,7 +40,9 @@ def run(config: TrainingConfig) -> Path:
     """
     training = results(config)
     assistant = load_assistant(config, load_target(config))
-    assistant.speculation = SpeculationConfig(threshold=best_threshold(training["evaluation"]))
+    # An early exit always runs attached, where the throughput rule can measure its costs.
+    rule: Rule = "throughput" if config.draft is None else "threshold"
+    assistant.speculation = SpeculationConfig(rule=rule, threshold=best_threshold(training["evaluation"]))
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
     _name_models(assistant, config)
     folder = Path(config.output)
