@@ -61,7 +61,7 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     card = ModelCard((tmp_path / "out" / "README.md").read_text())
     data: Any = card.data
     metrics = {result.metric_type for result in data.eval_results}
-    assert metrics == {"auc", "ece", "binary_kl"}
+    assert metrics == {"mean_acceptance", "auc", "ece", "binary_kl"}
     for part in (
         "draft probability",
         "| fixed length ",
