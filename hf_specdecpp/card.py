@@ -106,6 +106,7 @@ def _eval_results(evaluation: dict[str, Any]) -> Iterator[EvalResult]:
                     task_type="text-generation",
                     dataset_type="rollouts",
                     dataset_name=f"answers of the target to {name}, temperature {temperature}",
+                    dataset_config=f"{name}, temperature {temperature}",  # without it, the index joins all sets
                     metric_type=metric,
                     metric_value=round(value, 4),
                 )

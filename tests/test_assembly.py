@@ -159,6 +159,7 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
         assert rows[-1][4] == f"{best['discard_rate']:.3f}"
     results: Any = card.data
     assert len(results.eval_results) == 2 * 2 * 4
+    assert len({result.dataset_name for result in results.eval_results}) == 2 * 2, "each set keeps its name"
     assert f"On {report['device']}, float32." in card.text
 
 
