@@ -9,10 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     QuantizedCache,
@@ -26,7 +25,8 @@ from hf_specdecpp.typing import CausalLM
 WITHOUT = "Generate without assistant_model="
 CHAIN = "Draft chains instead (tree=None)"
 TREE_ATTENTION = ("sdpa", "eager")
-TREE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+# Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
+TREE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Relative error of the logits that rounding alone does not reach; wrong masks and positions are far above it. Some
 # families compute partly in float32 whatever their dtype.
