@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from hf_specdecpp import patching, publishing
@@ -18,8 +18,9 @@ from hf_specdecpp.adapters import add_adapter
 from hf_specdecpp.configuration import SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafter import Drafter
 from hf_specdecpp.early_exit import check_layers, early_exit
+from hf_specdecpp.loading import check_head, load_draft
 from hf_specdecpp.provenance import commit_of, warn_of_drift
-from hf_specdecpp.repository import CONFIG, Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
+from hf_specdecpp.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
 from hf_specdecpp.stats import SpeculationStats
 from hf_specdecpp.throughput import ThroughputMemory
 from hf_specdecpp.tree_drawing import DrawnTree
@@ -79,7 +80,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.throughput = ThroughputMemory()
         self.last_tree: DrawnTree | None = None
         if head is not None and drafter is not None:
-            _check_head(head, drafter, config)
+            check_head(head, drafter, config)
 
     # Making one ------------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         drafter = None
         if config.draft_kind == "independent":
             chosen, pinned = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
-            model = _load_draft(chosen, pinned, target, dtype, device, hub_kwargs)
+            model = load_draft(chosen, pinned, target, dtype, device, hub_kwargs)
             if adapter is not None:
                 model = add_adapter(model, adapter, merge=isinstance(chosen, str | Path))
             drafter = Drafter(model, draft_vocab)
@@ -162,7 +163,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: the draft, head or vocabulary does not fit.
         """
-        draft = _load_draft(draft_model_or_id, None, target)
+        draft = load_draft(draft_model_or_id, None, target)
         folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
         if folder is not None:
             draft = add_adapter(draft, folder, merge=isinstance(draft_model_or_id, str | Path))
@@ -352,7 +353,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.drafter = Drafter(draft, self.draft_vocab, shares_target=True)
         if self.head is not None:
             self.head.to(self.drafter.device)
-            _check_head(self.head, self.drafter, self.config)
+            check_head(self.head, self.drafter, self.config)
 
     def _describe(self, target: CausalLM) -> None:
         """Take over what transformers compares between an assistant and its target, and where the target is from."""
@@ -365,26 +366,6 @@ class SpecDecPPAssistant(PreTrainedModel):
             self.config.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
 
 
-def _load_draft(
-    draft: CausalLM | str | Path | None, revision: str | None, target: CausalLM | None,
-    dtype: Any = None, device: Any = None, hub_kwargs: dict[str, Any] | None = None,
-) -> CausalLM:  # fmt: skip
-    """A model object as it is; one given by name in the dtype and on the device that are given, or the target's."""
-    if draft is None:
-        raise ValueError(
-            f"{CONFIG} names no draft model (draft_id), so there is nothing to draft with. Write its Hub id there, or "
-            "give the draft: from_pretrained(repo, draft=model_or_folder)."
-        )
-    if not isinstance(draft, str | Path):
-        return patching.base_model(draft).eval()  # dropout would make the drafter look wrong
-    likewise = ("auto", "cpu") if target is None else (target.dtype, target.device)
-    dtype, device = dtype or likewise[0], device or likewise[1]
-    model: CausalLM = AutoModelForCausalLM.from_pretrained(
-        str(draft), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **(hub_kwargs or {})
-    )
-    return model.to(device).eval()
-
-
 def _tokens(model: CausalLM) -> dict[str, Any]:
     config = model.config.get_text_config()
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -393,15 +374,3 @@ def _tokens(model: CausalLM) -> dict[str, Any]:
 
 def _as_ids(draft_vocab: Tensor | Sequence[int] | None) -> Tensor | None:
     return None if draft_vocab is None else torch.as_tensor(draft_vocab, dtype=torch.long)
-
-
-def _check_head(head: AcceptanceHead, drafter: Drafter, config: SpecDecPPConfig) -> None:
-    ours = {"hidden_size": head.hidden_size}
-    theirs = {"hidden_size": drafter.hidden_size}
-    if head.inputs == "before":
-        ours["embedding_size"], theirs["embedding_size"] = head.embedding_size, drafter.embedding_size
-    if ours != theirs:
-        raise ValueError(
-            f"The acceptance head was trained for {ours} but draft {config.draft_name} has {theirs}, so it cannot "
-            "read the draft's states. Load the draft that it was trained with, or train a head for this one."
-        )

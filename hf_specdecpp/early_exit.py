@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -25,31 +26,41 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
         ValueError: `layers` does not name layers of the target, or the target's layers cannot be taken apart.
     """
     decoder = target.get_decoder()
-    name, stack = _layer_stack(decoder, target)
-    kept = check_layers(layers, len(stack))
+    kept = check_layers(layers, len(layer_stack(decoder, target)[1]))
     if getattr(decoder.config, "num_kv_shared_layers", 0):
         raise ValueError(
             f"{type(target).__name__} shares keys and values between layers, so a subset of its layers is not a model. "
             "Use an independent draft."
         )
+    return with_layers(target, kept)
 
-    draft = copy_sharing(target)
-    draft_decoder = draft.get_decoder()
-    copied = getattr(draft_decoder, name)
-    setattr(draft_decoder, name, nn.ModuleList(copied[i] for i in kept))
-    for position, layer in enumerate(getattr(draft_decoder, name)):
+
+def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
+    """A copy of the model with the `chosen` ones of its decoder layers, in this order; one may come several times.
+
+    Parameters and buffers are the model's own.
+
+    Raises:
+        ValueError: its layers are not found.
+    """
+    copied = copy_sharing(model)
+    decoder = copied.get_decoder()
+    name, stack = layer_stack(decoder, model)
+    layers = [copy_sharing(stack[own]) if own in chosen[:place] else stack[own] for place, own in enumerate(chosen)]
+    setattr(decoder, name, nn.ModuleList(layers))
+    for place, layer in enumerate(layers):
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx = position  # which layer of the draft's own cache it writes to
-    for config in _configs(draft):
-        _keep_layers(config, kept, len(stack))
-    return draft.eval()
+                module.layer_idx = place  # which layer of its own cache it writes to
+    for config in _configs(copied):
+        _choose_layers(config, chosen, len(stack))
+    return copied.eval()
 
 
-def copy_sharing(model: CausalLM) -> CausalLM:
-    """A copy of the module structure whose parameters and buffers are the model's own."""
-    shared: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
+def copy_sharing(module: Any) -> Any:
+    """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's."""
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, shared)
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
@@ -69,7 +80,12 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     return kept
 
 
-def _layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
+def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
+    """The layers of a target's decoder, and what it calls them.
+
+    Raises:
+        ValueError: they are not found.
+    """
     depth = decoder.config.num_hidden_layers
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
@@ -89,11 +105,11 @@ def _configs(model: CausalLM) -> list[PreTrainedConfig]:
     return list({**found, **text}.values())
 
 
-def _keep_layers(config: PreTrainedConfig, kept: list[int], depth: int) -> None:
+def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) -> None:
     if getattr(config, "num_hidden_layers", None) != depth:
         return
-    config.num_hidden_layers = len(kept)
+    config.num_hidden_layers = len(chosen)
     for name, value in list(vars(config).items()):
         # `layer_types`, `mlp_layer_types`, `no_rope_layers`, ...: one entry a layer
         if isinstance(value, list) and len(value) == depth and "layer" in name:
-            setattr(config, name, [value[i] for i in kept])
+            setattr(config, name, [value[i] for i in chosen])

@@ -1,10 +1,12 @@
-"""Which commit of its Hub repository was a model loaded from?"""
+"""Where a model came from and what it runs on: the commit of its Hub repository, the name of its device."""
 
 from __future__ import annotations
 
+import platform
 import warnings
 from pathlib import Path
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils.hub import extract_commit_hash
@@ -36,6 +38,13 @@ def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | Non
         f"target with revision={revision!r}.",
         stacklevel=2,
     )
+
+
+def device_name(device: torch.device) -> str:
+    """The model where torch knows it, for example `NVIDIA H200` or `CPU (x86_64)`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()})" if device.type == "cpu" else device.type
 
 
 def _cached_commit(name: str | None, revision: str | None) -> str | None:

@@ -1,7 +1,11 @@
-"""The only random decisions of speculative decoding, so that a test can enumerate every outcome of each."""
+"""The only random decisions of speculative decoding, so that a test can enumerate every outcome of each.
+
+Training and benchmarks draw many rows at once (`draw_rows`), from seeds of their own (`seed_of`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Protocol
 
 import torch
@@ -54,3 +58,9 @@ def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor
     at = torch.rand((len(probs), 1), generator=generator, dtype=torch.float64, device=probs.device) * sums[:, -1:]
     # The first entry whose sum is above: one of probability zero never is.
     return torch.searchsorted(sums, at, right=True)[:, 0].clamp_max(probs.shape[-1] - 1)
+
+
+def seed_of(seed: int, *parts: object) -> int:
+    """A seed for these parts of a run: 31 bits, which leave room to add a row's number in 32."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *parts))).encode()).digest()
+    return int.from_bytes(digest[:4], "big") // 2

@@ -10,6 +10,7 @@ safetensors only, loaded strictly; nothing here opens a pickle or runs code from
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -239,9 +240,18 @@ def load_strict(path: Path, expected: dict[str, torch.Size], hint: str) -> dict[
     return tensors
 
 
+def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What changed between two sets of settings, in words: one entry for each setting."""
+    return [
+        f"{name} was {earlier.get(name)!r} and is now {now.get(name)!r}"
+        for name in {**earlier, **now}
+        if earlier.get(name) != now.get(name)
+    ]
+
+
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file; a reader sees the old file or the new one, never half of one."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _unfinished(path)
     save_file(
         {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary, {"format": "pt"}
     )
@@ -250,6 +260,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def save_text(text: str, path: Path) -> None:
     """Write a text file, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _unfinished(path)
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def _unfinished(path: Path) -> Path:
+    """Where a file grows: beside its place, under a name that no other process takes."""
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -6,7 +6,7 @@ chains a pass, the target many chains a pass. Stopping rules can then be compare
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from transformers import DynamicCache
 from hf_specdecpp.acceptance import scalar_features
 from hf_specdecpp.drafter import Drafter
 from hf_specdecpp.randomness import draw_rows
+from hf_specdecpp.support import check_tree
 from hf_specdecpp.tree_attention import tree_inputs
+from hf_specdecpp.typing import CausalLM
 
 ROWS_AT_ONCE = 128  # candidates whose laws [rows, vocab] are in memory together
 NODES_AT_ONCE = 1024  # candidates in one target pass
@@ -40,6 +42,19 @@ class DraftedChains:
     hidden: Tensor
 
 
+def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tensor]:
+    """The starts in groups that all of the models read together: all in one, unless a model cannot read a tree."""
+    starts = torch.as_tensor(starts, dtype=torch.long)
+    if not len(starts):
+        return ()
+    try:
+        for model in models:
+            check_tree(model)
+    except ValueError:
+        return starts.split(1)
+    return (starts,)
+
+
 @torch.no_grad()
 def draft_chains(
     drafter: Drafter,
@@ -49,24 +64,31 @@ def draft_chains(
     law: Callable[[Tensor], Tensor],
     vocab_size: int,
     generator: torch.Generator | None,
+    first: tuple[Tensor, Tensor] | None = None,
 ) -> DraftedChains:
     """Draft `length` candidates after `ids[:start]` for every start, whatever they are (an end of text, too).
 
     Args:
-        starts: `[c]` int64, ascending, each at least 1. Several need a draft that passes `support.check_tree`.
+        starts: `[c]` int64, ascending, each at least 1; one group of `together`.
         law: logits `[n, vocab]` to q.
         vocab_size: of the target.
         generator: draws the candidates; `None` takes the likeliest (greedy).
+        first: the first candidate of each chain `[c]` and its scalars `[c, 6]`, where they are not to be drawn.
     """
+
+    def candidates(states: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = [_draw(law(drafter.logits(rows, vocab_size)), generator) for rows in states.split(ROWS_AT_ONCE)]
+        return torch.cat([token for token, _ in drawn]), torch.cat([row for _, row in drawn])
+
     count, device = len(starts), drafter.device
     starts = starts.to(device)
-    text = _BranchingText(drafter, ids[: int(starts[-1])])
+    text = BranchingText(drafter, ids[: int(starts[-1])])
     hidden, tokens, scalars = [text.states[starts - 1]], [], []
     one_level = torch.eye(count, dtype=torch.bool, device=device)
     for depth in range(length):
-        drawn = [_draw(law(drafter.logits(rows, vocab_size)), generator) for rows in hidden[-1].split(ROWS_AT_ONCE)]
-        tokens.append(torch.cat([token for token, _ in drawn]))
-        scalars.append(torch.cat([row for _, row in drawn]))
+        token, row = first if first is not None and depth == 0 else candidates(hidden[-1])
+        tokens.append(token)
+        scalars.append(row)
         below = one_level.repeat(1, depth + 1)
         depths = (starts + torch.arange(depth + 1, device=device)[:, None]).flatten()
         hidden.append(text.read(tokens[-1], starts, below, depths))
@@ -87,7 +109,7 @@ def target_probabilities(
     """
     device = reader.device
     starts, tokens = starts.to(device), tokens.to(device)
-    text = _BranchingText(reader, ids[: int(starts[-1])])
+    text = BranchingText(reader, ids[: int(starts[-1])])
     length = tokens.shape[1]
     found = []
     for chains in torch.arange(len(starts), device=device).split(max(NODES_AT_ONCE // length, 1)):
@@ -107,7 +129,7 @@ def target_probabilities(
     return torch.cat(found)
 
 
-class _BranchingText:
+class BranchingText:
     """A text in a model's cache, and passes over nodes that branch off it.
 
     Attributes:

@@ -57,15 +57,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "init_std": 0.2,
     },
 }
+SMALLER = {**ROTARY, "num_hidden_layers": 2, "max_position_embeddings": 256}
+NEWER: dict[str, dict[str, Any]] = {  # only for trees
+    **dict.fromkeys(("gemma", "olmo2", "smollm3", "stablelm"), SMALLER),
+    "falcon": {**SMALLER, "alibi": False},
+    "mixtral": {**SMALLER, "num_local_experts": 4},
+    "gpt_oss": {**SMALLER, "num_local_experts": 4, "head_dim": 8, "sliding_window": WINDOW},
+}
 
 
 def tiny(family: str, seed: int = 0, attn_implementation: str | None = None, **overrides: Any) -> CausalLM:
-    """A random model of `family` in float64, the same for the same arguments."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
+    """A random model of `family` in float64 (experts in float32), the same for the same arguments."""
+    shape = {**FAMILIES, **NEWER}[family]
+    config = AutoConfig.for_model(family, **{**COMMON, **shape, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
-    return model.to(torch.float64).eval()
+    # Torch has no grouped matrix product in float64.
+    return model.to(torch.float32 if "num_local_experts" in shape else torch.float64).eval()
 
 
 def quiet_later_layers(target: CausalLM) -> CausalLM:

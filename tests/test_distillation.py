@@ -316,7 +316,7 @@ def test_other_settings_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(distillation.logger, "warning", warnings.append)
     distillation.run(config)
     assert len(warnings) == 1
-    assert "other settings, rank 8 (now 4)" in warnings[0]
+    assert "other settings: rank was 8 and is now 4" in warnings[0]
     assert {min(tensor.shape) for tensor in adapter_of(config).values()} == {4}
 
 

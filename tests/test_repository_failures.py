@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.early_exit import early_exit
+from hf_specdecpp.repository import save_tensors, save_text
 
 HEAD, VOCAB, ADAPTER = "acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
@@ -341,3 +344,22 @@ def test_older_transformers_note_the_commit(folder: Path) -> None:
     target.config._name_or_path, target.config._commit_hash = "org/target", "b" * 40
     with pytest.warns(UserWarning, match=f"at commit {'a' * 40}, but commit {'b' * 40} was loaded"):
         load(folder, target=target)
+
+
+@pytest.mark.parametrize("save", [partial(save_text, "text"), partial(save_tensors, {"a": torch.ones(2)})])
+def test_two_processes_write_one_file(
+    save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def overtaken(unfinished: Path, place: Path) -> Path:
+        """The other process begins after this one, and ends before it."""
+        with monkeypatch.context() as other:
+            other.setattr(Path, "replace", replace)
+            other.setattr("os.getpid", lambda: 0)
+            save(place)
+        return replace(unfinished, place)
+
+    monkeypatch.setattr(Path, "replace", overtaken)
+    save(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

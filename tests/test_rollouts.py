@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny
+from models import VOCAB_SIZE, tiny
 from repos import WORDS, save_model
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer
@@ -139,11 +139,12 @@ def test_a_preallocated_layer_is_a_dynamic_one() -> None:
     assert ours.keys.untyped_storage().nbytes() == 4 * 2 * 3 * 9 * 8, "full, and nothing was copied to grow"
 
 
-def test_samples_follow_temperature_and_top_k_alone(config: TrainingConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("top_k", [2, 0])
+def test_samples_follow_temperature_and_top_k_alone(config: TrainingConfig, tmp_path: Path, top_k: int) -> None:
     model = tiny("llama", seed=4)
     model.generation_config.update(do_sample=True, top_p=0.01, repetition_penalty=9.0, top_k=1)
     config.target = save_model(model, tmp_path / "own_ideas")
-    config.rollouts.temperatures, config.rollouts.top_k, config.rollouts.samples_per_prompt = [1.0], 2, 40
+    config.rollouts.temperatures, config.rollouts.top_k, config.rollouts.samples_per_prompt = [0.3], top_k, 40
     config.rollouts.max_new_tokens, config.rollouts.batch_size = 1, 40
     rollouts.run(config)
     model = AutoModelForCausalLM.from_pretrained(config.target)
@@ -155,8 +156,8 @@ def test_samples_follow_temperature_and_top_k_alone(config: TrainingConfig, tmp_
     for name, tokens in drawn.items():
         ids = torch.tensor([[WORDS.index(word) for word in PROMPTS[int(name[1:])].split()]])
         with torch.no_grad():
-            logits, best = model(ids).logits[0, -1].topk(2)
-        p = logits.softmax(0)
+            logits, best = model(ids).logits[0, -1].topk(top_k or VOCAB_SIZE)
+        p = (logits / 0.3).softmax(0)
         assert set(tokens) <= set(best.tolist())
         observed += tokens.count(int(best[0]))
         expected += 40 * float(p[0])

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, assistant_for, tiny
+from models import NEWER, assistant_for
 from test_generate_stopping import tokenizer
-from test_tree_generate import ARGUMENTS, NEWER, PROMPT, TREES, assert_trees_mattered, generate, plain_text, target_of
+from test_tree_generate import ARGUMENTS, PROMPT, TREES, assert_trees_mattered, generate, plain_text, target_of
 
 from hf_specdecpp import candidate_generator
-from hf_specdecpp.typing import CausalLM
-
-
-@lru_cache
-def newer(family: str) -> CausalLM:
-    common = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape = {**common, "num_key_value_heads": 2, "max_position_embeddings": 256, **NEWER[family]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, family, shape)
-        target = tiny(family)
-    if "num_local_experts" in NEWER[family]:
-        target.float()  # torch has no grouped matrix product in float64
-    with torch.no_grad():
-        target.get_output_embeddings().weight *= 5.0  # certain of its tokens, so that trees become deep
-    return target
 
 
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact"])
 @pytest.mark.parametrize("family", NEWER)
 def test_dynamic_trees_on_more_families(family: str, kind: str) -> None:
-    target = newer(family)
+    target = target_of(family)
     arguments = {**ARGUMENTS, "max_new_tokens": 60}
     assistant = assistant_for(target, mix=0.9, **TREES[kind])
     assert torch.equal(generate(target, assistant, **arguments), generate(target, **arguments))

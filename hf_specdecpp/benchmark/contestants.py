@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.configuration import SpeculationConfig, Tree
 from hf_specdecpp.throughput import ThroughputMemory
 
 LENGTHS = range(1, 15)
@@ -159,25 +159,18 @@ def _transformers() -> list[Contestant]:
 
 
 def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
-    dynamic = [
-        Contestant(
-            f"dyspec {budget} ({judge})",
-            f"dyspec ({judge})",
-            SpeculationConfig(tree="dyspec", tree_budget=budget),
-            with_head,
-        )
-        for with_head, judge in _judges(has_head)
-        for budget in BUDGETS
-    ]
-    exact = [
-        Contestant(
-            f"dyspec-exact {EXACT_BUDGET} ({judge})",
-            f"dyspec-exact ({judge})",
-            SpeculationConfig(tree="dyspec-exact", tree_budget=EXACT_BUDGET),
-            with_head,
-        )
-        for with_head, judge in _judges(has_head)
-    ]
+    def dynamic(tree: Tree, budgets: Sequence[int]) -> list[Contestant]:
+        return [
+            Contestant(
+                f"{tree} {budget} ({judge})",
+                f"{tree} ({judge})",
+                SpeculationConfig(tree=tree, tree_budget=budget),
+                with_head,
+            )
+            for with_head, judge in _judges(has_head)
+            for budget in budgets
+        ]
+
     static = [
         Contestant(
             f"static {'-'.join(map(str, shape))}",
@@ -193,4 +186,4 @@ def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
         )
         for budget in (BUDGETS if has_rates else ())
     ]
-    return [*dynamic, *exact, *static, *best]
+    return [*dynamic("dyspec", BUDGETS), *dynamic("dyspec-exact", [EXACT_BUDGET]), *static, *best]

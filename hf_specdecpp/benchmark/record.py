@@ -31,12 +31,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_specdecpp.acceptance import AcceptanceHead, scalar_features
+from hf_specdecpp.acceptance import NUM_SCALARS, AcceptanceHead, scalar_features
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafter import Drafter
+from hf_specdecpp.randomness import draw_rows
 from hf_specdecpp.repository import load_tensors, save_tensors
-from hf_specdecpp.support import check_tree
-from hf_specdecpp.text_chains import ROWS_AT_ONCE, _BranchingText, _draw, target_probabilities
+from hf_specdecpp.text_chains import ROWS_AT_ONCE, BranchingText, draft_chains, target_probabilities, together
 from hf_specdecpp.training.sampling import Sampling
 from hf_specdecpp.typing import CausalLM
 
@@ -116,13 +116,11 @@ def record(
         length: most candidates in a round of any rule that will be replayed.
     """
     drafter, reader = assistant.ready_drafter(), Drafter(target, shares_target=True)
-    vocab_size, generator = (
-        target.config.get_text_config().vocab_size,
-        torch.Generator(drafter.device).manual_seed(seed),
-    )
+    vocab_size = target.config.get_text_config().vocab_size
+    generator = torch.Generator(drafter.device).manual_seed(seed)
     places = torch.arange(text.first, len(text.ids), device=drafter.device)
-    hidden = _BranchingText(drafter, text.ids).states
-    target_hidden = _BranchingText(reader, text.ids[:-1]).states
+    hidden = BranchingText(drafter, text.ids).states
+    target_hidden = BranchingText(reader, text.ids[:-1]).states
     truth = torch.tensor(text.ids, device=drafter.device)
     parts = []
     for rows in places.split(ROWS_AT_ONCE):
@@ -134,17 +132,8 @@ def record(
 
     on_text = Candidates(truth[places], scalars, label, torch.zeros_like(label))
     leaving = places[~stands]
-    off_text, off_hidden = _off_text(
-        drafter,
-        text.ids,
-        leaving,
-        rejected[~stands],
-        rejected_scalars[~stands],
-        sampling,
-        length,
-        vocab_size,
-        generator,
-    )
+    first = rejected[~stands], rejected_scalars[~stands]
+    off_text, off_hidden = _off_text(drafter, text.ids, leaving, first, sampling, length, vocab_size, generator)
     if len(leaving):
         off_text.label = _labels(reader, text.ids, leaving, off_text, sampling, vocab_size)
     if assistant.head is not None:
@@ -163,7 +152,7 @@ def _at_places(p: Tensor, q: Tensor, x: Tensor, sampling: Sampling, generator: t
         p = torch.zeros_like(q).scatter_(-1, x[:, None], 1.0)
     drawn_from = sampling.drawn_from(q, q.argmax(-1))
     accept, label, rejected_law = coupling(p, drawn_from, x)
-    rejected = q.argmax(-1) if sampling.greedy else torch.multinomial(rejected_law, 1, generator=generator)[:, 0]
+    rejected = q.argmax(-1) if sampling.greedy else draw_rows(rejected_law, generator)
     coins = torch.rand(len(x), generator=generator, device=q.device, dtype=torch.float64)
     greedy = sampling.greedy
     return accept, coins, label, scalar_features(q, x, greedy), rejected, scalar_features(q, rejected, greedy)
@@ -189,44 +178,25 @@ def coupling(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _off_text(
-    drafter: Drafter, ids: list[int], places: Tensor, tokens: Tensor, scalars: Tensor, sampling: Sampling,
-    length: int, vocab_size: int, generator: torch.Generator,
+    drafter: Drafter, ids: list[int], places: Tensor, first: tuple[Tensor, Tensor], sampling: Sampling, length: int,
+    vocab_size: int, generator: torch.Generator,
 ) -> tuple[Candidates, Tensor]:  # fmt: skip
-    """The chains that leave the text at `places` `[c]` with `tokens` `[c]`, and the states `[c, length + 1, hidden]`
-    that their candidates came from."""
-    chains, states = [], []
-    for group in _groups(places, drafter.model):
+    """The chains that leave the text at `places` `[c]` with the candidates `first` (`draft_chains`), and the states
+    `[c, length + 1, hidden]` that their candidates came from."""
+    drawn_by, drafted = None if sampling.greedy else generator, []
+    for group in together(places, drafter.model):
         rows = torch.isin(places, group)
-        found, came_from = _leave(drafter, ids, group, tokens[rows], sampling, length, vocab_size, generator)
-        found[1][:, 0] = scalars[rows]
-        chains.append(found)
-        states.append(came_from)
-    if not chains:
-        none = scalars.new_zeros((0, length))
-        empty = Candidates(none.long(), scalars.new_zeros((0, length, scalars.shape[-1])), none.double(), none)
-        return empty, scalars.new_zeros((0, length + 1, drafter.hidden_size))
-    tokens, scalars = (torch.cat(part) for part in zip(*chains, strict=True))
+        begin = first[0][rows], first[1][rows]
+        drafted.append(draft_chains(drafter, ids, group, length, sampling.q, vocab_size, drawn_by, begin))
+    if not drafted:
+        none = first[1].new_zeros((0, length))
+        empty = Candidates(none.long(), none.new_zeros((0, length, NUM_SCALARS)), none.double(), none)
+        return empty, none.new_zeros((0, length + 1, drafter.hidden_size))
+    tokens, scalars, states = (
+        torch.cat([getattr(chains, name) for chains in drafted]) for name in ("tokens", "scalars", "hidden")
+    )
     none = torch.zeros_like(scalars[..., 0])
-    return Candidates(tokens, scalars, none.double(), none), torch.cat(states)
-
-
-def _leave(
-    drafter: Drafter, ids: list[int], places: Tensor, first: Tensor, sampling: Sampling, length: int, vocab_size: int,
-    generator: torch.Generator,
-) -> tuple[tuple[Tensor, Tensor], Tensor]:  # fmt: skip
-    """Tokens `[c, length]`, scalars (the first of each chain still to be filled in) and states of one group."""
-    text = _BranchingText(drafter, ids[: int(places[-1])])
-    states, tokens, scalars = [text.states[places - 1]], [first], [torch.zeros(len(places), 6, device=places.device)]
-    one_level = torch.eye(len(places), dtype=torch.bool, device=places.device)
-    for depth in range(length):
-        depths = (places + torch.arange(depth + 1, device=places.device)[:, None]).flatten()
-        states.append(text.read(tokens[-1], places, one_level.repeat(1, depth + 1), depths))
-        if depth + 1 < length:
-            laws = (sampling.q(drafter.logits(rows, vocab_size)) for rows in states[-1].split(ROWS_AT_ONCE))
-            drawn = [_draw(q, None if sampling.greedy else generator) for q in laws]
-            tokens.append(torch.cat([token for token, _ in drawn]))
-            scalars.append(torch.cat([row for _, row in drawn]))
-    return (torch.stack(tokens, 1), torch.stack(scalars, 1)), torch.stack(states, 1)
+    return Candidates(tokens, scalars, none.double(), none), states
 
 
 def _labels(
@@ -235,7 +205,7 @@ def _labels(
     """min(1, p/q) of candidates out of the text."""
     p = [
         target_probabilities(reader, ids, group, chains.tokens[torch.isin(places, group)], sampling.p, vocab_size)
-        for group in _groups(places, reader.model)
+        for group in together(places, reader.model)
     ]
     q = torch.ones_like(chains.label) if sampling.greedy else chains.scalars[..., 0].double().exp()
     return (torch.cat(p).to(q.device).double() / q).clamp_max(1.0)
@@ -245,17 +215,6 @@ def _log_odds(head: AcceptanceHead, drafter: Drafter, candidates: Candidates, hi
     if head.inputs == "after":
         return head(hidden)
     return head(hidden, drafter.embed(candidates.tokens), candidates.scalars)
-
-
-def _groups(places: Tensor, model: CausalLM) -> list[Tensor]:
-    """The places that can be read together: all, unless the model cannot read a tree."""
-    if not len(places):
-        return []
-    try:
-        check_tree(model)
-    except ValueError:
-        return list(places.split(1))
-    return [places]
 
 
 def save(recorded: Record, path: Path) -> None:

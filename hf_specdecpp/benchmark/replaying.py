@@ -14,12 +14,13 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
 from hf_specdecpp.benchmark.record import MAX_TOKENS, Text, load, record, save
 from hf_specdecpp.benchmark.replay import Track, judge
-from hf_specdecpp.benchmark.runner import Question, answer, neutralise, seed_of
+from hf_specdecpp.benchmark.runner import Question, answer, neutralise
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.sweep import read_costs, sweep
 from hf_specdecpp.candidate_generator import eos_ids
 from hf_specdecpp.configuration import SpeculationConfig
 from hf_specdecpp.costs import costs_of
+from hf_specdecpp.randomness import seed_of
 from hf_specdecpp.repository import read_json, save_text
 from hf_specdecpp.stopping import make_rule
 from hf_specdecpp.training.sampling import Sampling

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from hf_specdecpp.benchmark.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
 from hf_specdecpp.benchmark.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.settings import RunLog
+from hf_specdecpp.randomness import seed_of
 from hf_specdecpp.typing import CausalLM
 
 WARM_UP_TOKENS = 8
@@ -148,12 +148,6 @@ def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
     """The contestants, another one first for each number."""
     first = number % len(contestants)
     return [*contestants[first:], *contestants[:first]]
-
-
-def seed_of(seed: int, *parts: object) -> int:
-    """A seed in 31 bits for these parts."""
-    digest = hashlib.sha256("/".join(map(str, (seed, *parts))).encode()).digest()
-    return int.from_bytes(digest[:4], "big") // 2
 
 
 def mismatches(rows: Sequence[dict[str, Any]], target: CausalLM) -> list[dict[str, Any]]:

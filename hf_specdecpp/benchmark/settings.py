@@ -15,7 +15,8 @@ import torch
 import transformers
 from transformers.utils import is_sklearn_available, logging
 
-from hf_specdecpp.repository import read_json, save_text
+from hf_specdecpp.provenance import device_name
+from hf_specdecpp.repository import differences, read_json, save_text
 from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")
@@ -106,13 +107,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def device_name(device: torch.device) -> str:
-    """The model where torch knows it, for example `NVIDIA H200` or `CPU (x86_64)`."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()})" if device.type == "cpu" else device.type
-
-
 def command() -> str:
     """As it was typed."""
     return shlex.join(["specdecpp", *sys.argv[1:]])
@@ -165,13 +159,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     if not path.is_file():
         save_text(json.dumps(settings, indent=2) + "\n", path)
         return
-    earlier = read_json(path)
-    different = [
-        f"{name} was {earlier.get(name)!r} and is now {settings.get(name)!r}"
-        for name in {**earlier, **settings}
-        if earlier.get(name) != settings.get(name)
-    ]
-    if different:
+    if different := differences(read_json(path), settings):
         raise ValueError(
             f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: go on with "
             "the earlier settings, choose another --output, or delete the folder."

@@ -7,7 +7,6 @@ fetched from it as those of a larger model would be.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_specdecpp.drafter import Drafter
-from hf_specdecpp.early_exit import _configs, _layer_stack, copy_sharing
+from hf_specdecpp.early_exit import layer_stack, with_layers
 from hf_specdecpp.typing import CausalLM
 
 # What the families call the projections that write into the residual stream.
@@ -48,28 +47,13 @@ def slower_target(target: CausalLM, extra_layers: int) -> CausalLM:
     Raises:
         ValueError: the family's layers cannot be silenced in this way.
     """
-    slower = copy_sharing(target)
-    decoder = slower.get_decoder()
-    name, stack = _layer_stack(decoder, slower)
-    depth, layers = len(stack), list(stack)
+    depth = len(layer_stack(target.get_decoder(), target)[1])
+    slower = with_layers(target, [place % depth for place in range(depth + extra_layers)])
     zeros: dict[tuple[object, ...], nn.Parameter] = {}
-    for place in range(depth, depth + extra_layers):
-        layer = _copy_layer(stack[place % depth])
-        for module in layer.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx = place  # type: ignore[assignment]  # its place in the cache
+    for layer in layer_stack(slower.get_decoder(), slower)[1][depth:]:
         _silence(layer, zeros)
-        layers.append(layer)
-    setattr(decoder, name, nn.ModuleList(layers))
-    for config in _configs(slower):
-        if getattr(config, "num_hidden_layers", None) != depth:
-            continue
-        for field, value in list(vars(config).items()):
-            if isinstance(value, list) and len(value) == depth and "layer" in field:
-                setattr(config, field, [value[place % depth] for place in range(depth + extra_layers)])
-        config.num_hidden_layers = depth + extra_layers
     _check(target, slower)
-    return slower.eval()
+    return slower
 
 
 def layers_for_ratio(target: CausalLM, drafter: Drafter, ratio: float) -> int:
@@ -111,12 +95,6 @@ def step_seconds(models: list[Drafter]) -> list[float]:
             logits.argmax().item()  # waits for the device
             least[number] = min(least[number], time.perf_counter() - begin)
     return least
-
-
-def _copy_layer(layer: nn.Module) -> nn.Module:
-    """Its modules anew, its tensors shared."""
-    shared: dict[int, object] = {id(tensor): tensor for tensor in (*layer.parameters(), *layer.buffers())}
-    return copy.deepcopy(layer, shared)
 
 
 def _silence(layer: nn.Module, zeros: dict[tuple[object, ...], nn.Parameter]) -> None:

@@ -19,8 +19,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.candidate_generator import eos_ids
 from hf_specdecpp.drafter import LEARNED_POSITIONS, Drafter
 from hf_specdecpp.repository import load_tensors, save_tensors
-from hf_specdecpp.support import check_tree
-from hf_specdecpp.text_chains import draft_chains, target_probabilities
+from hf_specdecpp.text_chains import draft_chains, target_probabilities, together
 from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.features import cache_folder, to_half
@@ -97,7 +96,7 @@ def chains_of_text(
     vocab_size = int(assistant.config.vocab_size or 0)
     drawn_by = None if sampling.greedy else generator
     parts = []
-    for group in _groups(starts, drafter.model, target):
+    for group in together(starts, drafter.model, target):
         drafted = draft_chains(drafter, ids, group, MAX_TOKENS, sampling.q, vocab_size, drawn_by)
         p = target_probabilities(reader, ids, group, drafted.tokens, sampling.p, vocab_size).to(drafter.device)
         q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
@@ -113,17 +112,6 @@ def chains_of_text(
         drafted_at_all = ends.cumsum(1) - ends.long() == 0
         parts.append({name: value[drafted_at_all].cpu() for name, value in rows.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _groups(starts: Sequence[int], *models: CausalLM) -> Sequence[Tensor]:
-    """The starts that are drafted together: all, unless a model cannot read a tree."""
-    together = torch.tensor(starts)
-    try:
-        for model in models:
-            check_tree(model)
-    except ValueError:
-        return together.split(1)
-    return (together,)
 
 
 def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Drafter) -> Tensor:

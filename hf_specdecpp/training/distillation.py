@@ -30,6 +30,7 @@ from hf_specdecpp.repository import (
     ADAPTER_FOLDER,
     DRAFT_VOCAB,
     check_finite,
+    differences,
     read_json,
     save_tensors,
     save_text,
@@ -106,14 +107,10 @@ def _settings(config: TrainingConfig, train: Dataset) -> dict[str, Any]:
 def _begin(config: TrainingConfig, settings: dict[str, Any], vocab: Tensor | None) -> None:
     """Remove what an earlier run left for later stages, and checkpoints unless they are of this very run."""
     checkpoints = config.work / CHECKPOINTS
-    if (checkpoints / SETTINGS).is_file():
-        theirs = read_json(checkpoints / SETTINGS)
-        changed = [
-            f"{name} {theirs.get(name)!r} (now {ours!r})" for name, ours in settings.items() if ours != theirs.get(name)
-        ]
-        if changed:
-            logger.warning(f"Distillation begins again: {checkpoints} is of other settings, {', '.join(changed)}.")
-            shutil.rmtree(checkpoints)
+    earlier = checkpoints / SETTINGS
+    if earlier.is_file() and (changed := differences(read_json(earlier), settings)):
+        logger.warning(f"Distillation begins again: {checkpoints} is of other settings: {'; '.join(changed)}.")
+        shutil.rmtree(checkpoints)
     (config.work / REPORT).unlink(missing_ok=True)
     shutil.rmtree(config.work / ADAPTER_FOLDER, ignore_errors=True)
     if vocab is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_specdecpp.acceptance import MODES, AcceptanceHead, DraftProbability
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.provenance import device_name
 from hf_specdecpp.repository import save_text
 from hf_specdecpp.stopping import ADAEDL_GAMMA, SVIP_GAMMA, StoppingRule, make_rule
 from hf_specdecpp.training import chains, features, plots, rollouts
@@ -21,7 +22,7 @@ from hf_specdecpp.training.calibration import calibration_half, fitted_head, qua
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
 from hf_specdecpp.training.models import load_assistant, load_target
-from hf_specdecpp.training.processes import device_name, process_state
+from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.sampling import Sampling, sampling_at
 from hf_specdecpp.typing import CausalLM
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from hf_specdecpp.randomness import draw_rows
 from hf_specdecpp.support import check_target
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.encoding import Codec, Encoded
@@ -98,7 +99,9 @@ class LocalTarget:
             )
         if sampling.greedy:
             return logits.argmax(-1)
-        best, tokens = logits.float().topk(min(sampling.top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+        if not sampling.top_k:
+            return draw_rows((logits.float() / sampling.temperature).softmax(-1))
+        best, tokens = logits.float().topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
         return tokens.gather(-1, torch.multinomial((best / sampling.temperature).softmax(-1), 1))[:, 0]
 
 

@@ -24,7 +24,8 @@ import pyarrow.parquet
 from transformers.utils import logging
 
 from hf_specdecpp.provenance import commit_of
-from hf_specdecpp.repository import read_json, save_text
+from hf_specdecpp.randomness import seed_of
+from hf_specdecpp.repository import differences, read_json, save_text
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.encoding import Codec, Encoded
 from hf_specdecpp.training.local_target import LocalTarget
@@ -189,13 +190,7 @@ def _earlier(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
         return {}
     record = read_json(folder / RECORD)
-    earlier = record["settings"]
-    different = [
-        f"{name} was {earlier.get(name)!r} and is now {value!r}"
-        for name, value in settings.items()
-        if earlier.get(name) != value
-    ]
-    if different:
+    if different := differences(record["settings"], settings):
         raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
     return record
 
@@ -229,17 +224,13 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
     with logging.tqdm(total=total, initial=total - left, desc="rollouts", unit="answer", disable=quiet) as bar:
         for path, rows in missing.items():
             finished: dict[int, dict[str, Any]] = {}
-            for index, answer, ended in target([row.item for row in rows], rows[0].temperature, _seed(config, path)):
+            seed = seed_of(config.seed, path.parent.name, path.name)
+            for index, answer, ended in target([row.item for row in rows], rows[0].temperature, seed):
                 finished[index] = _record(rows[index], answer, ended)
                 tokens += len(answer)
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
                 bar.update()
             _write([finished[index] for index in range(len(rows))], path)
-
-
-def _seed(config: TrainingConfig, path: Path) -> int:
-    digest = hashlib.sha256(f"{config.seed}/{path.parent.name}/{path.name}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") // 2  # leaves room for one more seed a row in 32 bits
 
 
 def _record(row: Row, answer: list[int], finished: bool) -> dict[str, Any]:
