@@ -8,6 +8,8 @@ value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's
 sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
 
 Losslessness: whether to draw at a slot depends on its value, which is known before the draw. What was drawn stays.
+For a greedy target nothing is drawn: the next sibling is the next likeliest token, known before it is taken. So there
+the slots compete with v * a(y), the chance that taking y adds a token, instead of the paper's v.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ class Growth:
 
     Attributes:
         tree: Tr.
-        open: value of the open slot of each node whose law is known.
-        leaves: value of the first child's slot of each other node that may have children.
+        open: what the open slot of each node whose law is known competes with: v, or v * a(y) for a greedy target.
+        leaves: value v of the first child's slot of each other node that may have children.
+        greedy: whether the target is.
     """
 
     def __init__(
@@ -68,7 +71,8 @@ class Growth:
         self.tree = DraftTree(root)
         self.open: dict[int, float] = {}
         self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
-        self.max_depth = max_depth
+        self.max_depth, self.greedy = max_depth, randomness is None
+        self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
         self._expand, self._estimator, self._randomness = expand, estimator, randomness
         self._eos, self._ahead = eos_token_ids, ahead
         self._room = room or LawRoom(0)
@@ -80,10 +84,10 @@ class Growth:
         """One draft pass: learn D(.|path to node) for `nodes`, which opens the slots of their first children."""
         level = self._expand(self.tree, nodes)
         self.tree.passes += 1
-        q, greedy = self._room.softmax(level.scores), self._randomness is None
+        q = self._room.softmax(level.scores)
         draw = likeliest if self._randomness is None else self._randomness.siblings
         depths = [self.tree.depths[node] for node in nodes]
-        judged = judge(q, draw, self._estimator, level, depths, greedy, self._ahead)
+        judged = judge(q, draw, self._estimator, level, depths, self.greedy, self._ahead)
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
             self._siblings[node] = judged, row
@@ -104,9 +108,9 @@ class Growth:
 
     def draw(self, parent: int) -> int | None:
         """Draw at the open slot of `parent`."""
-        v = self.open.pop(parent)
-        judged, row = self._siblings[parent]
-        if (drawn := judged.next(row)) is None:  # R is all zero
+        del self.open[parent]
+        v, drawn = self._slots.pop(parent)
+        if (drawn := drawn or self._next(parent)) is None:  # R is all zero
             return None
         y, a = drawn
         child = self.tree.add(parent, y, v, a)
@@ -115,9 +119,17 @@ class Growth:
         self._open(parent, v * (1.0 - a))
         return child
 
+    def _next(self, node: int) -> tuple[int, float] | None:
+        judged, row = self._siblings[node]
+        return judged.next(row)
+
     def _open(self, node: int, v: float) -> None:
-        self.open[node] = v
-        heappush(self._heap, (-v, node))
+        known = self._next(node) if self.greedy else None
+        if self.greedy and known is None:  # no token is left
+            return
+        self._slots[node] = v, known
+        self.open[node] = v * known[1] if known else v
+        heappush(self._heap, (-self.open[node], node))
 
 
 class LawRoom:
@@ -150,16 +162,13 @@ class LawRoom:
 def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
     """Algorithm 1: always draw at the slot of the highest value. A draft pass for every node that gets a child."""
     leaves = [(-v, node) for node, v in growth.leaves.items()]
-    while len(growth.tree) < budget and (leaves or growth.best >= 0.0):
-        if leaves and -leaves[0][0] >= growth.best:
-            v, leaf = heappop(leaves)
-            if -v < threshold:
-                break
-            growth.expand([leaf])
-        if growth.best < threshold:
+    while len(growth.tree) < budget:
+        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf competes with more
+        if max(promised, growth.best) < max(threshold, 0.0):
             break
-        child = growth.draw_best()
-        if child in growth.leaves:
+        if promised >= growth.best:
+            growth.expand([heappop(leaves)[1]])
+        elif (child := growth.draw_best()) in growth.leaves:
             heappush(leaves, (-growth.leaves[child], child))
 
 
@@ -173,13 +182,14 @@ def grow_by_level(growth: Growth, budget: int, pace: Pace, threshold: float = 0.
         threshold: lower bound of t, also in the end. 0 uses the whole budget.
     """
     tree, done = growth.tree, False
+    usual = pace.estimate if growth.greedy else 1.0  # a(y) of a leaf's child, which is not known yet
     while not done and len(tree) < budget:
-        level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+        level = {node: v * usual for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
         t = max(threshold, pace.threshold([*level.values(), *growth.open.values()], budget - len(tree)))
         worth = [node for node, v in level.items() if v >= t]
         if worth:
             growth.expand(worth)
-            growth.draw(max(worth, key=level.__getitem__))  # first, so that no pass is in vain
+            growth.draw(max(worth, key=growth.open.__getitem__))  # first, so that no pass is in vain
         done = not worth and growth.best < t
         while len(tree) < budget and growth.best >= t:
             growth.draw_best()
@@ -194,14 +204,16 @@ class Pace:
     The best tree of a budget holds every slot above one threshold t, the one that Algorithm 1 ends at. Level by level,
     t must be known before the deeper slots are. A slot of value v is split by a draw, v = v a + v (1 - a), so it takes
     about 1 + (v / t - 1) / h draws until all its parts are below t, h being the mean entropy of a split (renewal
-    theory: exact in the limit of small t where a does not depend on v). t is where these add up to the budget.
+    theory: exact in the limit of small t where a does not depend on v). t is where these add up to the budget. For
+    greedy targets the same holds with v times the mean a in the place of v.
 
     Attributes:
         split_entropy: h in nats, a running mean over the draws of all rounds.
+        estimate: the mean a, likewise.
     """
 
-    def __init__(self, split_entropy: float = 0.3) -> None:
-        self.split_entropy = split_entropy
+    def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
+        self.split_entropy, self.estimate = split_entropy, estimate
 
     def threshold(self, values: list[float], budget: int) -> float:
         """t, given the values of the slots and what is left of the budget. The best slot always passes."""
@@ -218,8 +230,9 @@ class Pace:
     def learn(self, tree: DraftTree) -> None:
         """Take note of a finished tree."""
         if len(tree):
-            mean = sum(_entropy(a) for a in tree.estimates[1:]) / len(tree)
-            self.split_entropy += 0.1 * (mean - self.split_entropy)
+            entropy = sum(_entropy(a) for a in tree.estimates[1:]) / len(tree)
+            self.split_entropy += 0.1 * (entropy - self.split_entropy)
+            self.estimate += 0.1 * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
 
 
 def grow_shape(growth: Growth, shape: Shape) -> None:

@@ -90,13 +90,36 @@ def _ancestors(tree: DraftTree, node: int) -> list[int]:
     return found
 
 
-def test_algorithm_1_draws_at_the_best_slot() -> None:
-    tree_growth = growth(Laws("mixed", seed=0))
+@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
+def test_algorithm_1_draws_at_the_best_slot(randomness: TreeRandomness | None) -> None:
+    torch.manual_seed(0)
+    tree_growth = growth(Laws("mixed", seed=0), randomness=randomness)
     grow_exactly(tree_growth, 64)
     tree = tree_growth.tree
-    assert tree.values[1:] == sorted(tree.values[1:], reverse=True)
+    worth = tree.values[1:] if randomness else chances(tree)
+    assert worth == sorted(worth, reverse=True)
     assert tree.passes == len(tree.scores) <= 65
-    assert min(tree.values[1:]) >= max(*tree_growth.open.values(), *tree_growth.leaves.values())
+    assert min(worth) >= max(*tree_growth.open.values(), *tree_growth.leaves.values())
+
+
+def chances(tree: DraftTree) -> list[float]:
+    """That each candidate is accepted."""
+    return [v * a for v, a in zip(tree.values[1:], tree.estimates[1:], strict=True)]
+
+
+@pytest.mark.parametrize("grow", [lambda g, pace: grow_exactly(g, 32), lambda g, pace: grow_by_level(g, 32, pace)])
+def test_greedy_slots_compete_with_what_their_candidate_is_worth(grow: Callable[[Growth, Pace], None]) -> None:
+    """The paper's order, by v alone, takes tokens that it knows to be unlikely."""
+    expected = []
+    for papers_order in (True, False):
+        pace, found = Pace(), []
+        for seed in range(20):
+            tree_growth = growth(Laws("mixed", seed))
+            tree_growth.greedy = not papers_order
+            grow(tree_growth, pace)
+            found.append(sum(chances(tree_growth.tree)))
+        expected.append(statistics.mean(found))
+    assert expected[1] > 1.08 * expected[0]
 
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
