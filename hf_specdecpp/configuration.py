@@ -53,6 +53,9 @@ class SpeculationConfig:
         tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the ranks of
             the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget` candidates
             for the rates of acceptance that the assistant's repository has.
+        pack_weights: on a CPU, in float32: keep a copy of the weights of target and draft in the order that its
+            matrix products like best, made at the first answer. Verifying a few tokens then costs half, and the weights
+            take twice the memory until `detach`.
 
     Raises:
         ValueError: a value is outside its range.
@@ -72,6 +75,7 @@ class SpeculationConfig:
     tree_depth: int = 12
     tree_threshold: float = 0.0
     tree_shape: list[int] | list[list[int]] | None = None
+    pack_weights: bool = False
 
     def __post_init__(self) -> None:
         self.validate()

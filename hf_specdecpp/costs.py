@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -27,8 +26,11 @@ from transformers.utils import logging
 from hf_specdecpp.acceptance import AcceptanceHead, DraftStep, Estimator
 from hf_specdecpp.chain import draft_chain
 from hf_specdecpp.drafter import Drafter, DraftSession
+from hf_specdecpp.fast_linear import fast_linear, is_packed
 from hf_specdecpp.optimal_stopping import Costs
+from hf_specdecpp.provenance import device_name
 from hf_specdecpp.randomness import TorchRandomness
+from hf_specdecpp.repository import save_text
 from hf_specdecpp.stopping import StoppingRule
 from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.verification import verify_chain
@@ -125,7 +127,8 @@ def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
 
     def verify(count: int) -> None:
         tokens = _tokens(count, target.device)
-        scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
+        with fast_linear(target):
+            scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
         cache.crop(-count)
         p = scores.softmax(dim=-1)
         verify_chain(tokens[0, 1:].tolist(), p, p[:-1], randomness)  # p = q: all are accepted, and so looked at
@@ -162,9 +165,7 @@ def _measure_and_store(
     costs = measure(target, drafter, estimator, max_tokens)
     logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}. Kept in {path}")
     with contextlib.suppress(OSError):  # a read-only home: measured again in the next process
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"costs": costs.to_dict(), "of": key}, indent=1), encoding="utf-8")
-        unfinished.replace(path)
+        save_text(json.dumps({"costs": costs.to_dict(), "of": key}, indent=1), path)
     return costs
 
 
@@ -177,8 +178,6 @@ def _load(path: Path) -> Costs | None:
 
 def _describe(model: CausalLM) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
-    device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "name": model.config.name_or_path,
         "class": type(model).__name__,
@@ -187,7 +186,8 @@ def _describe(model: CausalLM) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "dtype": str(model.dtype),
         "attention": getattr(config, "_attn_implementation", None),
-        "device": [device.type, name],
+        "packed": is_packed(model),
+        "device": device_name(model.device),
     }
 
 

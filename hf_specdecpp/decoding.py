@@ -18,6 +18,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.fast_linear import fast_linear
 from hf_specdecpp.kv_cache import keep_path
 from hf_specdecpp.records import TokenRecords
 from hf_specdecpp.support import check_cache, check_inputs
@@ -115,6 +116,10 @@ class AssistedDecoding:
 
     def _forward(self, input_ids: Tensor, candidates: list[int]) -> Any:
         """One target pass over the last token and the candidates; logits for each of them."""
+        with fast_linear(self.target):
+            return self.target(**self._chain_inputs(input_ids, candidates), return_dict=True)
+
+    def _chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
         count = len(candidates)
         tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
         inputs = self.target.prepare_inputs_for_generation(
@@ -122,7 +127,7 @@ class AssistedDecoding:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count + 1
-        return self.target(**inputs, return_dict=True)
+        return inputs
 
     def _select(
         self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
@@ -182,7 +187,8 @@ class AssistedDecoding:
         inputs |= tree_inputs(self.target, past, *Lineage().feed(tree, order), num_prefix, prefix_mask)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count + 1
-        return self.target(**inputs, return_dict=True)
+        with fast_linear(self.target):
+            return self.target(**inputs, return_dict=True)
 
     def _emit(
         self,
@@ -247,10 +253,10 @@ class AssistedDecoding:
                 layer.crop(self.cached - layer.get_seq_length())
 
     def _time_plain_pass(self, input_ids: Tensor) -> float:
-        """Seconds of one target pass over one token, mean of a few. Leaves the cache as it was."""
+        """Seconds of one target pass as plain `generate()` does it, mean of a few. Leaves the cache as it was."""
         begin = time.perf_counter()
         for _ in range(PLAIN_PASSES):
-            outputs = self._forward(input_ids, [])
+            outputs = self.target(**self._chain_inputs(input_ids, []), return_dict=True)
             outputs.past_key_values.crop(-1)
         return self._since(begin) / PLAIN_PASSES
 

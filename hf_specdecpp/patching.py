@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.decoding import assisted_decoding
+from hf_specdecpp.fast_linear import pack, unpack
 from hf_specdecpp.support import check_mode, check_target
 from hf_specdecpp.typing import CausalLM
 
 if TYPE_CHECKING:
     from hf_specdecpp.assistant import SpecDecPPAssistant
+
+logger = logging.get_logger("hf_specdecpp")
 
 # Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
 _attached: WeakKeyDictionary[CausalLM, WeakSet[SpecDecPPAssistant]] = WeakKeyDictionary()
@@ -47,10 +51,23 @@ def detach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
     assistants = _attached.get(target)
     if assistants is None or assistant not in assistants:
         return
+    unpack(*_models(assistant, target))
     assistants.discard(assistant)
     if not assistants:
         del _attached[target]
         target.__class__ = original_class(target)
+
+
+def _arrange_weights(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
+    if not assistant.speculation.pack_weights:
+        unpack(*_models(assistant, target))
+    elif copied := pack(*_models(assistant, target)):
+        logger.info(f"Packed the weights for faster passes over few tokens: {copied / 2**20:.0f} MiB more memory.")
+
+
+def _models(assistant: SpecDecPPAssistant, target: CausalLM) -> list[nn.Module]:
+    drafter = assistant.drafter
+    return [target] if drafter is None else [target, drafter.model, drafter]
 
 
 def is_attached(assistant: Any, target: CausalLM) -> bool:
@@ -121,6 +138,7 @@ class AttachedMixin:
                 input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
             )
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        _arrange_weights(assistant_model, self)
         generator = self._get_candidate_generator(
             generation_config=generation_config,
             logits_processor=logits_processor,
