@@ -73,7 +73,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.speculation = speculation or SpeculationConfig.from_dict(config.speculation)
         self.stats = SpeculationStats()
         self.adapter_folder = adapter
-        self.merge_adapter = False
+        self.merge_adapter = True
         self.draft_vocab = draft_vocab
         # Measured once per target: what the verdict compares with.
         self.plain_pass_seconds: WeakKeyDictionary[CausalLM, float] = WeakKeyDictionary()
@@ -95,6 +95,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         device: torch.device | str | None = None,
         speculation: SpeculationConfig | None = None,
         draft: CausalLM | str | Path | None = None,
+        merge: bool = True,
         **hub_kwargs: Any,
     ) -> Self:
         """Load draft, adapter, head and options from a Hub repo or a folder.
@@ -107,6 +108,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             speculation: replaces the repository's defaults.
             draft: a copy of the draft that the repository names, where that cannot be reached: its folder, or a model
                 object, which is left as and where it is.
+            merge: of an early exit, as in `from_early_exit`.
             hub_kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`: passed to every download.
 
         Raises:
@@ -131,6 +133,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         elif draft is not None:
             raise ValueError(f"{repository.name!r} drafts with {config.draft_name}, so draft= must be left out.")
         assistant = cls(config, drafter, head, adapter, draft_vocab, speculation)
+        assistant.merge_adapter = merge
         if device is None and (placed := drafter or target) is not None:
             device = placed.device
         if device is not None:
@@ -190,7 +193,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         head: AcceptanceHead | None = None,
         draft_vocab: Tensor | Sequence[int] | None = None,
         speculation: SpeculationConfig | None = None,
-        merge: bool = False,
+        merge: bool = True,
     ) -> Self:
         """Draft with some of the target's own layers, and attach to it. Move the target to its device before.
 
@@ -198,7 +201,8 @@ class SpecDecPPAssistant(PreTrainedModel):
             target: the model to draft for and with. Its tensors are shared, not copied, and never changed.
             layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
             adapter, head, draft_vocab, speculation: as in `from_draft`.
-            merge: merge the adapter into copies of the weights that it changes: faster, but needs their memory.
+            merge: merge the adapter into copies of the weights that it changes. `False` saves their memory, which is
+                that of `layers`, but a draft step computes the adapter each time and takes about twice as long.
 
         Raises:
             ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.

@@ -81,7 +81,8 @@ def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens
     they were.
     """
     devices = [target.device, drafter.device]
-    with torch.random.fork_rng(devices=[device.index or 0 for device in devices if device.type == "cuda"]):
+    accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=accelerators), fast_linear(target, drafter.model, drafter):
         draft, read = _time_draft(target, drafter, estimator)
         verify = _time_target(target, max_tokens)
     return Costs(draft=draft, verify=verify, read=read)
@@ -127,8 +128,7 @@ def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
 
     def verify(count: int) -> None:
         tokens = _tokens(count, target.device)
-        with fast_linear(target):
-            scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
+        scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
         cache.crop(-count)
         p = scores.softmax(dim=-1)
         verify_chain(tokens[0, 1:].tolist(), p, p[:-1], randomness)  # p = q: all are accepted, and so looked at

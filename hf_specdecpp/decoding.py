@@ -78,13 +78,15 @@ class AssistedDecoding:
         begin = time.perf_counter()
         input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = self._since(begin)
+        drafter = self.generator.session.drafter
         try:
-            while not finished:
-                begin = time.perf_counter()
-                spent = self.stats.draft_seconds + self.stats.target_seconds
-                input_ids, finished = self._round(input_ids)
-                spent = self.stats.draft_seconds + self.stats.target_seconds - spent
-                self.stats.overhead_seconds += time.perf_counter() - begin - spent
+            with fast_linear(self.target, drafter.model, drafter):
+                while not finished:
+                    begin = time.perf_counter()
+                    spent = self.stats.draft_seconds + self.stats.target_seconds
+                    input_ids, finished = self._round(input_ids)
+                    spent = self.stats.draft_seconds + self.stats.target_seconds - spent
+                    self.stats.overhead_seconds += time.perf_counter() - begin - spent
         except BaseException:
             self._roll_back()
             raise
@@ -116,8 +118,7 @@ class AssistedDecoding:
 
     def _forward(self, input_ids: Tensor, candidates: list[int]) -> Any:
         """One target pass over the last token and the candidates; logits for each of them."""
-        with fast_linear(self.target):
-            return self.target(**self._chain_inputs(input_ids, candidates), return_dict=True)
+        return self.target(**self._chain_inputs(input_ids, candidates), return_dict=True)
 
     def _chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
         count = len(candidates)
@@ -187,8 +188,7 @@ class AssistedDecoding:
         inputs |= tree_inputs(self.target, past, *Lineage().feed(tree, order), num_prefix, prefix_mask)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count + 1
-        with fast_linear(self.target):
-            return self.target(**inputs, return_dict=True)
+        return self.target(**inputs, return_dict=True)
 
     def _emit(
         self,

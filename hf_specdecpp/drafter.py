@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_specdecpp.acceptance import DraftStep
-from hf_specdecpp.fast_linear import fast_linear
 from hf_specdecpp.kv_cache import keep_path
 from hf_specdecpp.tree import DraftTree, Lineage
 from hf_specdecpp.tree_attention import tree_inputs
@@ -90,8 +89,7 @@ class Drafter(nn.Module):
         """
         decoder = self.model.get_decoder()
         use_cache = cache is not None
-        with fast_linear(self.model):
-            output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache, **inputs)
+        output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache, **inputs)
         return output.last_hidden_state
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
@@ -116,8 +114,7 @@ class Drafter(nn.Module):
 
     def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
         """The model's own route from hidden state to logits: the head, then what some families do to its output."""
-        with fast_linear(self.model):
-            logits = head(hidden)
+        logits = head(hidden)
         config = self.text_config
         if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale

@@ -11,17 +11,14 @@ and a pass over several, which verification has anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
-
-from hf_specdecpp.typing import CausalLM
 
 ROWS = 4  # that a packed copy is made for; its order is the same for all numbers but 1
 
@@ -29,25 +26,37 @@ ROWS = 4  # that a packed copy is made for; its order is the same for all number
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def fast_linear(model: CausalLM) -> AbstractContextManager[Any]:
-    """Within it the forward of `model` uses the faster products, where that concerns it; elsewhere it does nothing."""
-    return _OneDNN() if _concerns(model) else nullcontext()
+@contextmanager
+def fast_linear(*models: nn.Module) -> Iterator[None]:
+    """Within it the linear layers of the models use the faster products, where that concerns them.
+
+    Until it is left each of them has a `forward` of its own. Their weights are not touched, and layers whose forward
+    somebody else has replaced stay as they are.
+    """
+    layers = [layer for layer in _layers(*models) if "forward" not in vars(layer)]
+    for layer in layers:
+        vars(layer)["forward"] = partial(_forward, layer, *_packed.get(layer.weight, (None, None)))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)  # another thread may have been here
 
 
 def pack(*models: nn.Module) -> int:
     """Keep packed copies of the linear layers' float32 weights, those of a CPU.
 
-    A weight that is changed in place later loses its copy (but for changes that go past autograd, with `.data`: call
-    `unpack` after such).
+    A copy is not used any more once its weight was changed in place, unless that went past autograd (with `.data`):
+    call `unpack` after such changes.
 
     Returns:
         Bytes of the copies made now.
     """
     new = 0
-    for weight in _weights(*models):
-        if weight not in _packed:
-            with torch.no_grad():
-                copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+    for layer in _layers(*models):
+        weight = layer.weight
+        if not weight.is_inference() and not _is_current(weight):
+            copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
             _packed[weight] = weight._version, copy
             new += weight.nbytes
     return new
@@ -55,52 +64,38 @@ def pack(*models: nn.Module) -> int:
 
 def unpack(*models: nn.Module) -> None:
     """Give the memory of `pack` back."""
-    for weight in _weights(*models):
-        _packed.pop(weight, None)
+    for layer in _layers(*models):
+        _packed.pop(layer.weight, None)
 
 
 def is_packed(model: nn.Module) -> bool:
     """Whether there are packed copies for it."""
-    return any(weight in _packed for weight in _weights(model))
+    return any(_is_current(layer.weight) for layer in _layers(model))
 
 
-class _OneDNN(TorchFunctionMode):
-    """Replaces `torch.nn.functional.linear` in this thread; modules and weights are not touched."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not _is_ordinary(weight) or input.dtype != weight.dtype or torch.is_grad_enabled() or not input.numel():
-        return functional.linear(input, weight, bias)
-    version, copy = _packed.get(weight, (None, None))
-    if copy is not None and version != weight._version:
-        del _packed[weight]
-        copy = None
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight if copy is None else copy, bias, "none", [], "")
+def _forward(layer: nn.Linear, version: int | None, copy: Tensor | None, input: Tensor) -> Tensor:
+    weight = layer.weight
+    if weight.dtype != torch.float32 or input.dtype != torch.float32 or torch.is_grad_enabled() or not input.numel():
+        return functional.linear(input, weight, layer.bias)
+    chosen = weight if copy is None or version != weight._version else copy
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, chosen, layer.bias, "none", [], "")
     return product
 
 
-def _weights(*models: nn.Module) -> Iterator[Tensor]:
+def _layers(*models: nn.Module) -> Iterator[nn.Linear]:
+    """Ordinary float32 linear layers on a CPU, neither quantised nor of another library."""
+    if not torch.backends.mkldnn.is_available():
+        return
     for model in models:
         for module in model.modules():
-            if isinstance(module, nn.Linear) and _is_ordinary(module.weight) and not module.weight.is_inference():
-                yield module.weight
+            if type(module) is nn.Linear and _is_ordinary(module.weight):
+                yield module
 
 
-def _concerns(model: CausalLM) -> bool:
-    return model.device.type == "cpu" and model.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+def _is_ordinary(weight: Tensor) -> bool:
+    return type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
-def _is_ordinary(weight: Any) -> bool:
-    """Neither quantised nor of another library."""
-    return type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32 and weight.device.type == "cpu"
+def _is_current(weight: Tensor) -> bool:
+    version, _ = _packed.get(weight, (None, None))
+    return version is not None and version == weight._version

@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator, eos_ids
 from hf_specdecpp.chain import Chain
+from hf_specdecpp.fast_linear import fast_linear
 from hf_specdecpp.processing import Processing
 from hf_specdecpp.support import check_lossless
 
@@ -90,7 +91,9 @@ def draft_round(
         minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
         processors.insert(0, minimum)
     generator.processing = Processing(processors)
-    chain = generator.draft(input_ids, max_new_tokens)
+    drafter = generator.session.drafter
+    with fast_linear(drafter.model, drafter):
+        chain = generator.draft(input_ids, max_new_tokens)
     state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
     if not chain.tokens:
         chain = _repeat_last(input_ids, generator.session.vocab_size)

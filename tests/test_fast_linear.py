@@ -53,29 +53,46 @@ def test_the_same_logits(target, calls, rows, packed):
 
 def test_a_bias_and_several_dimensions(calls):
     layer, x = nn.Linear(12, 5), torch.randn(2, 3, 12)
-    with torch.no_grad(), fast_linear(tiny("llama").float()):
+    with torch.no_grad(), fast_linear(layer):
         actual = layer(x)
     assert calls
     torch.testing.assert_close(actual, functional.linear(x, layer.weight, layer.bias))
 
 
-def test_only_float32_without_gradients(target, calls):
-    x = torch.ones(1, 4)
-    with fast_linear(target):
-        nn.Linear(4, 3)(x).sum().backward()  # the kernel has no gradient
+def test_only_float32_without_gradients(calls):
+    layer, x = nn.Linear(4, 3), torch.ones(1, 4)
+    with fast_linear(layer):
+        layer(x).sum().backward()  # the kernel has no gradient
         with torch.no_grad():
-            nn.Linear(4, 3).double()(x.double())
-            nn.Linear(4, 3)(x[:0])
+            layer(x[:0])
+            layer.double()(x.double())
     assert not calls
-    with torch.no_grad(), fast_linear(target.double()):
-        nn.Linear(4, 3)(x)
+    with torch.no_grad(), fast_linear(layer):
+        layer(x.double())
     assert not calls
+
+
+def test_the_forward_of_others_stays(calls):
+    layer = nn.Linear(4, 3)
+    hooked = layer.forward = lambda x: x + 1.0
+    other = nn.Linear(4, 4)
+
+    def interrupted() -> None:
+        with fast_linear(layer, other):
+            assert layer.forward is hooked
+            assert "forward" in vars(other)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert layer.forward is hooked
+    assert "forward" not in vars(other)
 
 
 def test_a_changed_weight_loses_its_copy(calls):
     layer, x = nn.Linear(8, 8, bias=False), torch.randn(3, 8)
     pack(layer)
-    with torch.no_grad(), fast_linear(tiny("llama").float()):
+    with torch.no_grad(), fast_linear(layer):
         layer(x)
         layer.weight.mul_(2.0)
         actual = layer(x)

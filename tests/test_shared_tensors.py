@@ -43,7 +43,9 @@ def test_an_early_exit_shares_the_targets_tensors(tmp_path: Path) -> None:
     shared = {t.untyped_storage().data_ptr() for t in all_tensors(target)}
     vocab = list(range(0, 48, 3))
     for adapter, draft_vocab in ((None, None), (lora_folder(target, tmp_path), None), (None, vocab)):
-        assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter, draft_vocab=draft_vocab, speculation=FIXED)
+        assistant = SpecDecPPAssistant.from_early_exit(
+            target, 2, adapter, draft_vocab=draft_vocab, speculation=FIXED, merge=False
+        )
         drafter = assistant.drafter
         assert drafter is not None
         own = bytes_of([*all_tensors(drafter.model), *all_tensors(drafter)], without=shared)
@@ -61,7 +63,8 @@ def test_an_early_exit_shares_the_targets_tensors(tmp_path: Path) -> None:
 def test_moving_an_early_exit_assistant_leaves_the_target(tmp_path: Path) -> None:
     target = tiny("llama")
     before = snapshot(target)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, lora_folder(target, tmp_path), speculation=FIXED)
+    folder = lora_folder(target, tmp_path)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, folder, speculation=FIXED, merge=False)
     assistant.half()
     assistant.train()
     assistant.requires_grad_(False)
