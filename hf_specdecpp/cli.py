@@ -116,6 +116,9 @@ def bench(
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Records of a sampled text.")] = 1,
     attempts: Annotated[int, typer.Option(min=1, help="Most at a generation that other load disturbs.")] = 3,
+    pack_weights: Annotated[
+        bool, typer.Option("--pack_weights", "--pack-weights", help="Ours keeps packed copies of the weights (CPU).")
+    ] = False,
     cost_ratio: Annotated[
         float | None, typer.Option("--cost_ratio", "--cost-ratio", help="Slow the target down to t_draft / t_target.")
     ] = None,
@@ -134,6 +137,7 @@ def bench(
         "target": target, "assistant": assistant, "draft": draft, "data": data, "output": output,
         "max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "quick": quick, "live": live, "replay": replay,
         "rollouts": rollouts, "costs": costs, "draws": draws, "attempts": attempts, "cost_ratio": cost_ratio,
+        "pack_weights": pack_weights,
         "dtype": dtype, "device": device, "threads": threads, "seed": seed,
     }  # fmt: skip
     try:

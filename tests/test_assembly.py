@@ -227,10 +227,13 @@ def test_a_card_without_what_is_optional(run: TrainingConfig, card: ModelCard, t
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path) -> None:
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
     config.distill, config.target_id = DistillConfig(rank=2, alpha=4, batch_size=4), "org/target"
+    config.speculation = {"pack_weights": True}
     for stage in (distillation, head_fitting, calibration, evaluation, assembly):
         stage.run(config)
     stored = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert stored["base_model_name_or_path"] == "org/target"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_id"] is None
+    ours = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ours["draft_id"] is None
+    assert (ours["speculation"]["rule"], ours["speculation"]["pack_weights"]) == ("throughput", True)
     target = AutoModelForCausalLM.from_pretrained(config.target)
     assert greedy(target, SpecDecPPAssistant.from_pretrained(config.output, target)) == greedy(target)

@@ -17,7 +17,14 @@ from typer.testing import CliRunner
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, decoding
 from hf_specdecpp.benchmark import clock, replaying, runner
 from hf_specdecpp.benchmark.clock import Disturbance, RoundClock
-from hf_specdecpp.benchmark.contestants import PLAIN, Contestant, all_contestants, choose, quick_contestants
+from hf_specdecpp.benchmark.contestants import (
+    PLAIN,
+    Contestant,
+    all_contestants,
+    choose,
+    quick_contestants,
+    untuned_contestants,
+)
 from hf_specdecpp.benchmark.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches, rotated
 from hf_specdecpp.benchmark.settings import RUNS, RunLog
@@ -282,10 +289,19 @@ def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
 
 def test_slow_target_is_labelled(target: PreTrainedModel, tmp_path: Path) -> None:
     options = ("--max_new_tokens", "8", "--contestants", "fixed 2", "--temperatures", "0", "--cost_ratio", "0.1")
-    result = run_command(target, tmp_path, *options, "--no-replay")
+    result = run_command(target, tmp_path, *options, "--no-replay", "--pack_weights")
     assert result.exit_code == 0, result.output
     assert "SLOWED-DOWN TARGET" in result.output
     assert "SLOWED-DOWN TARGET" in (tmp_path / "bench/report.md").read_text()
+
+
+def test_the_untuned_draft_is_a_rival(target: PreTrainedModel) -> None:
+    assistant, untuned = assistant_for(target), tiny("llama", seed=5)
+    for contestant in untuned_contestants(untuned):
+        with contestant.arguments(assistant) as arguments:
+            assert arguments["assistant_model"] is untuned
+            assert untuned.generation_config.num_assistant_tokens == contestant.stock["num_assistant_tokens"]
+        assert contestant.name.startswith("transformers untuned ")
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,8 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
         ({"head": {"mixing": 1.0}}, "head.mixing=1.0 must be at least 0 and under 1"),
         ({"evaluation": {"max_prompts": 0}}, "evaluation.max_prompts=0 must be a whole number of at least 1"),
         ({"evaluation": {"date": []}}, "Unknown setting evaluation.date"),
+        ({"speculation": {"treshold": 0.5}}, "Unknown setting speculation.treshold"),
+        ({"speculation": {"threshold": 5}}, "threshold=5 must be between 0 and 1"),
     ],
 )
 def test_senseless_settings(changes: dict[str, Any], message: str) -> None:

@@ -15,13 +15,21 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import plots, report
-from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
+from hf_specdecpp.benchmark.contestants import (
+    Contestant,
+    all_contestants,
+    choose,
+    quick_contestants,
+    untuned_contestants,
+)
 from hf_specdecpp.benchmark.replaying import replay
 from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches
 from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, BenchmarkConfig, RunLog, command, environment
 from hf_specdecpp.benchmark.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.summary import speed_table, summarise
 from hf_specdecpp.demo import PROMPTS, parse_layers
+from hf_specdecpp.fast_linear import pack
+from hf_specdecpp.loading import load_draft
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.repository import ADAPTER_FILES, read_json, save_text
 from hf_specdecpp.support import check_tree
@@ -74,6 +82,9 @@ def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> 
     logging.disable_progress_bar()  # of loading; ours come later
     config = _quicker(config) if config.quick else config
     target, assistant, extra_layers = load(config)
+    if config.pack_weights:  # before anything is measured
+        drafter = assistant.ready_drafter()
+        pack(target, drafter.model, drafter)
     contestants = choose(_contestants(config, target, assistant), config.contestants)
     questions = _questions(config)
     settings = _settings(config, target, assistant, questions, extra_layers)
@@ -126,14 +137,37 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
 def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
     has_head = assistant.head is not None
     if config.quick:
-        return quick_contestants(has_head)
+        found = quick_contestants(has_head)
+    else:
+        can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
+        found = [*all_contestants(has_head, can_tree, has_rates), *_untuned(config, target, assistant)]
+    return [_packed(contestant) for contestant in found] if config.pack_weights else found
+
+
+def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
     try:
         check_tree(target)
         check_tree(assistant.ready_drafter().model, "draft")
     except ValueError as error:
         logger.warning(f"No trees take part: {error}")
-        return all_contestants(has_head, can_tree=False)
-    return all_contestants(has_head, has_rates=bool(assistant.config.acceptance_by_rank))
+        return False
+    return True
+
+
+def _untuned(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
+    """transformers with the draft as it was before it was tuned, which costs the memory of a second draft."""
+    own = assistant.config
+    if own.draft_kind == "early_exit" or assistant.adapter_folder is None:
+        return []
+    revision = own.draft_revision if config.draft is None else None
+    return untuned_contestants(load_draft(config.draft or own.draft_id, revision, target))
+
+
+def _packed(contestant: Contestant) -> Contestant:
+    speculation = contestant.speculation
+    return (
+        contestant if speculation is None else replace(contestant, speculation=replace(speculation, pack_weights=True))
+    )
 
 
 def _quicker(config: BenchmarkConfig) -> BenchmarkConfig:
@@ -173,6 +207,7 @@ def _settings(
         "max_new_tokens": config.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "seed": config.seed,
+        "pack_weights": config.pack_weights,
         "cost_ratio": config.cost_ratio,
         "extra_layers": extra_layers,
         **environment(target.device),

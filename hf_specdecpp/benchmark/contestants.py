@@ -13,12 +13,14 @@ from transformers import GenerationConfig
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.configuration import SpeculationConfig, Tree
 from hf_specdecpp.throughput import ThroughputMemory
+from hf_specdecpp.typing import CausalLM
 
 LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 BUDGETS = (4, 8, 16, 32, 64)  # nodes of the dynamic trees
 EXACT_BUDGET = 16
 SHAPES = ((2, 1, 1), (3, 2, 1, 1), (4, 2, 1, 1))  # children by depth
+STOCK_LENGTHS = (2, 3, 5, 10)
 HEURISTIC_START = 5  # candidates in the first round of transformers' "heuristic" schedule
 
 
@@ -32,6 +34,7 @@ class Contestant:
         speculation: ours: the knobs of the assistant.
         with_head: ours: whether the head judges, or the draft's own probability.
         stock: transformers' assisted generation: what the draft's generation config says.
+        draft: the draft of these, if it is not the assistant's: the one that the assistant's was tuned from.
         lookup: transformers' prompt lookup: how many tokens it proposes.
         memory: ours: what `rule="throughput"` has learned as this contestant.
     """
@@ -41,6 +44,7 @@ class Contestant:
     speculation: SpeculationConfig | None = None
     with_head: bool = True
     stock: dict[str, Any] | None = None
+    draft: CausalLM | None = field(default=None, compare=False, repr=False)
     lookup: int | None = None
     memory: ThroughputMemory = field(default_factory=ThroughputMemory, compare=False, repr=False)
 
@@ -52,7 +56,7 @@ class Contestant:
     def arguments(self, assistant: SpecDecPPAssistant) -> Iterator[dict[str, Any]]:
         """What to pass to the target's `generate()`, the assistant being set up for it meanwhile."""
         if self.stock is not None:
-            draft = assistant.ready_drafter().model
+            draft = self.draft or assistant.ready_drafter().model
             own, draft.generation_config = draft.generation_config, GenerationConfig(**self.stock)
             try:
                 yield {"assistant_model": draft}
@@ -141,20 +145,27 @@ def _judges(has_head: bool) -> list[tuple[bool, str]]:
 
 
 def _transformers() -> list[Contestant]:
-    def assisted(name: str, count: int, schedule: str, confidence: float) -> Contestant:
+    return [*_assisted("transformers"), Contestant("prompt lookup", "prompt lookup", lookup=10)]
+
+
+def untuned_contestants(draft: CausalLM) -> list[Contestant]:
+    """transformers' own assisted generation with the draft that an assistant's was tuned from."""
+    return _assisted("transformers untuned", draft)
+
+
+def _assisted(family: str, draft: CausalLM | None = None) -> list[Contestant]:
+    def contestant(name: str, count: int, schedule: str, confidence: float) -> Contestant:
         stock = {
             "num_assistant_tokens": count,
             "num_assistant_tokens_schedule": schedule,
             "assistant_confidence_threshold": confidence,
         }
-        return Contestant(f"transformers {name}", "transformers", stock=stock)
+        return Contestant(f"{family} {name}", family, stock=stock, draft=draft)
 
-    constant = [assisted(f"constant {count}", count, "constant", 0.0) for count in (2, 5, 10)]
     return [
-        assisted("default", 20, "constant", 0.4),
-        *constant,
-        assisted("heuristic", HEURISTIC_START, "heuristic", 0.0),
-        Contestant("prompt lookup", "prompt lookup", lookup=10),
+        contestant("default", 20, "constant", 0.4),
+        *(contestant(f"constant {count}", count, "constant", 0.0) for count in STOCK_LENGTHS),
+        contestant("heuristic", HEURISTIC_START, "heuristic", 0.0),
     ]
 
 

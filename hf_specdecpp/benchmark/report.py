@@ -56,6 +56,8 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"SLOWED-DOWN TARGET: {settings['extra_layers']} further layers that add nothing make a draft step "
             f"cost about {settings['cost_ratio']:g} target passes. The texts are the original's, the speeds are not."
         )
+    if settings["pack_weights"]:
+        lines.append("Ours keeps packed copies of the float32 weights (pack_weights): twice their memory.")
     if (ratio := measured_ratio(results["runs"])) is not None:
         lines.append(f"A draft step, reading the prompt included, costs {ratio:.3f} target passes in these runs.")
     rows = [row for row in results["runs"] if row["disturbed"]]

@@ -43,6 +43,7 @@ class BenchmarkConfig:
         device: of the target, by default an accelerator if there is one.
         threads: of torch; as many as torch takes by default.
         seed: of the choice of prompts and of all draws.
+        pack_weights: of ours, see `SpeculationConfig`.
         cost_ratio: make the target slower until a draft step costs this share of a pass.
         costs: what replays reckon with: `"measured"`, `"paper"`, ratios t_draft / t_target, or JSON files.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
@@ -66,6 +67,7 @@ class BenchmarkConfig:
     device: str = field(default_factory=lambda: _default_device())
     threads: int | None = None
     seed: int = 0
+    pack_weights: bool = False
     cost_ratio: float | None = None
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     rollouts: Path | None = None

@@ -42,7 +42,8 @@ def run(config: TrainingConfig) -> Path:
     assistant = load_assistant(config, load_target(config))
     # An early exit always runs attached, where the throughput rule can measure its costs.
     rule: Rule = "throughput" if config.draft is None else "threshold"
-    assistant.speculation = SpeculationConfig(rule=rule, threshold=best_threshold(training["evaluation"]))
+    usual = {"rule": rule, "threshold": best_threshold(training["evaluation"])}
+    assistant.speculation = SpeculationConfig(**{**usual, **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
     _name_models(assistant, config)
     folder = Path(config.output)
@@ -129,7 +130,7 @@ def settings(config: TrainingConfig) -> str:
 def _differences(ours: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for name, value in ours.items():
-        if value != default[name]:
+        if value != default.get(name):
             changed[name] = _differences(value, default[name]) if isinstance(value, dict) else value
     return changed
 

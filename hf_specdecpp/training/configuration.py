@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_specdecpp.configuration import SpeculationConfig
+
 DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -134,6 +136,8 @@ class TrainingConfig:
         target_id, target_revision: what the published config says in place of `target`: its Hub id and commit, where
             training read a local copy.
         draft_id, draft_revision: the same for `draft`.
+        speculation: what users of the repository speculate with unless they choose: fields of `SpeculationConfig`. By
+            default `threshold` at its best value here, for an early exit `throughput`.
         seed: of everything random.
         report_to: trackers as in `transformers.TrainingArguments` ("trackio", "tensorboard", "wandb", "none").
         work_dir: shards, checkpoints and features; by default `<output>-work`.
@@ -151,6 +155,7 @@ class TrainingConfig:
     target_revision: str | None = None
     draft_id: str | None = None
     draft_revision: str | None = None
+    speculation: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     report_to: str = "none"
     work_dir: str | None = None
@@ -170,6 +175,7 @@ class TrainingConfig:
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
+        _build(SpeculationConfig, self.speculation, "speculation.")
         self._validate_ids()
         self._validate_rollouts()
         self._validate_head()
