@@ -31,9 +31,9 @@ def test_equally_frequent_go_by_id() -> None:
     assert choose(answers([9, 8, 7, 6]), 3, always=[1], num_ids=VOCAB_SIZE).tolist() == [1, 6, 7]
 
 
-def test_fewer_than_asked_for() -> None:
-    """Tokens that the target never wrote are not kept to fill up."""
-    assert choose(answers([9, 8, 9]), 20, always=[1], num_ids=VOCAB_SIZE).tolist() == [1, 8, 9]
+def test_few_texts_are_filled_up_with_low_ids() -> None:
+    """Tokenizers number their tokens by frequency: better than leaving places empty."""
+    assert choose(answers([19, 18, 19]), 6, always=[1], num_ids=VOCAB_SIZE).tolist() == [0, 1, 2, 3, 18, 19]
 
 
 def test_places_that_are_left_go_to_the_prompts() -> None:

@@ -19,7 +19,13 @@ LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 BUDGETS = (4, 8, 16, 32, 64)  # nodes of the dynamic trees
 EXACT_BUDGET = 16
-SHAPES = ((2, 1, 1), (3, 2, 1, 1), (4, 2, 1, 1))  # children by depth
+SHAPES = (
+    (2, 1, 1),
+    (4, 1, 1, 1),
+    (2, 2, 1, 1),
+    (4, 3, 2, 1),
+    (4, 2, 2, 1, 1),
+)  # children by depth: 6, 16, 14, 64, 60 nodes
 STOCK_LENGTHS = (2, 3, 5, 10)
 HEURISTIC_START = 5  # candidates in the first round of transformers' "heuristic" schedule
 

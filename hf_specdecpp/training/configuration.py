@@ -50,7 +50,7 @@ class DistillConfig:
     Args:
         enabled: False leaves the draft as it is (the paper's setting).
         draft_vocab_size: how many of the most frequent tokens, of the answers and then of the prompts, the draft keeps;
-            all by default.
+            all by default. With too few texts to choose from it costs acceptance: see what the stage says it covers.
         on_prompts: learn on the prompts' tokens, too: more text for no more answers. Good for an early exit, which has
             much to learn; what is measured are the answers alone.
         rank, alpha, dropout: of the adapter.

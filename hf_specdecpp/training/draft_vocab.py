@@ -22,9 +22,10 @@ CONVERSATION = [{"role": "user", "content": "x"}, {"role": "assistant", "content
 def choose(
     answers: Dataset, size: int, always: Sequence[int], num_ids: int, prompts: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """The `size` most frequent tokens of the answers, ascending; fewer if fewer were ever seen.
+    """The `size` most frequent tokens of the answers, ascending.
 
-    Places that are left go to the most frequent tokens of the prompts: answers repeat names and words of theirs.
+    Places that are left go to the most frequent tokens of the prompts, whose names and words answers repeat, and then to
+    the lowest ids: tokenizers number their tokens about by frequency.
 
     Args:
         answers: rows with `input_ids` and `prompt_length`.
@@ -45,8 +46,7 @@ def choose(
     counts = answer_counts(answers, num_ids)[:num_ids] * (asked.sum() + 1) + asked
     counts[kept] = np.iinfo(counts.dtype).max
     # Stable, so that tokens that are equally frequent go by their id.
-    chosen = np.argsort(-counts, kind="stable")[:size]
-    return torch.as_tensor(np.sort(chosen[counts[chosen] > 0]))
+    return torch.as_tensor(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
 def covered_mass(token_ids: Tensor, answers: Dataset) -> float:
