@@ -24,8 +24,8 @@ def choose(
 ) -> Tensor:
     """The `size` most frequent tokens of the answers, ascending.
 
-    Places that are left go to the most frequent tokens of the prompts, whose names and words answers repeat, and then to
-    the lowest ids: tokenizers number their tokens about by frequency.
+    Places that are left go to the most frequent tokens of the prompts, whose names and words answers repeat, and then
+    to the lowest ids: tokenizers number their tokens about by frequency.
 
     Args:
         answers: rows with `input_ids` and `prompt_length`.
