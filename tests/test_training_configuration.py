@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
+from hf_specdecpp.training import trackers
 from hf_specdecpp.training.configuration import TrainingConfig
 
 
@@ -67,3 +70,14 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
 def test_senseless_settings(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**changes).validate()
+
+
+def test_logs_outlive_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer's TensorBoard callback reads the variable when it is made."""
+    monkeypatch.delenv(trackers.VARIABLE, raising=False)
+    with trackers.tensorboard_in(tmp_path):
+        assert os.environ[trackers.VARIABLE] == str(tmp_path)
+    assert trackers.VARIABLE not in os.environ
+    monkeypatch.setenv(trackers.VARIABLE, "theirs")
+    with trackers.tensorboard_in(tmp_path):
+        assert os.environ[trackers.VARIABLE] == "theirs"

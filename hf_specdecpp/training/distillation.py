@@ -42,6 +42,7 @@ from hf_specdecpp.training.distillation_data import answer_tokens, by_length, co
 from hf_specdecpp.training.distillation_trainer import DistillationTrainer, Student, summarise
 from hf_specdecpp.training.encoding import Codec
 from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.vocabulary import check_same_tokenizer
 
@@ -77,7 +78,8 @@ def run(config: TrainingConfig) -> None:
         _begin(config, settings, vocab)
     state.wait_for_everyone()
 
-    trainer = _trainer(config, target, draft, vocab, train, heldout, limit)
+    with tensorboard_in(config.work / LOGS / "distill"):
+        trainer = _trainer(config, target, draft, vocab, train, heldout, limit)
     report: dict[str, Any] = {"settings": settings, "answers": len(train), "tokens": answer_tokens(train, limit)}
     if vocab is not None:
         report["draft_vocab"] = {"size": len(vocab), "covered": draft_vocab.covered_mass(vocab, heldout)}

@@ -25,6 +25,7 @@ from hf_specdecpp.training.labels import weighted_bce
 from hf_specdecpp.training.metrics import auc, binary_kl
 from hf_specdecpp.training.models import HEAD_CONFIG, load_assistant, load_target, save_head
 from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 
 LEARNING_CURVE = "learning_curve.json"
 Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
@@ -148,16 +149,17 @@ def fit(
         report_to=config.report_to,
         seed=config.seed,
     )
-    trainer = HeadTrainer(
-        model=head,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=heldout,
-        data_collator=collate,
-        compute_metrics=heldout_metrics,
-        options=options,
-        drafter=drafter,
-    )
+    with tensorboard_in(config.work / LOGS / "head"):
+        trainer = HeadTrainer(
+            model=head,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=heldout,
+            data_collator=collate,
+            compute_metrics=heldout_metrics,
+            options=options,
+            drafter=drafter,
+        )
     trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
     measured = trainer.evaluate()
     head.to("cpu").eval()
