@@ -179,7 +179,10 @@ class SpeculationStats:
         if per_candidate > 0.4:
             return reason + f"The draft is too slow: one of its tokens costs {per_candidate:.2f} target passes."
         if verify > 1.5:
-            return reason + "Verifying several tokens at once is expensive on this device: draft fewer tokens."
+            return reason + (
+                "Verifying several tokens at once is expensive on this device: draft fewer tokens; for float32 on a CPU "
+                "try SpeculationConfig(pack_weights=True)."
+            )
         return reason + "The target is too fast for the overhead of a round: assistants pay with larger targets."
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
