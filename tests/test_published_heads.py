@@ -1,11 +1,14 @@
 """Every published repository in `hub_cards/`: sound, small, lossless, and as good as its card says.
 
-The prompts in `data/test_prompts.jsonl` are from the test sets GSM8K and HumanEval (both MIT).
+The prompts in `data/test_prompts.jsonl` are from the test sets GSM8K and HumanEval (both MIT). The slow tests need the
+models: SmolLM2 is in `.models/smollm2` after `make demo`; `SPECDECPP_QWEN=TARGET_FOLDER:DRAFT_FOLDER` names the two of
+Qwen2.5-Coder.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,17 @@ from hf_specdecpp.training.sampling import Sampling
 
 ROOT = Path(__file__).parents[1]
 HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))
-SMOLLM2 = ROOT / "hub_cards" / "specdecpp-smollm2-135m-instruct"
-TARGET = ROOT / ".models" / "smollm2"
+MISSING = "/no/such/folder"
+# Repository, target, draft, prompts a set, new tokens: as many as a minute or two allow.
+CASES = {
+    "smollm2": ("specdecpp-smollm2-135m-instruct", ROOT / ".models" / "smollm2", None, 5, 96),
+    "qwen": (
+        "specdecpp-qwen2.5-coder-1.5b-instruct",
+        *map(Path, os.environ.get("SPECDECPP_QWEN", f"{MISSING}:{MISSING}").split(":")),
+        3,
+        48,
+    ),
+}
 ALLOWED = {
     "config.json", "acceptance_head.safetensors", "draft_vocab.safetensors", "README.md", "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
@@ -66,34 +78,33 @@ def said(folder: Path, dataset: str, temperature: float) -> float:
     )
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not (TARGET / "config.json").exists(), reason=f"{TARGET} is missing: run `make demo` once")
-@pytest.mark.skipif(SMOLLM2 not in HEADS, reason="not published")
 @pytest.mark.parametrize("dataset", ["gsm8k_test", "humaneval_test"])
-def test_smollm2_is_lossless_and_as_good_as_its_card(smollm2: Any, dataset: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+@pytest.mark.parametrize("case", CASES)
+def test_lossless_and_as_good_as_the_card(case: str, dataset: str) -> None:
+    name, folder, draft, num_prompts, new_tokens = CASES[case]
+    repository = ROOT / "hub_cards" / name
+    if not (folder / "config.json").exists():
+        pytest.skip(f"{folder} is missing, see the top of this file")
+    target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     # Its own rule may find that speculating does not pay on this machine, and then nothing would be tested.
-    rule = SpeculationConfig(rule="threshold", threshold=0.7)
-    assistant = SpecDecPPAssistant.from_pretrained(SMOLLM2, target=smollm2, speculation=rule)
+    rule = SpeculationConfig(rule="threshold", threshold=0.7, pack_weights=True)
+    assistant = SpecDecPPAssistant.from_pretrained(repository, target=target, speculation=rule, draft=draft)
     labels = []
-    for row in (row for row in PROMPTS if row["set"] == dataset):
+    for row in [row for row in PROMPTS if row["set"] == dataset][:num_prompts]:
         messages = [{"role": "user", "content": row["prompt"]}]
         inputs: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        knobs: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
-        plain = smollm2.generate(**inputs, **knobs)
-        assert torch.equal(plain, smollm2.generate(**inputs, **knobs, assistant_model=assistant))
+        knobs: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+        plain = target.generate(**inputs, **knobs)
+        assert torch.equal(plain, target.generate(**inputs, **knobs, assistant_model=assistant))
         assert assistant.stats.accepted > 0
         starts = range(inputs["input_ids"].shape[1] + 1, plain.shape[1], 8)
         rows = chains_of_text(
-            plain[0].tolist(), list(starts), assistant, smollm2, Sampling(0.0), "before", torch.Generator()
+            plain[0].tolist(), list(starts), assistant, target, Sampling(0.0), "before", torch.Generator()
         )
         labels.append(rows["label"])
     assistant.detach()
-    assert abs(float(torch.cat(labels).mean()) - said(SMOLLM2, dataset, 0.0)) < TOLERANCE
+    assert abs(float(torch.cat(labels).mean()) - said(repository, dataset, 0.0)) < TOLERANCE

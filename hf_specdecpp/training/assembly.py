@@ -155,8 +155,10 @@ def provenance() -> dict[str, str | None]:
         text=True,
         check=False,
     )
+    # Without the folders of this machine.
+    words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]  # noqa: PTH110 - no error
     return {
-        "command": " ".join(Path(word).name if os.path.exists(word) else word for word in sys.argv),  # noqa: PTH110 - no error
+        "command": " ".join(["specdecpp", *words]),
         "hf_specdecpp": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
