@@ -45,7 +45,8 @@ def growth() -> Growth:
         scores = torch.stack([law(text_of(tree, node), {}) for node in nodes]).log()
         return Level(scores, torch.zeros(len(nodes), 1), lambda tokens: tokens[..., None])
 
-    return Growth(expand, DraftProbability(), None, root=0, max_depth=4)
+    # As for a sampled target; the draws happen to come out as the likeliest.
+    return Growth(expand, DraftProbability(), Chances(), root=0, max_depth=4)
 
 
 class Chances:
