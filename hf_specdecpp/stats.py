@@ -180,7 +180,7 @@ class SpeculationStats:
             return reason + f"The draft is too slow: one of its tokens costs {per_candidate:.2f} target passes."
         if verify > 1.5:
             return reason + (
-                "Verifying several tokens at once is expensive on this device: draft fewer tokens; in float32 on a CPU, "
+                "Verifying several tokens at once is expensive on this device: draft fewer tokens. In float32 on a CPU "
                 "SpeculationConfig(pack_weights=True) helps."
             )
         return reason + "The target is too fast for the overhead of a round: assistants pay with larger targets."
