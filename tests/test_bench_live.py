@@ -300,7 +300,7 @@ def test_the_untuned_draft_is_a_rival(target: PreTrainedModel) -> None:
     for contestant in untuned_contestants(untuned):
         with contestant.arguments(assistant) as arguments:
             assert arguments["assistant_model"] is untuned
-            assert untuned.generation_config.num_assistant_tokens == contestant.stock["num_assistant_tokens"]
+            assert untuned.generation_config.num_assistant_tokens == (contestant.stock or {})["num_assistant_tokens"]
         assert contestant.name.startswith("transformers untuned ")
 
 

@@ -28,16 +28,11 @@ from hf_specdecpp.training.sampling import Sampling
 
 ROOT = Path(__file__).parents[1]
 HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))
-MISSING = "/no/such/folder"
+QWEN_TARGET, _, QWEN_DRAFT = os.environ.get("SPECDECPP_QWEN", "/no/such/folder:").partition(":")
 # Repository, target, draft, prompts a set, new tokens: as many as a minute or two allow.
-CASES = {
+CASES: dict[str, tuple[str, Path, Path | None, int, int]] = {
     "smollm2": ("specdecpp-smollm2-135m-instruct", ROOT / ".models" / "smollm2", None, 5, 96),
-    "qwen": (
-        "specdecpp-qwen2.5-coder-1.5b-instruct",
-        *map(Path, os.environ.get("SPECDECPP_QWEN", f"{MISSING}:{MISSING}").split(":")),
-        3,
-        48,
-    ),
+    "qwen": ("specdecpp-qwen2.5-coder-1.5b-instruct", Path(QWEN_TARGET), Path(QWEN_DRAFT), 3, 48),
 }
 ALLOWED = {
     "config.json", "acceptance_head.safetensors", "draft_vocab.safetensors", "README.md", "adapter/adapter_config.json",
