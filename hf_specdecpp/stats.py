@@ -152,8 +152,9 @@ class SpeculationStats:
             )
         if 2 * self.idle_rounds > self.rounds:
             return (
-                f"It does not pay here, so the rule stopped speculating: {self.idle_rounds} of {self.rounds} passes "
-                f"without candidates, about {self.speedup:.2f} times the speed of plain generate()."
+                f"Speculating does not pay here, so the rule stopped: {self.idle_rounds} of {self.rounds} passes "
+                f"without candidates, about {self.speedup:.2f} times the speed of plain generate()"
+                f"{', since the passes themselves are faster' if self.speedup >= 1.03 else ''}."
             )
         if self.speedup >= 1.03:
             return (
