@@ -96,6 +96,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 self.eos_token_ids,
                 assistant.config.acceptance_by_rank,
             )
+            if config.tree == "dyspec" and config.rule == "throughput":
+                self.trees.throughput = assistant.throughput.tree_state(assistant, target, generation_config)
             return FixedLength(config.tree_depth)  # for transformers' own loop, which cannot verify a tree
         if config.tree is not None:
             logger.warning_once(
@@ -143,6 +145,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def update_tree(self, tree: DraftTree, path: list[int]) -> None:
         """Learn which nodes of the last tree were accepted."""
         self.session.keep(path)
+        if self.trees is not None:
+            self.trees.learn(tree, path)
         self._num_accepted = len(path)
         self.stats.record_tree(tree, path)
         tree.scores.clear()  # they are large

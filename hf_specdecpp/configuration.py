@@ -29,7 +29,8 @@ class SpeculationConfig:
     Args:
         rule: when a round stops drafting.
             `"threshold"` (SpecDec++, section 3): stop once the chance that a candidate was rejected passes `threshold`;
-            `"throughput"`: stop where that maximises tokens a second; nothing to tune (`docs/throughput.md`);
+            `"throughput"`: stop where that maximises tokens a second; nothing to tune (`docs/throughput.md`). Also for
+            `tree="dyspec"`;
             `"fixed"`: classic speculative decoding, always `num_tokens` candidates;
             `"confidence"`: stop after a candidate whose own draft probability is below `confidence_threshold`
             (what transformers does by default);
@@ -40,13 +41,17 @@ class SpeculationConfig:
         num_tokens: candidates a round for `rule="fixed"`.
         min_tokens, max_tokens: bounds on the candidates a round for every other rule, both inclusive (paper: 2 and 20).
             `"throughput"` has no least number: it drafts nothing where that is fastest.
-        costs: for `rule="throughput"`: `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s}`, the seconds
-            of a draft step, of target passes over 1, 2, ... tokens, of the rest of a round, and of each token that the
-            draft has yet to read after a pause. The last two may be missing. `None` measures them, once a machine.
-        tree: draft a token tree (on a target that the assistant is attached to); `rule` and its parameters then do not
-            matter. `"dyspec"`: DySpec's Algorithm 2, a draft pass a level; `"dyspec-exact"`: its Algorithm 1, a draft
-            pass for every node that gets children; `"static"`: always `tree_shape`. `None` drafts chains.
-        tree_budget: candidates a round for the dynamic trees, 2 to 1024. All are used unless `tree_threshold` forbids.
+        costs: for `rule="throughput"`: `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s}`,
+            the seconds of a draft step, of target passes over 1, 2, ... tokens, of the rest of a round, of each token
+            that the draft has yet to read after a pause, and of each further node that a draft step reads in a tree.
+            The last three may be missing. `None` measures them, once a machine.
+        tree: draft a token tree (on a target that the assistant is attached to). `"dyspec"`: DySpec's Algorithm 2, a
+            draft pass a level; `"dyspec-exact"`: its Algorithm 1, a draft pass for every node that gets children;
+            `"static"`: always `tree_shape`. `None` drafts chains. With trees `rule` and its parameters do not matter,
+            but for `rule="throughput"` with `"dyspec"`: the tree then stops growing where a further candidate or level
+            no longer raises tokens a second, and nothing is drafted where that is fastest.
+        tree_budget: candidates a round for the dynamic trees, 2 to 1024. All are used unless `tree_threshold` forbids;
+            with `rule="throughput"` a `"dyspec"` tree has this many at most.
         tree_depth: longest path, which is also the most draft passes of `"dyspec"`.
         tree_threshold: a dynamic tree never draws where the chance of getting there is estimated to be lower. In
             [0, 1); the paper has 1 / budget and less, 0 always uses the whole budget.

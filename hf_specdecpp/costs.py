@@ -32,6 +32,10 @@ from hf_specdecpp.provenance import device_name
 from hf_specdecpp.randomness import TorchRandomness
 from hf_specdecpp.repository import save_text
 from hf_specdecpp.stopping import StoppingRule
+from hf_specdecpp.tree import DraftTree
+from hf_specdecpp.tree_estimates import Level
+from hf_specdecpp.tree_growth import Growth, LawRoom, grow_shape
+from hf_specdecpp.tree_shapes import from_expansions
 from hf_specdecpp.typing import CausalLM
 from hf_specdecpp.verification import verify_chain
 from hf_specdecpp.version import __version__
@@ -41,19 +45,21 @@ logger = logging.get_logger("hf_specdecpp")
 CONTEXT = 16  # tokens in the caches while they are measured: longer ones cost time, and change little
 DRAFTED = 4  # candidates in a measured round
 READ = 32  # tokens that the draft reads at once
-DRAFT_SECONDS, TARGET_SECONDS = 0.4, 1.0
+WIDTH = 8  # nodes of a measured level of a tree
+DRAFT_SECONDS, BRANCH_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
 
 _known: dict[str, Costs] = {}
 
 
-def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int) -> Costs:
-    """The costs of rounds of up to `max_tokens` candidates: measured before, or now."""
-    key = fingerprint(target, drafter, estimator, max_tokens)
+def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
+    """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now."""
+    key = fingerprint(target, drafter, estimator, max_tokens) | ({"trees": True} if trees else {})
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     if digest not in _known:
         path = cached_assets_path("hf_specdecpp", "costs") / f"{digest}.json"
-        _known[digest] = _load(path) or _measure_and_store(path, key, target, drafter, estimator, max_tokens)
+        known = _load(path)
+        _known[digest] = known or _store(measure(target, drafter, estimator, max_tokens, trees), path, key)
     return _known[digest]
 
 
@@ -73,7 +79,7 @@ def fingerprint(target: CausalLM, drafter: Drafter, estimator: Estimator, max_to
 
 
 @torch.inference_mode()
-def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int) -> Costs:
+def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
     """Time the draft and the target, in under two seconds unless they are slow themselves.
 
     Everything that a round does for a candidate is included: its estimate, its draw and its verification. Each number
@@ -85,7 +91,8 @@ def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens
     with torch.random.fork_rng(devices=accelerators), fast_linear(target, drafter.model, drafter):
         draft, read = _time_draft(target, drafter, estimator)
         verify = _time_target(target, max_tokens)
-    return Costs(draft=draft, verify=verify, read=read)
+        branch = _time_branch(target, drafter, estimator, draft) if trees else 0.0
+    return Costs(draft=draft, verify=verify, read=read, branch=branch)
 
 
 class _FixedAndJudged(StoppingRule):
@@ -117,6 +124,24 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
     session.begin_round(_tokens(CONTEXT, drafter.device), 0)
     times = _least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS)
     return times[DRAFTED] / DRAFTED, times[READ] / READ
+
+
+def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft: float) -> float:
+    """Seconds of each further node in a draft pass over a level of a tree, `draft` being those of the first."""
+    session, room = DraftSession(drafter, _vocab_size(target)), LawRoom(WIDTH + 1)
+
+    def expand(tree: DraftTree, nodes: list[int]) -> Level:
+        return Level(*session.expand(tree, nodes), drafter.embed)
+
+    def grow() -> None:
+        session.begin_round(_tokens(1, drafter.device), 0)
+        growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, room=room)
+        grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
+        session.keep([])
+
+    session.begin_round(_tokens(CONTEXT, drafter.device), 0)
+    seconds = _least_times({WIDTH: grow}, BRANCH_SECONDS)[WIDTH]
+    return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
 
 
 def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
@@ -159,10 +184,7 @@ def _least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[
     return times
 
 
-def _measure_and_store(
-    path: Path, key: dict[str, Any], target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int
-) -> Costs:
-    costs = measure(target, drafter, estimator, max_tokens)
+def _store(costs: Costs, path: Path, key: dict[str, Any]) -> Costs:
     logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}. Kept in {path}")
     with contextlib.suppress(OSError):  # a read-only home: measured again in the next process
         save_text(json.dumps({"costs": costs.to_dict(), "of": key}, indent=1), path)

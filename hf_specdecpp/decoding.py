@@ -154,7 +154,7 @@ class AssistedDecoding:
         tree = self.generator.draft_tree(input_ids)
         order = tree.depth_first()
         begin = time.perf_counter()
-        outputs = self._forward_tree(input_ids, tree, order)
+        outputs = self._forward_tree(input_ids, tree, order) if len(tree) else self._forward(input_ids, [])
         self.stats.target_seconds += self._since(begin)
         logits = outputs.logits[0, -len(order) :]
         rows = {node: row for row, node in enumerate(order)}

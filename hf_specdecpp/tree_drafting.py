@@ -13,8 +13,9 @@ from hf_specdecpp.processing import Processing
 from hf_specdecpp.randomness import TreeRandomness
 from hf_specdecpp.tree import DraftTree
 from hf_specdecpp.tree_estimates import Level, check_estimator
-from hf_specdecpp.tree_growth import Growth, LawRoom, Pace, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.tree_growth import Growth, LawRoom, Pace, grow_by_level, grow_by_plan, grow_exactly, grow_shape
 from hf_specdecpp.tree_shapes import Shape, best_shape, make_shape
+from hf_specdecpp.tree_throughput import TreeThroughput
 
 
 class TreeDrafting:
@@ -28,6 +29,9 @@ class TreeDrafting:
         randomness: draws the candidates; `None` takes the likeliest tokens (greedy).
         eos_token_ids: candidates that get no children.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
+
+    Attributes:
+        throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses the budget up.
 
     Raises:
         ValueError: the estimator cannot value slots, or a static tree has neither shape nor rates.
@@ -49,7 +53,8 @@ class TreeDrafting:
         check_estimator(estimator)
         self.config, self.estimator, self.session = config, estimator, session
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
-        self.pace = Pace()
+        self.pace, self.unread = Pace(), 0
+        self.throughput: TreeThroughput | None = None
         self.room = LawRoom(config.tree_budget)
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
@@ -62,15 +67,26 @@ class TreeDrafting:
 
         config = self.config
         depth = min(max_depth, config.tree_depth) if config.tree != "static" else max_depth
-        root = int(input_ids[0, -1])
-        growth = Growth(expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, room=self.room)
-        if config.tree == "dyspec":
+        root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
+        if rule is not None and not rule.may_start(self.unread):
+            return DraftTree(root)
+        growth = Growth(
+            expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, room=self.room, trust=rule
+        )
+        if rule is not None:
+            grow_by_plan(growth, rule.plan, config.tree_threshold)
+        elif config.tree == "dyspec":
             grow_by_level(growth, config.tree_budget, self.pace, config.tree_threshold)
         elif config.tree == "dyspec-exact":
             grow_exactly(growth, config.tree_budget, config.tree_threshold)
         else:
             grow_shape(growth, self.shape)
         return growth.tree
+
+    def learn(self, tree: DraftTree, path: list[int]) -> None:
+        """Learn which nodes of the last tree were accepted."""
+        if self.throughput is not None:
+            self.throughput.observe(tree, path, self.unread)
 
 
 def _static_shape(config: SpeculationConfig, rates: Sequence[float] | None) -> Shape:

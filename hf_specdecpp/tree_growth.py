@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import torch
@@ -49,6 +50,7 @@ class Growth:
         eos_token_ids: nor do these tokens.
         ahead: see `tree_estimates.judge`.
         room: for the laws; trees that are grown one after another may share it.
+        trust: how estimates are taken.
 
     Attributes:
         tree: Tr.
@@ -67,6 +69,7 @@ class Growth:
         eos_token_ids: Collection[int] = (),
         ahead: int = AHEAD,
         room: LawRoom | None = None,
+        trust: Trust | None = None,
     ) -> None:
         self.tree = DraftTree(root)
         self.open: dict[int, float] = {}
@@ -77,6 +80,8 @@ class Growth:
         self._eos, self._ahead = eos_token_ids, ahead
         self._room = room or LawRoom(0)
         self._room.clear()
+        self._trust = trust or Trust()
+        self.usual = self._trust.expected(None)
         self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
         self._siblings: dict[int, tuple[JudgedSiblings | HeadJudgedSiblings, int]] = {}
 
@@ -112,12 +117,22 @@ class Growth:
         v, drawn = self._slots.pop(parent)
         if (drawn := drawn or self._next(parent)) is None:  # R is all zero
             return None
-        y, a = drawn
-        child = self.tree.add(parent, y, v, a)
+        y, estimate = drawn
+        a = self._trust.calibrated(estimate)
+        child = self.tree.add(parent, y, v, estimate)
         if self.tree.depths[child] < self.max_depth and y not in self._eos:
             self.leaves[child] = v * a
         self._open(parent, v * (1.0 - a))
         return child
+
+    def slots(self) -> list[tuple[int, float, float | None]]:
+        """Of each open slot: the node, v, and for a greedy target the estimate of y, which is known."""
+        return [(node, v, y[1] if y else None) for node, (v, y) in self._slots.items()]
+
+    def last_estimate(self, node: int) -> float | None:
+        """Of the node's last child, if it has any."""
+        children = self.tree.children[node]
+        return self.tree.estimates[children[-1]] if children else None
 
     def _next(self, node: int) -> tuple[int, float] | None:
         judged, row = self._siblings[node]
@@ -128,8 +143,21 @@ class Growth:
         if self.greedy and known is None:  # no token is left
             return
         self._slots[node] = v, known
-        self.open[node] = v * known[1] if known else v
+        trust = self._trust
+        self.open[node] = v * (trust.calibrated(known[1]) if known else trust.expected(self.last_estimate(node)))
         heappush(self._heap, (-self.open[node], node))
+
+
+class Trust:
+    """How a growth takes estimates: this one at their word, and a slot for what the paper takes it for, v."""
+
+    def calibrated(self, estimate: float) -> float:
+        """a(y)."""
+        return estimate
+
+    def expected(self, last: float | None) -> float:  # noqa: ARG002 - for subclasses
+        """What a slot of value 1 competes with before y is drawn, `last` being the estimate of the last sibling."""
+        return 1.0
 
 
 class LawRoom:
@@ -196,6 +224,45 @@ def grow_by_level(growth: Growth, budget: int, pace: Pace, threshold: float = 0.
     while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
         growth.draw_best()
     pace.learn(tree)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next with a tree: draw, where there is a slot that is worth it, or else read a level.
+
+    Args:
+        threshold: t.
+        size: candidates that the tree may have.
+        levels: how many more are to be read.
+    """
+
+    threshold: float
+    size: int
+    levels: int
+
+
+def grow_by_plan(growth: Growth, plan: Callable[[Growth], Step | None], threshold: float = 0.0) -> None:
+    """Algorithm 2 with `plan` choosing t, the size and the depth anew before each level and each row of draws.
+
+    Args:
+        plan: `None` ends the growth.
+        threshold: lower bound of t.
+    """
+    tree = growth.tree
+    while (step := plan(growth)) is not None:
+        t, before = max(step.threshold, threshold), len(tree)
+        size = step.size if growth.greedy or step.levels else (before + step.size + 1) // 2
+        while len(tree) < size and growth.best >= t:
+            growth.draw_best()
+        level = {node: v * growth.usual for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+        worth = [node for node, v in level.items() if v >= t] if step.levels else []
+        if worth:
+            growth.expand(worth)
+        elif len(tree) == before:
+            if step.levels and growth.best >= max(threshold, SMALLEST):
+                growth.draw_best()
+            else:
+                return
 
 
 class Pace:

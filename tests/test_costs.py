@@ -31,7 +31,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each measurement; they take no time here."""
     measured: list[int] = []
 
-    def measure(target: CausalLM, drafter: Drafter, estimator: Any, max_tokens: int) -> Costs:
+    def measure(target: CausalLM, drafter: Drafter, estimator: Any, max_tokens: int, trees: bool = False) -> Costs:
         measured.append(max_tokens)
         return Costs(0.1, (1.0, 1.1), read=0.01)
 
@@ -46,11 +46,12 @@ def test_measuring_is_quick_and_leaves_no_trace(family: str) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     begin = time.perf_counter()
-    measured = costs.measure(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
+    measured = costs.measure(target, Drafter(partly_agreeing(target)), DraftProbability(), 20, trees=True)
     assert time.perf_counter() - begin < 4.0  # two seconds; twice that on a busy machine
     assert torch.equal(torch.rand(3), expected), "torch's generator is where it was"
     assert len(measured.verify) == 21
     assert 0.0 < measured.read < measured.draft
+    assert 0.0 <= measured.branch < measured.draft
     assert all(seconds > 0.0 for seconds in measured.verify)
 
 

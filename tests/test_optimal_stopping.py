@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hf_specdecpp import SpeculationConfig
+from hf_specdecpp.acceptance_law import CENTRES
 from hf_specdecpp.optimal_stopping import Costs, Floats, Plan, solve
-from hf_specdecpp.throughput import CENTRES
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
 Problem = tuple[Floats, Floats, Floats, int]

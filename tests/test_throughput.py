@@ -14,9 +14,10 @@ from toy_rounds import Models, ToyRound
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.acceptance import DraftProbability
+from hf_specdecpp.acceptance_law import NO_VERDICT, AcceptanceLaw, bin_of
 from hf_specdecpp.optimal_stopping import Costs
 from hf_specdecpp.stopping import make_rule
-from hf_specdecpp.throughput import NO_VERDICT, AcceptanceLaw, Throughput, ThroughputState, bin_of
+from hf_specdecpp.throughput import Throughput, ThroughputState
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
 
@@ -53,8 +54,8 @@ def test_estimates_are_calibrated(truth: Callable[[float], float]) -> None:
         state.law.observe([estimate], 1, int(rng.random() < truth(estimate)))
     state.replan()
     for estimate in (0.3, 0.6, 0.85, 0.95):
-        assert state.calibrated(estimate) == pytest.approx(truth(estimate), abs=0.08)
-    assert 0.0 < state.calibrated(0.0) < state.calibrated(1.0) < 1.0
+        assert state.law.calibrated(estimate) == pytest.approx(truth(estimate), abs=0.08)
+    assert 0.0 < state.law.calibrated(0.0) < state.law.calibrated(1.0) < 1.0
 
 
 Stream = Callable[[np.random.Generator], Iterator[tuple[float, float]]]
@@ -161,8 +162,8 @@ def test_costs_travel_with_the_config() -> None:
 @pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])
 def test_two_rounds_emit_exactly_p(rule: str, draft_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides whether and how far the second one speculates: also not at all."""
-    monkeypatch.setattr("hf_specdecpp.throughput.FIRST_REPLANS", (1,))
-    monkeypatch.setattr("hf_specdecpp.throughput.MOST_CREDIT", 1.0)
+    monkeypatch.setattr("hf_specdecpp.acceptance_law.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.probing.MOST_CREDIT", 1.0)
     second = set()
     for seed in range(2):
         models = Models("top-k", 3, seed)

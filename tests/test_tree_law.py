@@ -12,15 +12,18 @@ import pytest
 import torch
 from exact_law import Replay, Tokens, exact_law, worst_error
 from toy_rounds import SCENARIOS, Models
-from toy_trees import ToyTree
+from toy_trees import COSTS, ToyTree
 
 from hf_specdecpp.randomness import TreeRandomness
 from hf_specdecpp.tree import DraftTree
+from hf_specdecpp.tree_growth import Growth
+from hf_specdecpp.tree_throughput import TreeThroughput
 from hf_specdecpp.verification import residual, verify_tree, verify_tree_greedy
 
 TOLERANCE = 1e-12
 VISIBLE = 1e-3
 ALGORITHMS = ["dyspec", "dyspec-exact", "static"]
+EVERY = [*ALGORITHMS, "throughput"]
 ESTIMATORS = ["draft probability", "before"]
 
 
@@ -32,7 +35,7 @@ def error_of(program: ToyTree, vocab: int = 3) -> float:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(
-    ("algorithm", "estimator"), [(a, e) for a in ALGORITHMS for e in ESTIMATORS if a != "static" or e == ESTIMATORS[0]]
+    ("algorithm", "estimator"), [(a, e) for a in EVERY for e in ESTIMATORS if a != "static" or e == ESTIMATORS[0]]
 )
 def test_a_round_emits_exactly_p(algorithm: str, estimator: str, scenario: str) -> None:
     vocab = 4 if scenario == "disjoint supports" else 3
@@ -64,7 +67,20 @@ def test_a_head_may_judge_siblings_ahead() -> None:
         assert error_of(program) < TOLERANCE
 
 
-@pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact"])
+def test_the_throughput_rule_s_trees_are_of_many_sizes() -> None:
+    sizes, shapes, accepted = set(), set(), set()
+    for seed in range(4):
+        program = ToyTree(Models("plain", 3, seed), "throughput", ESTIMATORS[0], budget=6, seed=seed)
+        exact_law(program)
+        sizes |= {len(parents) - 1 for parents in program.trees}
+        shapes |= program.trees
+        accepted |= program.accepted
+    assert len(sizes) >= 3, "what was drawn must decide how much more is"
+    assert len(shapes) > 5
+    assert accepted >= {1, 2}
+
+
+@pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
 def test_a_threshold_leaves_the_law_alone(algorithm: str) -> None:
     """The paper's form: slots of a lower value stay undrawn, whatever the budget."""
     sizes = set()
@@ -82,6 +98,29 @@ def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
     program = ToyTree(models, algorithm, ESTIMATORS[0], budget=2, max_depth=2)
     law = exact_law(lambda randomness: program(randomness, program(randomness)))
     assert worst_error(law, models.p, 3) < TOLERANCE
+
+
+def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round decides how far the tree of the second one grows, or whether there is one."""
+    monkeypatch.setattr("hf_specdecpp.acceptance_law.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.probing.MOST_CREDIT", 0.1)
+    models, second = Models("plain", 3, seed=0), set()
+    program = ToyTree(models, "throughput", ESTIMATORS[0], budget=2, max_depth=2)
+
+    def two_rounds(randomness: Replay) -> Tokens:
+        program.throughput = TreeThroughput(COSTS, 2, greedy=False)
+        emitted = program(randomness)
+        program.throughput.observe(*program.last, unread=1)
+        if program.throughput.may_start(unread=1):
+            emitted = program(randomness, emitted)
+            second.add(len(program.last[0]))
+        else:
+            emitted = (*emitted, int(randomness.categorical(models.p(emitted))))
+            second.add(0)
+        return emitted
+
+    assert worst_error(exact_law(two_rounds), models.p, 3) < TOLERANCE
+    assert second == {0, 1, 2}, "the outcome of the first round must matter"
 
 
 # Mutants. Each has one mistake that real implementations have made. ---------------------------------------------------
@@ -184,6 +223,15 @@ def walk(
             return path, int(randomness.categorical(p))
 
 
+class LetsTheDrawDecide(ToyTree):
+    """Draws first, and takes what it drew only if its own estimate is worth it: as is right for a greedy target."""
+
+    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+        growth = super().growth(randomness, prefix)
+        growth.greedy = True
+        return growth
+
+
 MUTANTS = [
     PrunesAfterDrawing,
     KeepsTheBetterOfTwo,
@@ -195,12 +243,21 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
     errors = []
     for seed in range(6):
         law = exact_law(mutant(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
+        errors.append(worst_error(law, Models("plain", 3, seed).p, 3))
+    assert max(errors) > VISIBLE, errors
+
+
+@pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
+def test_what_is_drawn_must_not_decide(algorithm: str) -> None:
+    errors = []
+    for seed in range(6):
+        law = exact_law(LetsTheDrawDecide(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
         errors.append(worst_error(law, Models("plain", 3, seed).p, 3))
     assert max(errors) > VISIBLE, errors
 

@@ -9,13 +9,17 @@ from exact_law import Tokens
 from torch import Tensor
 from toy_rounds import Models, make_estimator
 
+from hf_specdecpp.optimal_stopping import Costs
 from hf_specdecpp.randomness import TreeRandomness
 from hf_specdecpp.tree import DraftTree
 from hf_specdecpp.tree_estimates import Level
-from hf_specdecpp.tree_growth import Growth, Pace, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.tree_growth import Growth, Pace, grow_by_level, grow_by_plan, grow_exactly, grow_shape
 from hf_specdecpp.tree_shapes import from_nodes
+from hf_specdecpp.tree_throughput import TreeThroughput
 from hf_specdecpp.verification import verify_tree
 
+# Of rounds whose trees grow by the throughput rule.
+COSTS = Costs(0.3, (1.0, 1.2, 1.4, 1.65, 1.9, 2.2, 2.6))
 # For each budget a shape in which nodes have one, two or three children.
 SHAPES = {
     1: [[0]],
@@ -33,6 +37,7 @@ class ToyTree:
     Attributes:
         trees: parents of the nodes of every tree so far.
         accepted: numbers of accepted candidates so far.
+        last: the latest tree and its accepted nodes.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class ToyTree:
         self.models, self.algorithm, self.estimator = models, algorithm, make_estimator(estimator, seed)
         self.budget, self.max_depth, self.ahead = budget, max_depth, ahead
         self.options: dict[str, Any] = {}
+        self.throughput = TreeThroughput(COSTS, budget, greedy=False)
         self.trees: set[Tokens] = set()
         self.accepted: set[int] = set()
 
@@ -55,6 +61,7 @@ class ToyTree:
     def __call__(self, randomness: TreeRandomness, prefix: Tokens = ()) -> Tokens:
         tree = self.draft(randomness, prefix)
         path, token = self.verify(tree, randomness, prefix)
+        self.last = tree, path
         self.trees.add(tuple(tree.parents))
         self.accepted.add(len(path))
         emitted = [*(tree.tokens[node] for node in path), token]
@@ -80,12 +87,14 @@ class ToyTree:
             scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
             return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
 
-        depth = self.max_depth
-        return Growth(expand, self.estimator, randomness, -1, depth, self.models.eos, self.ahead)
+        trust = self.throughput if self.algorithm == "throughput" else None
+        return Growth(expand, self.estimator, randomness, -1, self.max_depth, self.models.eos, self.ahead, trust=trust)
 
     def grow(self, growth: Growth) -> None:
         if self.algorithm == "dyspec-exact":
             grow_exactly(growth, self.budget, **self.options)
+        elif self.algorithm == "throughput":
+            grow_by_plan(growth, self.throughput.plan, **self.options)
         elif self.algorithm == "dyspec":
             grow_by_level(growth, self.budget, Pace(), **self.options)
         else:

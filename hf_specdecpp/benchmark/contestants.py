@@ -188,6 +188,15 @@ def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
             for budget in budgets
         ]
 
+    untuned = [
+        Contestant(
+            f"dyspec throughput ({judge})",
+            f"dyspec throughput ({judge})",
+            SpeculationConfig(rule="throughput", tree="dyspec"),
+            with_head,
+        )
+        for with_head, judge in _judges(has_head)
+    ]
     static = [
         Contestant(
             f"static {'-'.join(map(str, shape))}",
@@ -203,4 +212,4 @@ def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
         )
         for budget in (BUDGETS if has_rates else ())
     ]
-    return [*dynamic("dyspec", BUDGETS), *dynamic("dyspec-exact", [EXACT_BUDGET]), *static, *best]
+    return [*dynamic("dyspec", BUDGETS), *untuned, *dynamic("dyspec-exact", [EXACT_BUDGET]), *static, *best]
