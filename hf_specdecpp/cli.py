@@ -107,6 +107,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few contestants, prompts and tokens: two minutes.")] = False,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Time generations.")] = True,
     replay: Annotated[bool, typer.Option("--replay/--no-replay", help="Compare all rules on recorded texts.")] = True,
+    replay_trees: Annotated[
+        bool, typer.Option("--replay_trees", "--replay-trees", help="Count tokens a target pass of trees on the texts.")
+    ] = False,
     rollouts: Annotated[
         Path | None, typer.Option(metavar="WORK_DIR", help="Replay the answers to test sets that `train` had written.")
     ] = None,
@@ -137,7 +140,7 @@ def bench(
         "target": target, "assistant": assistant, "draft": draft, "data": data, "output": output,
         "max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "quick": quick, "live": live, "replay": replay,
         "rollouts": rollouts, "costs": costs, "draws": draws, "attempts": attempts, "cost_ratio": cost_ratio,
-        "pack_weights": pack_weights,
+        "pack_weights": pack_weights, "replay_trees": replay_trees,
         "dtype": dtype, "device": device, "threads": threads, "seed": seed,
     }  # fmt: skip
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from hf_specdecpp.benchmark.contestants import (
     quick_contestants,
     untuned_contestants,
 )
-from hf_specdecpp.benchmark.replaying import replay
-from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches
-from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, BenchmarkConfig, RunLog, command, environment
+from hf_specdecpp.benchmark.replaying import replay, text_sets
+from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches, neutralise
+from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, TREES, BenchmarkConfig, RunLog, command, environment
 from hf_specdecpp.benchmark.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.summary import speed_table, summarise
+from hf_specdecpp.benchmark.tree_replay import replay_trees
 from hf_specdecpp.demo import PROMPTS, parse_layers
 from hf_specdecpp.fast_linear import pack
 from hf_specdecpp.loading import load_draft
@@ -242,8 +244,15 @@ def _results(
         "settings": {**settings, "temperatures": config.temperatures},
         "ours": [contestant.name for contestant in contestants if contestant.ours],
         "summary": summary, "speeds": speed_table(summary, facts), "mismatches": mismatches(rows, target),
-        "costs": {}, "replays": [], "replay_agreement": None, "runs": rows,
+        "costs": {}, "replays": [], "replay_agreement": None, "tree_replays": [], "runs": rows,
     }  # fmt: skip
     if config.replay:
         results |= replay(config, log.rows, contestants, target, assistant, questions)
+    if config.replay_trees:
+        neutralise(target)
+        sets = chain.from_iterable(
+            text_sets(config, log.rows, questions, temperature, target) for temperature in config.temperatures
+        )
+        trees = RunLog(config.output, settings, TREES)
+        results["tree_replays"] = replay_trees(config, trees, contestants, target, assistant, sets)
     return results

@@ -48,7 +48,7 @@ def replay(
     neutralise(target)
     replays, agreement = [], {"compared": 0, "equal": 0}
     for temperature in config.temperatures:
-        for name, texts, sampling in _sets(config, runs, questions, temperature, target):
+        for name, texts, sampling in text_sets(config, runs, questions, temperature, target):
             tracks = _tracks(config, name, texts, sampling, target, assistant)
             everywhere = [track for draws in tracks.values() for track in draws]
             if not everywhere:
@@ -64,7 +64,7 @@ def replay(
     }
 
 
-def _sets(
+def text_sets(
     config: BenchmarkConfig,
     runs: Sequence[dict[str, Any]],
     questions: Sequence[Question],

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN
+from hf_specdecpp.benchmark.statistics import ratio_of_sums
 from hf_specdecpp.benchmark.summary import best_of_families, measured_ratio, overall, verdict
 
 WIDTH = 100
@@ -104,6 +105,8 @@ def markdown(results: dict[str, Any]) -> str:
         parts.append(f"{each['texts']} texts, {each['tokens']} tokens.")
         parts.append(_picture(f"pareto-{each['set']}", each["temperature"]))
         parts += [_replay_table(name, each["best"][name], results["costs"][name]) for name in results["costs"]]
+    if results["tree_replays"]:
+        parts += ["## Trees, replayed", _tree_table(results["tree_replays"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -146,6 +149,22 @@ def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, An
              f"{row['of_oracle']:.1%}", f"{row['discard_rate']:.3f}", f"{row['verification_rate']:.4f}")
         )  # fmt: skip
     return f"{title}\n\n{_rows(header, lines)}"
+
+
+def _tree_table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ("set", "decoding", "contestant", "tokens/pass", "95 % interval", "candidates/round",
+              "draft passes/round", "texts")  # fmt: skip
+    groups: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["temperature"], row["contestant"]), []).append(row)
+    lines = []
+    for (name, temperature, contestant), group in groups.items():
+        rounds = [row["rounds"] for row in group]
+        tokens, low, high = ratio_of_sums([row["rounds"] + row["accepted"] for row in group], rounds)
+        drafted, passes = (sum(row[field] for row in group) / sum(rounds) for field in ("drafted", "draft_passes"))
+        cells = (f"{tokens:.2f}", f"{low:.2f} to {high:.2f}", f"{drafted:.1f}", f"{passes:.1f}", len(group))
+        lines.append((name, _mode(temperature), contestant, *cells))
+    return _rows(header, sorted(lines))
 
 
 def _checks(results: dict[str, Any]) -> str:

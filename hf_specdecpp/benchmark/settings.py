@@ -21,7 +21,7 @@ from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")
 
-RUNS, SETTINGS, RESULTS = "runs.jsonl", "settings.json", "results.json"
+RUNS, TREES, SETTINGS, RESULTS = "runs.jsonl", "trees.jsonl", "settings.json", "results.json"
 
 
 @dataclass
@@ -48,6 +48,7 @@ class BenchmarkConfig:
         costs: what replays reckon with: `"measured"`, `"paper"`, ratios t_draft / t_target, or JSON files.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
         live, replay: which halves to run.
+        replay_trees: count the tokens per target pass of all trees along the texts (`tree_replay.py`).
         draws: records of a sampled text.
         attempts: most at a generation that other load disturbs.
         quick: a few contestants, prompts and tokens.
@@ -73,6 +74,7 @@ class BenchmarkConfig:
     rollouts: Path | None = None
     live: bool = True
     replay: bool = True
+    replay_trees: bool = False
     draws: int = 1
     attempts: int = 3
     quick: bool = False
@@ -123,26 +125,28 @@ class RunLog:
     Args:
         folder: made if it is not there.
         settings: what the generations depend on.
+        name: of the file.
 
     Raises:
         ValueError: the folder has generations from other settings.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], name: str = RUNS) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / RUNS
+        self.path = folder / name
         check_settings(folder, settings)
         self.rows = self._read()
         self.session = 1 + max((row["session"] for row in self.rows), default=0)
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a generation."""
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Keep a row, which is returned with its session."""
         row = {**row, "session": self.session}
         self.rows.append(row)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        return row
 
     def _read(self) -> list[dict[str, Any]]:
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
