@@ -2,23 +2,68 @@
 
     python examples/tokens_per_pass.py bench/trees-smollm2 bench/trees-qwen --page docs/dyspec.md
 
-A count, not a time: it depends on models, prompts and settings, and on no machine. Sampled texts differ from contestant
-to contestant, so small differences there are chance. The tables replace what stands between the marks of the page.
+Replayed trees (`--replay_trees`) are shown where a run has them, live generations otherwise. A count, not a time: it
+depends on models, prompts and settings, and on no machine. Below the table: by how much one tree leads another on the
+same texts, with a 95 % interval over the texts. The tables replace what stands between the marks of the page.
 """
 
 import argparse
 import json
 from pathlib import Path
 
+from hf_specdecpp.benchmark.statistics import ratio_of_sums
+
 BEGIN, END = "<!-- tokens per pass: begin -->", "<!-- tokens per pass: end -->"
+LEADS = [
+    (f"dyspec {budget} ({judge})", other)
+    for budget in (16, 64)
+    for judge in ("head", "q")
+    for other in (f"static best {budget}", f"dyspec {budget} (q)")
+    if other != f"dyspec {budget} ({judge})"
+]
+
+
+def cells(results: dict) -> tuple[dict, int, str]:
+    """Tokens a pass by contestant and (temperature, set), the number of texts in a cell, and where they are from."""
+    found: dict[str, dict] = {}
+    if not (rows := results["tree_replays"]):
+        rows = [row for row in results["summary"] if row["set"] != "all" and row["contestant"] != "plain"]
+        for row in rows:
+            found.setdefault(row["contestant"], {})[row["temperature"], row["set"]] = row["tokens_per_pass"]
+        return found, max(row["prompts"] for row in rows), "generated live"
+    for name, of_name in grouped(rows, lambda row: row["contestant"]).items():
+        found[name] = {
+            column: 1.0 + sum(row["accepted"] for row in group) / sum(row["rounds"] for row in group)
+            for column, group in grouped(of_name, lambda row: (row["temperature"], row["set"])).items()
+        }
+    texts = len({(row["set"], row["prompt"]) for row in rows}) // len({row["set"] for row in rows})
+    return found, texts, "replayed"
+
+
+def grouped(rows: list[dict], key) -> dict:
+    groups: dict = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def leads(rows: list[dict]) -> str:
+    """A line for each pair: passes that the second takes for the tokens of the first, less one."""
+    lines = []
+    for temperature, of_temperature in grouped(rows, lambda row: row["temperature"]).items():
+        groups = grouped(of_temperature, lambda row: row["contestant"])
+        for ours, other in LEADS:
+            if ours in groups and other in groups:
+                rates = [[1.0 + row["accepted"] / row["rounds"] for row in groups[name]] for name in (ours, other)]
+                lead, low, high = (100.0 * (value - 1.0) for value in ratio_of_sums(*rates))
+                mode = "greedy" if temperature == 0 else f"T = {temperature:g}"
+                lines.append(f"| {mode} | {ours} | {other} | {lead:+.1f} % | {low:+.1f} to {high:+.1f} % |")
+    return "\n".join(["| | tree | against | lead | 95 % interval |", "| --- | --- | --- | --- | --- |", *lines])
 
 
 def table(folder: Path) -> str:
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    found = {}
-    for row in results["summary"]:
-        if row["set"] != "all" and row["contestant"] != "plain":
-            found.setdefault(row["contestant"], {})[row["temperature"], row["set"]] = row["tokens_per_pass"]
+    found, texts, how = cells(results)
     columns = sorted({column for row in found.values() for column in row})
     best = {column: max(row[column] for row in found.values()) for column in columns}
     mean = {name: sum(row.values()) / len(columns) for name, row in found.items()}
@@ -26,13 +71,15 @@ def table(folder: Path) -> str:
     lines = [["", *names, "mean"], ["---"] * (len(names) + 2)]
     for name in sorted(found, key=mean.get, reverse=True):
         row = found[name]
-        cells = [f"**{row[c]:.2f}**" if row[c] == best[c] else f"{row[c]:.2f}" for c in columns]
-        lines.append([name, *cells, f"{mean[name]:.2f}"])
-    prompts = max(row["prompts"] for row in results["summary"] if row["set"] != "all")
+        marked = [f"**{row[c]:.2f}**" if row[c] == best[c] else f"{row[c]:.2f}" for c in columns]
+        lines.append([name, *marked, f"{mean[name]:.2f}"])
     settings = results["settings"]
-    facts = f"{settings['target'].rstrip('/').rpartition('/')[2]}, {settings['dtype']}, {prompts} prompts a set, up to "
-    facts += f"{settings['max_new_tokens']} tokens each, generated live:\n\n```console\n{results['command']}\n```"
-    return facts + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    facts = (
+        f"{settings['target'].rstrip('/').rpartition('/')[2]}, {settings['dtype']}, {texts} texts a column of up to "
+    )
+    facts += f"{settings['max_new_tokens']} tokens, {how}:\n\n```console\n{results['command']}\n```"
+    parts = [facts, "\n".join("| " + " | ".join(line) + " |" for line in lines)]
+    return "\n\n".join([*parts, leads(results["tree_replays"])] if results["tree_replays"] else parts)
 
 
 def main(folders: list[Path], page: Path | None) -> None:

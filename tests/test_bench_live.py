@@ -231,16 +231,20 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("speedup", "interval", "says"),
+    ("speedup", "interval", "tokens", "says"),
     [
-        (1.4, [1.3, 1.5], "Speculation pays here: x"),
-        (1.4, [0.9, 1.5], "neither pays nor costs"),
-        (1.0, [0.99, 1.01], "neither pays nor costs"),
-        (0.8, [0.7, 0.9], "does not pay here: even the best, x"),
+        (1.4, [1.3, 1.5], 2.0, "Speculation pays here: x"),
+        (1.4, [0.9, 1.5], 2.0, "neither pays nor costs"),
+        (1.0, [0.99, 1.01], 2.0, "neither pays nor costs"),
+        (0.8, [0.7, 0.9], 2.0, "does not pay here: even the best, x"),
+        (1.2, [1.1, 1.3], 1.0, "does not pay here: x all but stops it, and runs at 1.20 times"),
+        (1.2, [1.1, 1.3], 1.0, "since its passes themselves are faster"),
+        (0.8, [0.7, 0.9], 1.0, "does not pay here: even the best, x"),
     ],
 )
-def test_verdict(speedup: float, interval: list[float], says: str) -> None:
+def test_verdict(speedup: float, interval: list[float], tokens: float, says: str) -> None:
     row = {"contestant": "x", "speedup": speedup, "interval": interval, "disturbed": 0, "prompts": 9}
+    row["tokens_per_pass"] = tokens
     assert says in verdict([row])
     assert "quiet machine" not in verdict([row])
     assert "quiet machine" in verdict([{**row, "disturbed": 1}])

@@ -12,6 +12,7 @@ from hf_specdecpp.benchmark.statistics import median_of_ratios
 
 ALL = "all"  # the sets together
 PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
+IDLE = 1.02  # tokens a pass of a contestant that has all but stopped speculating
 
 
 def summarise(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
@@ -113,6 +114,11 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     doubt = ""
     if any(row["disturbed"] for row in rows):
         doubt = ", but other load disturbed some of the runs, so repeat this on a quiet machine"
+    if best["tokens_per_pass"] < IDLE and best["speedup"] > LOSES:
+        faster = ", since its passes themselves are faster" if best["speedup"] >= PAYS and low > 1.0 else ""
+        return (
+            f"Speculation does not pay here: {best['contestant']} all but stops it, and runs at {speed}{faster}{doubt}."
+        )
     if best["speedup"] >= PAYS and low > 1.0:
         return f"Speculation pays here: {best['contestant']} runs at {speed}{doubt}."
     if best["speedup"] > LOSES:
