@@ -32,6 +32,7 @@ from hf_specdecpp.tree_shapes import Shape
 # A level that takes too little of the budget leaves it to the next one; one that takes too much cannot give it back.
 # With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/test_tree_growth.py).
 CAUTION = 0.85
+LATEST = 0.1  # share of the latest round in the running means of `Pace`, once there are many
 # Nobody gets to a slot of a smaller value: q has no token left but for rounding.
 SMALLEST = 1e-12
 
@@ -275,12 +276,12 @@ class Pace:
     greedy targets the same holds with v times the mean a in the place of v.
 
     Attributes:
-        split_entropy: h in nats, a running mean over the draws of all rounds.
+        split_entropy: h in nats, a running mean over the draws of all rounds. What it begins with counts as a round.
         estimate: the mean a, likewise.
     """
 
     def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
-        self.split_entropy, self.estimate = split_entropy, estimate
+        self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
 
     def threshold(self, values: list[float], budget: int) -> float:
         """t, given the values of the slots and what is left of the budget. The best slot always passes."""
@@ -297,9 +298,11 @@ class Pace:
     def learn(self, tree: DraftTree) -> None:
         """Take note of a finished tree."""
         if len(tree):
+            self.rounds += 1
+            share = max(1.0 / self.rounds, LATEST)
             entropy = sum(_entropy(a) for a in tree.estimates[1:]) / len(tree)
-            self.split_entropy += 0.1 * (entropy - self.split_entropy)
-            self.estimate += 0.1 * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
+            self.split_entropy += share * (entropy - self.split_entropy)
+            self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
 
 
 def grow_shape(growth: Growth, shape: Shape) -> None:
