@@ -48,7 +48,7 @@ def grouped(rows: list[dict], key) -> dict:
 
 
 def leads(rows: list[dict]) -> str:
-    """A line for each pair: passes that the second takes for the tokens of the first, less one."""
+    """A line for each pair: the mean tokens a pass of the first, over the texts, relative to that of the second."""
     lines = []
     for temperature, of_temperature in grouped(rows, lambda row: row["temperature"]).items():
         groups = grouped(of_temperature, lambda row: row["contestant"])
@@ -74,10 +74,11 @@ def table(folder: Path) -> str:
         marked = [f"**{row[c]:.2f}**" if row[c] == best[c] else f"{row[c]:.2f}" for c in columns]
         lines.append([name, *marked, f"{mean[name]:.2f}"])
     settings = results["settings"]
+    target = settings["target"].rstrip("/").rpartition("/")[2]
     facts = (
-        f"{settings['target'].rstrip('/').rpartition('/')[2]}, {settings['dtype']}, {texts} texts a column of up to "
+        f"{target}, {settings['dtype']}, {texts} texts a column of up to {settings['max_new_tokens']} tokens, {how}:"
     )
-    facts += f"{settings['max_new_tokens']} tokens, {how}:\n\n```console\n{results['command']}\n```"
+    facts += f"\n\n```console\n{results['command']}\n```"
     parts = [facts, "\n".join("| " + " | ".join(line) + " |" for line in lines)]
     return "\n\n".join([*parts, leads(results["tree_replays"])] if results["tree_replays"] else parts)
 

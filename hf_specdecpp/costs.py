@@ -54,7 +54,7 @@ _known: dict[str, Costs] = {}
 
 def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now."""
-    key = fingerprint(target, drafter, estimator, max_tokens) | ({"trees": True} if trees else {})
+    key = {**fingerprint(target, drafter, estimator, max_tokens), "trees": trees}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     if digest not in _known:
         path = cached_assets_path("hf_specdecpp", "costs") / f"{digest}.json"

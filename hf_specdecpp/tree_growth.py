@@ -156,8 +156,8 @@ class Trust:
         """a(y)."""
         return estimate
 
-    def expected(self, last: float | None) -> float:  # noqa: ARG002 - for subclasses
-        """What a slot of value 1 competes with before y is drawn, `last` being the estimate of the last sibling."""
+    def expected(self, _last: float | None, /) -> float:
+        """What a slot of value 1 competes with before y is drawn, given the estimate of the last sibling."""
         return 1.0
 
 

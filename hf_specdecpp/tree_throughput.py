@@ -82,7 +82,7 @@ class TreeThroughput(Trust):
     def calibrated(self, estimate: float) -> float:
         return self.law.calibrated(estimate)
 
-    def expected(self, last: float | None) -> float:
+    def expected(self, last: float | None, /) -> float:
         return self.outlook.usual[row_of(last)]
 
     def plan(self, growth: Growth) -> Step | None:

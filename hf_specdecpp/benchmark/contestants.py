@@ -188,7 +188,7 @@ def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
             for budget in budgets
         ]
 
-    untuned = [
+    as_large_as_pays = [
         Contestant(
             f"dyspec throughput ({judge})",
             f"dyspec throughput ({judge})",
@@ -212,4 +212,4 @@ def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
         )
         for budget in (BUDGETS if has_rates else ())
     ]
-    return [*dynamic("dyspec", BUDGETS), *untuned, *dynamic("dyspec-exact", [EXACT_BUDGET]), *static, *best]
+    return [*dynamic("dyspec", BUDGETS), *as_large_as_pays, *dynamic("dyspec-exact", [EXACT_BUDGET]), *static, *best]

@@ -155,8 +155,8 @@ def provenance() -> dict[str, str | None]:
         text=True,
         check=False,
     )
-    # Without the folders of this machine.
-    words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]  # noqa: PTH110 - no error
+    # Without the folders of this machine. `Path.exists` raises an error at words that are too long for a file's name.
+    words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]  # noqa: PTH110
     return {
         "command": " ".join(["specdecpp", *words]),
         "hf_specdecpp": __version__,
