@@ -1,8 +1,13 @@
-"""Where a model came from and what it runs on: the commit of its Hub repository, the name of its device."""
+"""Where something came from: a model's commit on the Hub, this code's commit, the command, the device."""
 
 from __future__ import annotations
 
+import os
 import platform
+import shlex
+import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -38,6 +43,29 @@ def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | Non
         f"target with revision={revision!r}.",
         stacklevel=2,
     )
+
+
+def command(folders: bool = True) -> str:
+    """The command that runs, as it was typed, or without the folders of this machine."""
+    words = sys.argv[1:]
+    if not folders:  # `Path.exists` raises an error at words that are too long for a file's name
+        words = [Path(word).name if os.path.exists(word) else word for word in words]  # noqa: PTH110
+    return shlex.join(["specdecpp", *words])
+
+
+def source_commit() -> str | None:
+    """The commit of this package's code; `None` where it does not run from its own repository, or without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    # A package installed below somebody's repository is not in it: --error-unmatch fails for files git does not track.
+    for words in (["ls-files", "--error-unmatch", Path(__file__).name], ["rev-parse", "HEAD"]):
+        found = subprocess.run(  # noqa: S603 - fixed words
+            [git, "-C", Path(__file__).parent, *words], capture_output=True, text=True, check=False
+        )
+        if found.returncode:
+            return None
+    return found.stdout.strip()
 
 
 def device_name(device: torch.device) -> str:

@@ -25,14 +25,14 @@ from hf_specdecpp.benchmark.contestants import (
 )
 from hf_specdecpp.benchmark.replaying import replay, text_sets
 from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches, neutralise
-from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, TREES, BenchmarkConfig, RunLog, command, environment
+from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, TREES, BenchmarkConfig, RunLog, environment
 from hf_specdecpp.benchmark.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.summary import speed_table, summarise
 from hf_specdecpp.benchmark.tree_replay import replay_trees
 from hf_specdecpp.demo import PROMPTS, parse_layers
 from hf_specdecpp.fast_linear import pack
 from hf_specdecpp.loading import load_draft
-from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.provenance import command, commit_of
 from hf_specdecpp.repository import ADAPTER_FILES, read_json, save_text
 from hf_specdecpp.support import check_tree
 from hf_specdecpp.training.encoding import Codec

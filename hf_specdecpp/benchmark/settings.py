@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,11 +107,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         # With it transformers moves the confidence threshold of its default while it runs.
         "scikit-learn": is_sklearn_available(),
     }
-
-
-def command() -> str:
-    """As it was typed."""
-    return shlex.join(["specdecpp", *sys.argv[1:]])
 
 
 class RunLog:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import yaml
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.card import make_card
 from hf_specdecpp.configuration import Rule, SpeculationConfig
+from hf_specdecpp.provenance import command, source_commit
 from hf_specdecpp.repository import ADAPTER_FILES, ADAPTER_FOLDER, CARD, read_json, save_text
 from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -149,18 +147,10 @@ def best_threshold(measured: dict[str, Any]) -> float:
 
 def provenance() -> dict[str, str | None]:
     """The command, the versions and the commit that made the repository."""
-    found = subprocess.run(  # noqa: S603 - a fixed command
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],  # noqa: S607 - whatever git the user has
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    # Without the folders of this machine. `Path.exists` raises an error at words that are too long for a file's name.
-    words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]  # noqa: PTH110
     return {
-        "command": " ".join(["specdecpp", *words]),
+        "command": command(folders=False),
         "hf_specdecpp": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "git_commit": found.stdout.strip() or None,
+        "git_commit": source_commit(),
     }
