@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,7 @@ def test_draft_improves(tmp_path: Path, kind: str, family: str, vocab_size: int 
     before, after = report["before"], report["after"]
     assert after["all"]["acceptance"] > before["all"]["acceptance"] + gain, report
     assert set(before) == set(after) == {"all", "code", "maths"}
+    assert max(report["shares"].values()) == after["all"]["acceptance"]
     assert report["steps"] == TRAIN_STEPS
     assert report["tokens"] == sum(len(row["input_ids"]) - PROMPT_LENGTH for row in rows(64, seed=1))
     assert files_of(config.target) == stored
@@ -180,6 +182,33 @@ def check_assistant(config: TrainingConfig, acceptance: float, vocab_size: int |
     assert measured == pytest.approx(acceptance, abs=1e-4)
     assert torch.equal(target(probe).logits, logits)
     assert [p.requires_grad for p in target.parameters()] == flags
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_A = torch.nn.Parameter(torch.tensor([0.3, 3.0]))
+        self.lora_B = torch.nn.Parameter(torch.tensor([0.7, -2.0]))
+        self.frozen = torch.nn.Parameter(torch.tensor([1.0]), requires_grad=False)
+
+
+@pytest.mark.parametrize("best", distillation.SHARES)
+def test_the_best_share_of_the_update_is_kept(tmp_path: Path, best: float) -> None:
+    config = prepare(tmp_path, "independent")
+    model = Adapted()
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def evaluate() -> dict[str, float]:
+        share = float(model.lora_B[1] / trained["lora_B"][1])
+        return {distillation.MEASURE: 0.9 - abs(share - best)}
+
+    trainer: Any = SimpleNamespace(model=model, evaluate=evaluate)
+    shares, report = distillation._keep_best_share(trainer, config)
+    assert max(shares, key=shares.__getitem__) == f"{best:.2f}"
+    assert report["all"]["acceptance"] == pytest.approx(0.9, abs=1e-3)
+    wanted = trained | {"lora_B": trained["lora_B"] * best}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name].half().float()), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

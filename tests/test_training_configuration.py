@@ -61,6 +61,7 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
         ({"head": {"temperature": 0.5}}, r"head.temperature=0.5 must be one of rollouts.temperatures=\[1.0, 0.0\]"),
         ({"head": {"inputs": "during"}}, "head.inputs='during' must be 'after' or 'before'"),
         ({"head": {"mixing": 1.0}}, "head.mixing=1.0 must be at least 0 and under 1"),
+        ({"head": {"dropout": -0.1}}, "head.dropout=-0.1 must be at least 0 and under 1"),
         ({"evaluation": {"max_prompts": 0}}, "evaluation.max_prompts=0 must be a whole number of at least 1"),
         ({"evaluation": {"date": []}}, "Unknown setting evaluation.date"),
         ({"speculation": {"treshold": 0.5}}, "Unknown setting speculation.treshold"),

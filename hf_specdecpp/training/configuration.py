@@ -84,7 +84,10 @@ class HeadConfig:
         siblings: candidates drawn without replacement at each position (`inputs="before"`).
         temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
         top_k: of p and q in the labels, by default that of the rollouts.
-        epochs, learning_rate, batch_size: of the training loop (paper: 3, 5e-5, 32); a batch is of texts.
+        dropout: of the hidden states while the head is fitted (`inputs="before"`): what few texts teach does not carry
+            over to others without it.
+        epochs, learning_rate, batch_size: of the training loop (paper: 3, 5e-5, 32); a batch is of texts. The network
+            on the scalars (`inputs="before"`) has ten times the rate.
         max_texts: fit on so many of the texts, chosen by `seed`; on all by default. A head needs fewer than a draft.
         learning_curve: also fit heads on a quarter and a half of the texts, for the card: would more data help?
     """
@@ -97,6 +100,7 @@ class HeadConfig:
     rejection_weight: float = 1.0
     mixing: float = 0.15
     siblings: int = 1
+    dropout: float = 0.5
     temperature: float | None = None
     top_k: int | None = None
     epochs: float = 3.0
@@ -219,8 +223,9 @@ class TrainingConfig:
                 f"head.inputs={head.inputs!r} must be 'after' or 'before', head.label={head.label!r} "
                 "'sampled' or 'analytic'."
             )
-        if not 0.0 <= head.mixing < 1.0:
-            raise ValueError(f"head.mixing={head.mixing} must be at least 0 and under 1: it is a share.")
+        for name in ("mixing", "dropout"):
+            if not 0.0 <= (share := getattr(head, name)) < 1.0:
+                raise ValueError(f"head.{name}={share} must be at least 0 and under 1: it is a share.")
         if head.max_texts is not None:
             _at_least(1, "head.max_texts", head.max_texts)
         if head.temperature is not None and head.temperature not in self.rollouts.temperatures:

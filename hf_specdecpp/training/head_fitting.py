@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
@@ -28,6 +29,7 @@ from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 
 LEARNING_CURVE = "learning_curve.json"
+SCALARS_RATE = 10.0  # learning rate of the few weights that read a few numbers, relative to that of the others
 Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
 
 
@@ -174,6 +176,17 @@ class HeadTrainer(Trainer):
         self.options, self.drafter = options, drafter
         super().__init__(**arguments)
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW. At the rate of the rest, the network on the scalars would hardly have begun when a fit ends."""
+        if self.optimizer is None:
+            rate = self.args.learning_rate
+            groups = [
+                {"params": [parameter], "lr": rate * SCALARS_RATE if "from_scalars" in name else rate}
+                for name, parameter in cast(nn.Module, model or self.model).named_parameters()
+            ]
+            self.optimizer = torch.optim.AdamW(groups, weight_decay=self.args.weight_decay)
+        return self.optimizer
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -181,6 +194,9 @@ class HeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,  # noqa: ARG002 - the loss has a normaliser of its own
     ) -> Any:
+        if self.options.inputs == "before":
+            hidden = F.dropout(inputs["hidden"].float(), self.options.dropout, training=model.training)
+            inputs = {**inputs, "hidden": hidden}
         log_odds = batch_log_odds(model, inputs, self.drafter)
         loss = weighted_bce(log_odds, inputs["label"], self.options.rejection_weight, inputs["mask"])
         if not bool(loss.isfinite()):
