@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from training_files import training_run
 from transformers import Trainer, TrainingArguments
 
-from hf_specdecpp.acceptance import DraftStep
+from hf_specdecpp.acceptance import AcceptanceHead, DraftStep
 from hf_specdecpp.drafter import DraftSession
 from hf_specdecpp.training import features, head_fitting, rollouts
 from hf_specdecpp.training.checkpoints import last_checkpoint
@@ -148,17 +148,18 @@ def test_fitting_beats_the_draft_probability(tmp_path: Path) -> None:
     assert fitted["binary_kl"] < 0.9 * binary_kl(q_of, label)
 
 
-def trainer_of(config: Any, tmp_path: Path) -> tuple[head_fitting.HeadTrainer, dict[str, Tensor]]:
+def trainer_of(config: Any, tmp_path: Path) -> tuple[head_fitting.HeadTrainer, AcceptanceHead, dict[str, Tensor]]:
     drafter, train, _ = head_fitting.load_data(config)
     head = head_fitting.new_head(config, drafter)
     torch.nn.init.normal_(head.output.weight)
     arguments = TrainingArguments(str(tmp_path / "none"), learning_rate=0.01, weight_decay=0.0, report_to="none")
-    return head_fitting.HeadTrainer(config.head, drafter, model=head, args=arguments), head_fitting.collate([train[0]])
+    trainer = head_fitting.HeadTrainer(config.head, drafter, model=head, args=arguments)
+    return trainer, head, head_fitting.collate([train[0]])
 
 
 def test_the_network_on_the_scalars_learns_faster(tmp_path: Path) -> None:
-    trainer, _ = trainer_of(training_run(tmp_path, num_texts=2, inputs="before"), tmp_path)
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    trainer, head, _ = trainer_of(training_run(tmp_path, num_texts=2, inputs="before"), tmp_path)
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
     rates = {names[id(group["params"][0])]: group["lr"] for group in trainer.create_optimizer().param_groups}
     assert set(rates) == set(names.values())
     fast = {name for name, rate in rates.items() if rate > 0.01}
@@ -167,11 +168,11 @@ def test_the_network_on_the_scalars_learns_faster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_hidden_states_are_dropped_only_while_a_before_head_is_fitted(tmp_path: Path, inputs: str) -> None:
-    trainer, batch = trainer_of(training_run(tmp_path, num_texts=2, inputs=inputs, dropout=0.9), tmp_path)
+    trainer, head, batch = trainer_of(training_run(tmp_path, num_texts=2, inputs=inputs, dropout=0.9), tmp_path)
     stored = batch["hidden"].clone()
     with torch.no_grad():
-        fitting = [float(trainer.compute_loss(trainer.model.train(), batch)) for _ in range(2)]
-        measuring = [float(trainer.compute_loss(trainer.model.eval(), batch)) for _ in range(2)]
+        fitting = [float(trainer.compute_loss(head.train(), batch)) for _ in range(2)]
+        measuring = [float(trainer.compute_loss(head.eval(), batch)) for _ in range(2)]
     assert measuring[0] == measuring[1]
     assert (fitting[0] != fitting[1]) == (fitting[0] != measuring[0]) == (inputs == "before")
     assert torch.equal(batch["hidden"], stored)
