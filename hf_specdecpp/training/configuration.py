@@ -100,7 +100,7 @@ class HeadConfig:
     rejection_weight: float = 1.0
     mixing: float = 0.15
     siblings: int = 1
-    dropout: float = 0.5
+    dropout: float = 0.7
     temperature: float | None = None
     top_k: int | None = None
     epochs: float = 3.0
