@@ -279,7 +279,9 @@ def _by_source(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    table = Table(title="Held-out answers, temperature 1")
+    shares = report.get("shares")
+    kept = f"; share of the update that is kept: {max(shares, key=shares.get)}" if shares else ""
+    table = Table(title=f"Held-out answers, temperature 1{kept}")
     for column in ("source", "tokens", "acceptance before", "after", "top-1 agreement before", "after"):
         table.add_column(column, justify="left" if column == "source" else "right")
     for source, before in report["before"].items():
