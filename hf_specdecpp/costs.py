@@ -54,7 +54,7 @@ _known: dict[str, Costs] = {}
 
 def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now."""
-    key = {**fingerprint(target, drafter, estimator, max_tokens), "trees": trees}
+    key = fingerprint(target, drafter, estimator, max_tokens, trees)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     if digest not in _known:
         path = cached_assets_path("hf_specdecpp", "costs") / f"{digest}.json"
@@ -63,7 +63,9 @@ def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_token
     return _known[digest]
 
 
-def fingerprint(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int) -> dict[str, Any]:
+def fingerprint(
+    target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool
+) -> dict[str, Any]:
     """All that the costs depend on; JSON-able."""
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
     return {
@@ -72,6 +74,7 @@ def fingerprint(target: CausalLM, drafter: Drafter, estimator: Estimator, max_to
         "draft_vocab": None if drafter.draft_vocab is None else drafter.draft_vocab.numel(),
         "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
         "max_tokens": max_tokens,
+        "trees": trees,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],

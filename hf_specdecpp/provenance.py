@@ -48,8 +48,11 @@ def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | Non
 def command(folders: bool = True) -> str:
     """The command that runs, as it was typed, or without the folders of this machine."""
     words = sys.argv[1:]
-    if not folders:  # `Path.exists` raises an error at words that are too long for a file's name
-        words = [Path(word).name if os.path.exists(word) else word for word in words]  # noqa: PTH110
+    if not folders:
+        words = [
+            Path(word).name if os.path.exists(word) else word  # noqa: PTH110 - Path.exists fails at very long words
+            for word in words
+        ]
     return shlex.join(["specdecpp", *words])
 
 
@@ -60,7 +63,7 @@ def source_commit() -> str | None:
         return None
     # A package installed below somebody's repository is not in it: --error-unmatch fails for files git does not track.
     for words in (["ls-files", "--error-unmatch", Path(__file__).name], ["rev-parse", "HEAD"]):
-        found = subprocess.run(  # noqa: S603 - fixed words
+        found = subprocess.run(  # noqa: S603 - no shell, and no word of a user
             [git, "-C", Path(__file__).parent, *words], capture_output=True, text=True, check=False
         )
         if found.returncode:

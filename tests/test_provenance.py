@@ -1,16 +1,25 @@
 """What cards and reports say of where they come from."""
 
+from __future__ import annotations
+
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from hf_specdecpp import provenance
 
+GIT = str(shutil.which("git"))
+AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@b")  # a machine without an identity cannot commit
 
-def git(folder, *words):
-    subprocess.run(["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)  # noqa: S607 - fixed words
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run([GIT, "-C", folder, *AUTHOR, *words], check=True)
 
 
-def test_the_command_as_typed_and_without_folders(tmp_path, monkeypatch):
+def test_the_command_as_typed_and_without_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "my prompts.jsonl"
     data.write_text("{}")
     monkeypatch.setattr(sys, "argv", ["/usr/bin/specdecpp", "train", "--data", str(data), "--lr", "1" * 5000])
@@ -18,7 +27,7 @@ def test_the_command_as_typed_and_without_folders(tmp_path, monkeypatch):
     assert provenance.command(folders=False) == f"specdecpp train --data 'my prompts.jsonl' --lr {'1' * 5000}"
 
 
-def test_the_commit_is_this_code_s_own(tmp_path, monkeypatch):
+def test_the_commit_is_this_code_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that was installed below somebody else's repository must not take its commit for its own."""
     code = tmp_path / "venv" / "provenance.py"
     code.parent.mkdir()
@@ -36,6 +45,6 @@ def test_the_commit_is_this_code_s_own(tmp_path, monkeypatch):
     assert provenance.source_commit() == next(head).read_text().strip()
 
 
-def test_without_git_there_is_no_commit(monkeypatch):
+def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert provenance.source_commit() is None
