@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from transformers import PretrainedConfig
 
+from hf_specdecpp.field_types import check_types
 from hf_specdecpp.optimal_stopping import Costs
 from hf_specdecpp.tree_shapes import make_shape, size
 
@@ -89,13 +90,16 @@ class SpeculationConfig:
         """Raise `ValueError` naming the first value out of range. Runs again before every generation."""
         if self.rule not in RULES:
             raise ValueError(f"rule={self.rule!r} is not a stopping rule. Choose one of {', '.join(RULES)}.")
+        if self.tree is not None and self.tree not in TREES:
+            raise ValueError(f"tree={self.tree!r} is not a kind of tree. Choose one of {', '.join(TREES)}, or None.")
+        check_types(self)
         for name in ("threshold", "confidence_threshold", "svip_threshold", "adaedl_threshold"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name}={value!r} must be between 0 and 1: it is compared with a probability.")
         for name in ("num_tokens", "min_tokens", "max_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1: a round drafts tokens.")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -107,11 +111,9 @@ class SpeculationConfig:
         self._validate_tree()
 
     def _validate_tree(self) -> None:
-        if self.tree is not None and self.tree not in TREES:
-            raise ValueError(f"tree={self.tree!r} is not a kind of tree. Choose one of {', '.join(TREES)}, or None.")
         for name, least, most in (("tree_budget", 2, MOST_NODES), ("tree_depth", 1, MOST_NODES)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            if not least <= value <= most:
                 raise ValueError(f"{name}={value!r} must be a whole number from {least} to {most}.")
         if not 0.0 <= self.tree_threshold < 1.0:
             raise ValueError(

@@ -119,6 +119,25 @@ def test_mistakes_are_one_line(arguments: list[str], extra: list[str], says: str
 
 
 @pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--layers", "50"], "layers=50 must be a number from 1 to"),
+        (["--target", "/nowhere"], "'/nowhere' cannot be loaded: it must be a folder or a Hub id"),
+        (["--draft", "/nowhere"], "'/nowhere' cannot be loaded"),
+        (["--draft", "OTHER"], "different tokenizers"),
+    ],
+)
+def test_models_are_checked_before_the_rollouts(
+    tmp_path: Path, arguments: list[str], extra: list[str], says: str
+) -> None:
+    other = save_model(tiny("llama"), tmp_path / "other", words=[WORDS[0], *WORDS[:0:-1]])
+    result = CliRunner().invoke(app, [*arguments, *[other if word == "OTHER" else word for word in extra]])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert not (tmp_path / "out-work").exists()
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [("rollout: 1", "Unknown setting rollout"), ("head: {rnk: 1}", "head.rnk"), ("[1", "not valid YAML"), ("3", "int")],
 )

@@ -28,6 +28,7 @@ def settings(**changes: Any) -> TrainingConfig:
         {"dtype": "bfloat16", "target_id": "org/target", "target_revision": "abc"},
         {"draft": "/models/draft", "draft_id": "org/draft"},
         {"rollouts": {"temperatures": [0, 0.7, 1.2], "max_prompts": 2}, "head": {"temperature": 0.7}},
+        {"distill": {"learning_rate": "2e-4", "epochs": 2}, "report_to": ["tensorboard", "trackio"]},
         {"evaluation": {"data": ["a.jsonl"], "max_prompts": 1, "compare": "other-work"}},
     ],
 )
@@ -48,13 +49,29 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
         ({"draft": "d", "draft_revision": "abc"}, "draft_revision='abc' is a commit of draft_id, which is not set"),
         ({"rollouts": {"heldout": 1.0}}, r"rollouts.heldout=1.0 must be between 0 and 1"),
         ({"rollouts": {"temperatures": []}}, r"rollouts.temperatures=\[\] must be a list of numbers of at least 0"),
-        ({"rollouts": {"temperatures": 1.0}}, r"rollouts.temperatures=1.0 must be a list of numbers"),
+        ({"rollouts": {"temperatures": 1.0}}, r"rollouts.temperatures=1.0 must be a list, each item a number"),
         ({"rollouts": {"temperatures": [1.0, -0.5]}}, r"temperatures=\[1.0, -0.5\] must be a list"),
-        ({"rollouts": {"temperatures": [1.0, "hot"]}}, r"temperatures=\[1.0, 'hot'\] must be a list"),
+        (
+            {"rollouts": {"temperatures": [1.0, "hot"]}},
+            r"temperatures=\[1.0, 'hot'\] must be a list, each item a number",
+        ),
         ({"rollouts": {"temperatures": [float("nan")]}}, r"temperatures=\[nan\] must be a list"),
         ({"rollouts": {"temperatures": [1, 0.0, 1.0]}}, r"temperatures=\[1, 0.0, 1.0\] has one of them twice"),
         ({"rollouts": {"max_prompts": 1}}, "rollouts.max_prompts=1 must be a whole number of at least 2"),
-        ({"rollouts": {"max_prompts": 2.5}}, "rollouts.max_prompts=2.5 must be a whole number of at least 2"),
+        ({"rollouts": {"max_prompts": 2.5}}, "rollouts.max_prompts=2.5 must be a whole number or left out"),
+        ({"rollouts": {"data": "prompts.jsonl"}}, "rollouts.data='prompts.jsonl' must be a list, each item text"),
+        ({"seed": True}, "seed=True must be a whole number"),
+        ({"layers": [0, "last"]}, r"layers=\[0, 'last'\] must be a whole number or a list, each item a whole number"),
+        ({"head": 64}, "head=64 must be a mapping"),
+        ({"distill": {"learning_rate": "fast"}}, "distill.learning_rate='fast' must be a number"),
+        ({"distill": {"learning_rate": "nan"}}, "distill.learning_rate=nan must be above 0"),
+        ({"distill": {"bf16": "yes"}}, "distill.bf16='yes' must be true or false"),
+        ({"distill": {"epochs": 0}}, "distill.epochs=0 must be above 0"),
+        ({"distill": {"rank": 0}}, "distill.rank=0 must be a whole number of at least 1"),
+        ({"distill": {"max_length": 1}}, "distill.max_length=1 must be a whole number of at least 2"),
+        ({"distill": {"dropout": 1.0}}, "distill.dropout=1.0 must be at least 0 and under 1"),
+        ({"head": {"siblings": 0}}, "head.siblings=0 must be a whole number of at least 1"),
+        ({"head": {"rejection_weight": 0}}, "head.rejection_weight=0 must be above 0"),
         ({"rollouts": {"samples_per_prompt": 0}}, "rollouts.samples_per_prompt=0 must be a whole number of at least 1"),
         ({"rollouts": {"top_k": -1}}, "rollouts.top_k=-1 must be a whole number of at least 0"),
         ({"rollouts": {"temperature": 1.0}}, "Unknown setting rollouts.temperature. rollouts takes .*temperatures"),
@@ -65,12 +82,19 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
         ({"evaluation": {"max_prompts": 0}}, "evaluation.max_prompts=0 must be a whole number of at least 1"),
         ({"evaluation": {"date": []}}, "Unknown setting evaluation.date"),
         ({"speculation": {"treshold": 0.5}}, "Unknown setting speculation.treshold"),
+        ({"speculation": {"threshold": "much"}}, "threshold='much' must be a number"),
         ({"speculation": {"threshold": 5}}, "threshold=5 must be between 0 and 1"),
     ],
 )
 def test_senseless_settings(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**changes).validate()
+
+
+@pytest.mark.parametrize("name", ["tensorflow", ["none", "tensorflow"]])
+def test_missing_trackers(name: str | list[str]) -> None:
+    with pytest.raises(ValueError, match="report_to=.*'tensorflow'.* is not supported, only .*tensorboard"):
+        trackers.check(name)
 
 
 def test_logs_outlive_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.configuration import SpeculationConfig
+from hf_specdecpp.field_types import check_types
 
 DTYPES = ("auto", "bfloat16", "float32")
 
@@ -143,7 +144,7 @@ class TrainingConfig:
         speculation: what users of the repository speculate with unless they choose: fields of `SpeculationConfig`. By
             default `threshold` at its best value here, for an early exit `throughput`.
         seed: of everything random.
-        report_to: trackers as in `transformers.TrainingArguments` ("trackio", "tensorboard", "wandb", "none").
+        report_to: trackers, as in `transformers.TrainingArguments`: one, a list, or "none".
         work_dir: shards, checkpoints and features; by default `<output>-work`.
 
     Raises:
@@ -161,7 +162,7 @@ class TrainingConfig:
     draft_revision: str | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    report_to: str = "none"
+    report_to: str | list[str] = "none"
     work_dir: str | None = None
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -174,17 +175,19 @@ class TrainingConfig:
 
     def validate(self) -> None:
         """Raise `ValueError` naming the first setting that makes no sense."""
+        check_types(self)
         for name in ("target", "output"):
             if not getattr(self, name):
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
-        _build(SpeculationConfig, self.speculation, "speculation.")
+        _refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
+        SpeculationConfig(**self.speculation)
         self._validate_ids()
         self._validate_rollouts()
+        self._validate_distill()
         self._validate_head()
-        if self.evaluation.max_prompts is not None:
-            _at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
+        _at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
 
     def _validate_ids(self) -> None:
         if self.draft_id is not None and self.draft is None:
@@ -204,7 +207,7 @@ class TrainingConfig:
         if not 0.0 < rollouts.heldout < 1.0:
             raise ValueError(f"rollouts.heldout={rollouts.heldout} must be between 0 and 1: it is a share.")
         temperatures = rollouts.temperatures
-        if not isinstance(temperatures, list) or not temperatures or not all(map(_is_temperature, temperatures)):
+        if not temperatures or not all(math.isfinite(temperature) and temperature >= 0 for temperature in temperatures):
             raise ValueError(
                 f"rollouts.temperatures={temperatures!r} must be a list of numbers of at least 0, such as [1.0, 0.0]."
             )
@@ -213,8 +216,16 @@ class TrainingConfig:
         for name in ("samples_per_prompt", "max_new_tokens", "batch_size", "shard_size"):
             _at_least(1, f"rollouts.{name}", getattr(rollouts, name))
         _at_least(0, "rollouts.top_k", rollouts.top_k)
-        if rollouts.max_prompts is not None:
-            _at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # one of them is held out
+        _at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # one of them is held out
+
+    def _validate_distill(self) -> None:
+        distill = self.distill
+        for name in ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps"):
+            _at_least(1, f"distill.{name}", getattr(distill, name))
+        _at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
+        for name in ("epochs", "learning_rate"):
+            _above_zero(f"distill.{name}", getattr(distill, name))
+        _share("distill.dropout", distill.dropout)
 
     def _validate_head(self) -> None:
         head = self.head
@@ -224,10 +235,13 @@ class TrainingConfig:
                 "'sampled' or 'analytic'."
             )
         for name in ("mixing", "dropout"):
-            if not 0.0 <= (share := getattr(head, name)) < 1.0:
-                raise ValueError(f"head.{name}={share} must be at least 0 and under 1: it is a share.")
-        if head.max_texts is not None:
-            _at_least(1, "head.max_texts", head.max_texts)
+            _share(f"head.{name}", getattr(head, name))
+        for name in ("rank", "siblings", "batch_size", "max_texts"):
+            _at_least(1, f"head.{name}", getattr(head, name))
+        for name in ("num_blocks", "top_k"):
+            _at_least(0, f"head.{name}", getattr(head, name))
+        for name in ("rejection_weight", "epochs", "learning_rate"):
+            _above_zero(f"head.{name}", getattr(head, name))
         if head.temperature is not None and head.temperature not in self.rollouts.temperatures:
             raise ValueError(
                 f"head.temperature={head.temperature!r} must be one of rollouts.temperatures="
@@ -244,24 +258,44 @@ class TrainingConfig:
 
 
 def _build(cls: Any, values: dict[str, Any], path: str) -> Any:
-    known = {item.name: item for item in fields(cls)}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ValueError(
-            f"Unknown setting {path}{unknown[0]}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
-        )
+    _refuse_unknown(cls, values, path)
     built = dict(values)
     for name, value in values.items():
         default = getattr(cls(), name)
         if is_dataclass(default) and isinstance(value, dict):
             built[name] = _build(type(default), value, f"{path}{name}.")
+        if isinstance(default, float) and isinstance(value, str):
+            built[name] = _number(value)
     return cls(**built)
 
 
-def _at_least(least: int, name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+def _refuse_unknown(cls: Any, values: dict[str, Any], path: str) -> None:
+    known = [item.name for item in fields(cls)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(
+            f"Unknown setting {path}{unknown[0]}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
+        )
 
 
-def _is_temperature(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+def _number(text: str) -> float | str:
+    """YAML reads 2e-4, which has no point, as text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _at_least(least: int, name: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
+
+
+def _above_zero(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name}={value} must be above 0.")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name}={value} must be at least 0 and under 1: it is a share.")

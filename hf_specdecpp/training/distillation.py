@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -85,13 +84,13 @@ def run(config: TrainingConfig) -> None:
     if vocab is not None:
         report["draft_vocab"] = {"size": len(vocab), "covered": draft_vocab.covered_mass(vocab, heldout)}
     if config.distill.enabled:
-        begin, checkpoint = time.monotonic(), last_checkpoint(checkpoints)
+        checkpoint = last_checkpoint(checkpoints)
         # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the
         # model for prepared and leaves DDP out. It goes into the checkpoints, too.
         trainer.args.eval_on_start = checkpoint is None
         trainer.train(resume_from_checkpoint=checkpoint)
         report["before"] = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
-        report["steps"], report["seconds"] = trainer.state.global_step, time.monotonic() - begin
+        report["steps"] = trainer.state.global_step
         report["shares"], report["after"] = _keep_best_share(trainer, config)
         _save_adapter(trainer, config)
     else:
@@ -145,9 +144,8 @@ def _draft(config: TrainingConfig, target: CausalLM, device: torch.device) -> Ca
 def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset) -> Tensor | None:
     if config.distill.draft_vocab_size is None:
         return None
-    num_ids = min(model.get_output_embeddings().weight.shape[0] for model in (target, draft))
     prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(rollouts.prompts_of(config))]
-    always = draft_vocab.always_kept(target)
+    always, num_ids = draft_vocab.always_kept(target), draft_vocab.most_ids(target, draft)
     return draft_vocab.choose(train, config.distill.draft_vocab_size, always, num_ids, prompts)
 
 

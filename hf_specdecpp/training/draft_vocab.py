@@ -36,17 +36,28 @@ def choose(
     Raises:
         ValueError: `size` is not between the number of tokens that are always kept and `num_ids`.
     """
+    kept = check_size(size, always, num_ids)
+    asked = np.bincount(np.concatenate([*map(np.asarray, prompts), []]).astype(np.int64), minlength=num_ids)[:num_ids]
+    counts = answer_counts(answers, num_ids)[:num_ids] * (asked.sum() + 1) + asked
+    counts[kept] = np.iinfo(counts.dtype).max
+    # Stable, so that tokens that are equally frequent go by their id.
+    return torch.as_tensor(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def check_size(size: int, always: Sequence[int], num_ids: int) -> list[int]:
+    """Those of the tokens `always` that the draft has, ascending; `ValueError` as `choose` raises it."""
     kept = sorted({token for token in always if token < num_ids})
     if not len(kept) < size < num_ids:
         raise ValueError(
             f"distill.draft_vocab_size={size} must be over {len(kept)} (the end-of-text and chat tokens, always kept) "
             f"and under {num_ids} (the draft's whole vocabulary). Some thousands are usual; leave it out to keep all."
         )
-    asked = np.bincount(np.concatenate([*map(np.asarray, prompts), []]).astype(np.int64), minlength=num_ids)[:num_ids]
-    counts = answer_counts(answers, num_ids)[:num_ids] * (asked.sum() + 1) + asked
-    counts[kept] = np.iinfo(counts.dtype).max
-    # Stable, so that tokens that are equally frequent go by their id.
-    return torch.as_tensor(np.sort(np.argsort(-counts, kind="stable")[:size]))
+    return kept
+
+
+def most_ids(target: CausalLM, draft: CausalLM) -> int:
+    """How many token ids both LM heads have."""
+    return min(model.get_output_embeddings().weight.shape[0] for model in (target, draft))
 
 
 def covered_mass(token_ids: Tensor, answers: Dataset) -> float:

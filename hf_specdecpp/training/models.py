@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp.acceptance import AcceptanceHead
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.early_exit import early_exit
 from hf_specdecpp.repository import (
     ADAPTER_FILES,
     ADAPTER_FOLDER,
@@ -20,11 +23,43 @@ from hf_specdecpp.repository import (
     save_tensors,
     save_text,
 )
-from hf_specdecpp.training import rollouts
+from hf_specdecpp.support import check_target
+from hf_specdecpp.training import draft_vocab, rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.typing import CausalLM
+from hf_specdecpp.vocabulary import check_same_tokenizer
 
 HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
+
+
+def check(config: TrainingConfig) -> None:
+    """Find before the rollouts what a later stage would refuse; reads configurations and tokenizers, no weights.
+
+    Raises:
+        ValueError: the target cannot be assisted, the draft is not for it, or `layers` or `distill.draft_vocab_size` is
+            out of range, or a model is not found.
+    """
+    target = _without_weights(config.target)
+    check_target(target)
+    if config.draft is None:
+        draft = early_exit(target, config.layers)
+    else:
+        draft = _without_weights(config.draft)
+        check_same_tokenizer(target, draft)
+    if config.distill.draft_vocab_size is not None:
+        num_ids = draft_vocab.most_ids(target, draft)
+        draft_vocab.check_size(config.distill.draft_vocab_size, draft_vocab.always_kept(target), num_ids)
+
+
+def _without_weights(name: str) -> CausalLM:
+    with suppress(OSError, ValueError):  # not every draft has one; `check_same_tokenizer` looks into the local cache
+        AutoTokenizer.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The model {name!r} cannot be loaded: it must be a folder or a Hub id. {error}") from None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def load_target(config: TrainingConfig) -> CausalLM:

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from hf_specdecpp.training import assembly, calibration, distillation, evaluation, head_fitting, rollouts
+from hf_specdecpp.training import (
+    assembly,
+    calibration,
+    distillation,
+    evaluation,
+    head_fitting,
+    models,
+    rollouts,
+    trackers,
+)
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.processes import process_state
 
@@ -32,9 +41,12 @@ def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
         stages: some of `STAGES`; all by default. They run in the order of `STAGES`.
 
     Raises:
-        ValueError: a setting or a stage is unknown or missing, or a stage cannot run on what the earlier ones left.
+        ValueError: a setting, a model, a tracker or a stage is unknown or missing, or a stage cannot run on what the
+            earlier ones left.
     """
     config.validate()
+    trackers.check(config.report_to)
+    models.check(config)
     unknown = sorted(set(stages or ()) - set(STAGES))
     if unknown:
         raise ValueError(f"Unknown stage {unknown[0]!r}. The stages are {', '.join(STAGES)}.")

@@ -95,7 +95,7 @@ class ServerTarget:
             return form
         raise ValueError(
             f"The server {self.url} refused every form of a request for model {self.model!r}. Check the model's name "
-            "(--server_model), and that it takes a top_k, or set top_k to 0 (all tokens). It said:\n"
+            "(rollouts.server_model), and that it takes a top_k, or set top_k to 0 (all tokens). It said:\n"
             + "\n".join(refusals)
         )
 
@@ -146,8 +146,10 @@ class ServerTarget:
         )
         if key := os.environ.get("OPENAI_API_KEY"):
             request.add_unredirected_header("Authorization", f"Bearer {key}")
+        problem = ""
         for attempt in range(ATTEMPTS):
             if attempt:
+                logger.warning_once(f"{self.url} does not answer ({problem}). Trying again for half a minute.")
                 time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
             try:
                 with urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310 - the scheme was checked
