@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,20 +253,33 @@ def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file; a reader sees the old file or the new one, never half of one."""
-    temporary = _unfinished(path)
-    save_file(
-        {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary, {"format": "pt"}
-    )
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        save_file(
+            {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary, {"format": "pt"}
+        )
 
 
 def save_text(text: str, path: Path) -> None:
     """Write a text file, whole or not at all."""
-    temporary = _unfinished(path)
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
-def _unfinished(path: Path) -> Path:
-    """Where a file grows: beside its place, under a name that no other process takes."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where a file grows, beside its place and under a name that no other process takes, until it is complete.
+
+    Raises:
+        OSError: it cannot be written; what was at its place still is.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())  # the name must not outlive a power cut that the contents do not
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written ({error}). Earlier contents are kept: make room on the disk and try again."
+        ) from error

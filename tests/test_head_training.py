@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import VOCAB_SIZE
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.testing import assert_close
 from training_files import training_run
@@ -17,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from hf_specdecpp.acceptance import AcceptanceHead, DraftStep
 from hf_specdecpp.drafter import DraftSession
 from hf_specdecpp.training import features, head_fitting, rollouts
-from hf_specdecpp.training.checkpoints import last_checkpoint
+from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.metrics import binary_kl
 from hf_specdecpp.training.models import load_assistant, load_head, load_target
@@ -257,6 +259,24 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
         if complete:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "full"),
+    [
+        (SafetensorError("I/O error: No space left on device (os error 28)"), 2**30, True),  # it removes its half file
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), 0, True),  # torch.save
+        (SafetensorError("header too large"), 2**30, False),
+        (RuntimeError("shapes differ"), 2**30, False),
+    ],
+)
+def test_full_disks_are_told_from_other_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int, full: bool
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(OSError if full else type(error)) as raised, telling_of_full_disks(tmp_path):
+        raise error
+    assert ("the disk is full. Earlier ones are kept" in str(raised.value)) == full
 
 
 def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:

@@ -136,10 +136,9 @@ def test_split_of_few_prompts(tmp_path: Path) -> None:
     few = write(tmp_path / "few.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
     for share in (1e-9, 1 - 1e-9):
         split = split_prompts([few], share)
-        assert split["train"], share
-        assert split["heldout"], share
+        assert (len(split["train"]), len(split["heldout"])) == (1, 2), share  # one calibrates, one measures
     assert split_prompts([few], 0.0)["heldout"] == []
-    with pytest.raises(ValueError, match="none can be held out"):
+    with pytest.raises(ValueError, match="have 1 different beginnings, and three are needed"):
         split_prompts([write(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a"})], 0.1)
     with pytest.raises(ValueError, match="No prompts were given"):
         split_prompts([], 0.1)

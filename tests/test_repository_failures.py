@@ -21,13 +21,14 @@ from huggingface_hub.errors import (
 )
 from models import tiny
 from repos import WORDS, change_json, files_of, greedy, head_for, publish_pair, save_adapter, save_assistant, save_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.early_exit import early_exit
-from hf_specdecpp.repository import save_tensors, save_text
+from hf_specdecpp.repository import replacing, save_tensors, save_text
 
 HEAD, VOCAB, ADAPTER = "acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
@@ -363,3 +364,13 @@ def test_two_processes_write_one_file(
     monkeypatch.setattr(Path, "replace", overtaken)
     save(tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("(os error 28)")])
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, error: Exception) -> None:
+    save_text("before", tmp_path / "a.json")
+    said = re.escape(f"a.json could not be written ({error}). Earlier contents are kept: make room on the disk")
+    with pytest.raises(OSError, match=said), replacing(tmp_path / "a.json"):
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "before"

@@ -286,7 +286,7 @@ def dying_answer(self, items, temperature, seed):
 
 def dying_write(rows, path):
     if moment == "writing" and len(done) == 2:
-        path.with_name(path.name + ".tmp").write_bytes(b"PAR1 and then nothing")
+        path.with_name(f"{path.name}.{os.getpid()}.tmp").write_bytes(b"PAR1 and then nothing")
         os.kill(os.getpid(), signal.SIGKILL)
     write(rows, path)
     done.append(path)
@@ -317,7 +317,7 @@ def test_a_killed_run_goes_on(
     answered = count_answers(monkeypatch)
     rollouts.run(config)
     assert rows_of(config) == expected
-    assert files(config) == names
+    assert [name for name in files(config) if not name.endswith(".tmp")] == names
     assert {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards} == before
     assert sum(answered) == NUM_PROMPTS - 2 * config.rollouts.shard_size
 
@@ -397,7 +397,7 @@ def test_bad_prompts_leave_nothing(config: TrainingConfig) -> None:
 def test_a_full_disk(config: TrainingConfig) -> None:
     train = config.work / "rollouts" / "train"
     train.mkdir(parents=True)
-    (train / "shard-0-0-00001.parquet.tmp").symlink_to("/dev/full")
+    (train / f"shard-0-0-00001.parquet.{os.getpid()}.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"shard-0-0-00001\.parquet could not be written.*No space left.*make room"):
         rollouts.run(config)
     assert files(config) == ["rollouts.json", "train/shard-0-0-00000.parquet"]

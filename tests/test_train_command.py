@@ -44,11 +44,15 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = tmp_path / "out-work" / "features" / "train-00000.safetensors.123.tmp"  # of a run that was killed
+    unfinished.parent.mkdir(parents=True)
+    unfinished.touch()
     with HubServer() as hub:
         point_client_at(monkeypatch, hub, tmp_path / "cache", token="hf_x")  # noqa: S106
         result = CliRunner().invoke(app, [*arguments, "--push_to_hub", "tester/trained"])
         assert result.exit_code == 0, result.output
         uploaded = hub.files("tester/trained")
+    assert not unfinished.exists()
     target = AutoModelForCausalLM.from_pretrained(arguments[2])
     assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
     assert greedy(target, assistant) == greedy(target)

@@ -35,7 +35,7 @@ from hf_specdecpp.repository import (
     save_text,
 )
 from hf_specdecpp.training import draft_vocab, rollouts
-from hf_specdecpp.training.checkpoints import last_checkpoint
+from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation_data import answer_tokens, by_length, collate, lengths_of, useful
 from hf_specdecpp.training.distillation_trainer import DistillationTrainer, Student, summarise
@@ -88,7 +88,8 @@ def run(config: TrainingConfig) -> None:
         # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the
         # model for prepared and leaves DDP out. It goes into the checkpoints, too.
         trainer.args.eval_on_start = checkpoint is None
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with telling_of_full_disks(checkpoints):
+            trainer.train(resume_from_checkpoint=checkpoint)
         report["before"] = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
         report["steps"] = trainer.state.global_step
         report["shares"], report["after"] = _keep_best_share(trainer, config)

@@ -20,7 +20,7 @@ from hf_specdecpp.acceptance import AcceptanceHead
 from hf_specdecpp.drafter import Drafter
 from hf_specdecpp.repository import read_json, save_text
 from hf_specdecpp.training import features
-from hf_specdecpp.training.checkpoints import last_checkpoint
+from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.labels import weighted_bce
 from hf_specdecpp.training.metrics import auc, binary_kl
@@ -148,6 +148,7 @@ def fit(
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         use_cpu=not torch.accelerator.is_available(),  # else it takes each process for the only one
+        ddp_find_unused_parameters=False,
         report_to=config.report_to,
         seed=config.seed,
     )
@@ -162,7 +163,8 @@ def fit(
             options=options,
             drafter=drafter,
         )
-    trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
+    with telling_of_full_disks(checkpoints):
+        trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
     measured = trainer.evaluate()
     head.to("cpu").eval()
     rows = sum(int((train[index]["mask"] > 0).sum()) for index in range(len(train)))

@@ -74,11 +74,11 @@ def split_prompts(
         limit: most prompts of each source, chosen by `seed`.
         unseen: openings that must be in neither.
 
-    The split goes by a hash of the user's first words, so that no text is in both. At least one prompt is held out
-    unless `heldout` is 0.
+    The split goes by a hash of the user's first words, so that no text is in both. At least two
+    prompts are held out unless `heldout` is 0: one calibrates the head, the other measures it.
 
     Raises:
-        ValueError: there are too few prompts to hold one out, all are `unseen`, or those of `read_prompts`.
+        ValueError: there are too few prompts to hold two out, all are `unseen`, or those of `read_prompts`.
     """
     distinct: dict[str, Prompt] = {}
     total = 0
@@ -113,12 +113,12 @@ def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
     places = [_place(prompt.opening) for prompt in prompts]
     bound = heldout
     if heldout > 0:
-        if len(set(places)) < 2:
+        if len(set(places)) < 3:
             raise ValueError(
-                "All prompts begin alike, so none can be held out without being trained on, too. Give at least two "
-                "different prompts, or set rollouts.heldout to 0."
+                f"The prompts have {len(set(places))} different beginnings, and three are needed: one to train on, one "
+                "to calibrate the head with, one to measure it with. Give more prompts."
             )
-        bound = min(max(bound, sorted(set(places))[1]), max(places))
+        bound = min(max(bound, sorted(set(places))[2]), max(places))
     split: dict[str, list[Prompt]] = {"train": [], "heldout": []}
     for prompt, place in zip(prompts, places, strict=True):
         split["heldout" if place < bound else "train"].append(prompt)

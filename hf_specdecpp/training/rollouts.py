@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.randomness import seed_of
-from hf_specdecpp.repository import differences, read_json, save_text
+from hf_specdecpp.repository import differences, read_json, replacing, save_text
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.encoding import Codec, Encoded
 from hf_specdecpp.training.local_target import LocalTarget
@@ -248,20 +247,11 @@ def _record(row: Row, answer: list[int], finished: bool) -> dict[str, Any]:
 def _write(rows: list[dict[str, Any]], path: Path) -> None:
     """Write a shard, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
     noisy = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()  # one bar is enough
     try:
-        datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(str(temporary))
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())  # the name must not outlive a power cut that the contents do not
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(
-            f"{path} could not be written ({error}). Its {len(rows)} answers are lost, finished shards are kept: make "
-            "room on the disk and run the same command to go on."
-        ) from error
+        with replacing(path) as temporary:
+            datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(str(temporary))
     finally:
         if noisy:
             datasets.enable_progress_bars()

@@ -51,6 +51,10 @@ def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
     if unknown:
         raise ValueError(f"Unknown stage {unknown[0]!r}. The stages are {', '.join(STAGES)}.")
     state = process_state()
+    if state.is_main_process:
+        for unfinished in config.work.rglob("*.tmp"):  # of a run that was killed while it wrote
+            unfinished.unlink()
+    state.wait_for_everyone()
     console = Console(stderr=True, highlight=False, quiet=not state.is_main_process)
     for name, run in STAGES.items():
         if stages is not None and name not in stages:
