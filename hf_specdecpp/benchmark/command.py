@@ -27,7 +27,7 @@ from hf_specdecpp.benchmark.replaying import replay, text_sets
 from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches, neutralise
 from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, TREES, BenchmarkConfig, RunLog, environment
 from hf_specdecpp.benchmark.slower_target import layers_for_ratio, slower_target
-from hf_specdecpp.benchmark.summary import speed_table, summarise
+from hf_specdecpp.benchmark.summary import comparable, speed_table, summarise
 from hf_specdecpp.benchmark.tree_replay import replay_trees
 from hf_specdecpp.demo import PROMPTS, parse_layers
 from hf_specdecpp.fast_linear import pack
@@ -232,9 +232,12 @@ def _results(
     target: CausalLM, assistant: SpecDecPPAssistant, questions: list[Question],
 ) -> dict[str, Any]:  # fmt: skip
     here = {question.prompt for question in questions}
-    rows = [row for row in log.rows if row["temperature"] in config.temperatures and row["prompt"] in here]
     names = {contestant.name for contestant in contestants}
-    rows = [row for row in rows if row["contestant"] in names]
+    rows = [
+        row
+        for row in comparable(log.rows)
+        if row["temperature"] in config.temperatures and row["prompt"] in here and row["contestant"] in names
+    ]
     summary = summarise(rows, contestants)
     where = environment(target.device)
     slowed = f", target slowed down by {settings['extra_layers']} further layers" if settings["extra_layers"] else ""

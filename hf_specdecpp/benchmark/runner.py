@@ -15,6 +15,7 @@ from hf_specdecpp.benchmark.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
 from hf_specdecpp.benchmark.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.settings import RunLog
+from hf_specdecpp.benchmark.summary import comparable
 from hf_specdecpp.randomness import seed_of
 from hf_specdecpp.typing import CausalLM
 
@@ -75,7 +76,8 @@ class LiveBenchmark:
 
     def _missing(self, question: Question, temperature: float, order: list[Contestant]) -> list[Contestant]:
         here = (question.set, question.prompt, temperature)
-        done = {row["contestant"] for row in self.log.rows if (row["set"], row["prompt"], row["temperature"]) == here}
+        rows = [row for row in self.log.rows if (row["set"], row["prompt"], row["temperature"]) == here]
+        done = {row["contestant"] for row in comparable(rows)}
         missing = [contestant for contestant in order if contestant.name not in done]
         # A speed is compared with that of plain generation in the same session.
         return [PLAIN, *missing] if missing and PLAIN not in missing else missing

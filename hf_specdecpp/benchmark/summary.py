@@ -37,6 +37,13 @@ def summarise(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant])
     return sorted(summary, key=lambda row: (row["set"] != ALL, row["set"], row["temperature"], -row["speedup"]))
 
 
+def comparable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with plain generation of the same prompt in the same session: a session may have been killed before it."""
+    rows = list(rows)
+    plain = {_moment(row) for row in rows if row["contestant"] == PLAIN.name}
+    return [row for row in rows if _moment(row) in plain]
+
+
 def _moment(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["set"], row["prompt"], row["temperature"], row["session"]
 
