@@ -21,6 +21,7 @@ from hf_specdecpp.tree_outlook import LEVELS, PLACES, RATIO, Outlook, row_of
 
 CAUTION = 0.95  # share of the expected tokens that is counted on: what looks best of many mostly looks too good
 RATE_MEMORY = 0.995  # what is left of a round's tokens and seconds a round later
+FIRST_NODES = 8  # most in the first round; later ones may have twice as many as the largest tree so far
 TRUSTED = 8.0  # rounds that a promised rate counts for, before it has been seen
 
 
@@ -59,6 +60,9 @@ class TreeThroughput(Trust):
         self.plain = float(self.verify[0]) + costs.overhead
         self.law, self.outlook = law or AcceptanceLaw(), Outlook(greedy)
         self.rounds, self.credit = 0, Credit(self.plain)
+        self.most = min(
+            FIRST_NODES, most_nodes
+        )  # before rounds have shown what estimates are worth, mistakes stay small
         self.tokens = self.seconds = 0.0
         self._fit()
 
@@ -88,25 +92,27 @@ class TreeThroughput(Trust):
     def plan(self, growth: Growth) -> Step | None:
         """The levels and size that promise most tokens, less what their seconds are worth; `None` if none do."""
         tree = growth.tree
-        if len(tree) == len(self.verify) - 1 or not (growth.leaves or growth.open):
+        if len(tree) >= self.most or not (growth.leaves or growth.open):
             return None
         levels, rate = min(LEVELS, growth.max_depth - tree.passes), max(self.rate, 1.0 / self.plain)
         # Whether to start at all has been decided before.
-        best = self._best(self.outlook.of(growth, self.law), range(tree.passes == 0, levels + 1), len(tree), rate)
+        choice = range(tree.passes == 0, levels + 1)
+        best = self._best(self.outlook.of(growth, self.law), choice, len(tree), self.most, rate)
         if best.tokens <= rate * best.seconds and tree.passes > 0:
             return None
         # Before a level t keeps room for it. In the end all slots may be filled that are worth their seconds.
         price = rate * float(self.verify[len(tree) + best.draws] - self.verify[len(tree)]) / best.draws
         return Step(best.threshold if best.levels else max(price, SMALLEST), len(tree) + best.draws, best.levels)
 
-    def _best(self, expected: Floats, choice: range, size: int, rate: float) -> Prospect:
+    def _best(self, expected: Floats, choice: range, size: int, most: int, rate: float) -> Prospect:
         """Of a choice of levels, and any number of draws, those of the most tokens - rate * seconds.
 
         Args:
             expected: as `Outlook.of` returns it.
             size: of the tree so far.
+            most: that it may have.
         """
-        levels, counts = np.array(choice)[:, None], np.arange(1, len(self.verify) - size)
+        levels, counts = np.array(choice)[:, None], np.arange(1, most + 1 - size)
         draws, tokens, reads = expected
         places = np.stack([draws[level].searchsorted(counts) for level in choice])  # where so many draws are reached
         upper = np.minimum(places, PLACES)
@@ -118,7 +124,9 @@ class TreeThroughput(Trust):
             return low + share * (high - low)
 
         gained, branches = CAUTION * at_counts(tokens), np.maximum(at_counts(reads) - levels, 0.0)
-        seconds = self.costs.draft * levels + self.costs.branch * branches + self.verify[size + 1 :] - self.verify[size]
+        seconds = (
+            self.costs.draft * levels + self.costs.branch * branches + self.verify[size + counts] - self.verify[size]
+        )
         net = np.where(places <= PLACES, gained - rate * seconds, -math.inf)
         best = np.unravel_index(int(net.argmax()), net.shape)
         threshold = math.exp(-RATIO * (int(upper[best]) - 0.5))
@@ -143,7 +151,7 @@ class TreeThroughput(Trust):
         for node, after in zip((0, *path), (*path, None), strict=True):
             estimates = [tree.estimates[child] for child in tree.children[node]]
             self.law.observe_siblings(estimates, None if after is None else tree.ranks[after])
-        self.rounds += 1
+        self.rounds, self.most = self.rounds + 1, min(max(self.most, 2 * len(tree)), len(self.verify) - 1)
         if self.law.due(self.rounds):
             self._fit()
 
@@ -155,6 +163,6 @@ class TreeThroughput(Trust):
             tokens = seconds = 0.0
             for _ in range(4):  # each is at least as fast as the one before
                 rate = max((1.0 + tokens) / (self.plain + seconds), 1.0 / self.plain)
-                best = self._best(self.outlook.root, range(1, LEVELS + 1), 0, rate)
+                best = self._best(self.outlook.root, range(1, LEVELS + 1), 0, len(self.verify) - 1, rate)
                 tokens, seconds = best.tokens, best.seconds
             self.tokens, self.seconds = TRUSTED * (1.0 + tokens), TRUSTED * (self.plain + seconds)
