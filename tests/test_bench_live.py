@@ -352,7 +352,8 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
         (("--temperatures", "hot"), "must be numbers such as"),
         (("--contestants", "nobody"), "No contestant is called"),
         (("--cost_ratio", "2"), "must be between 0 and 1"),
-        (("--costs", "nowhere.json", "--no-live", "--temperatures", "0"), "a ratio such as 0.1, nor a file"),
+        (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
+        (("--rollouts", "nowhere"), "has no folder `rollouts`"),
     ],
 )
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:

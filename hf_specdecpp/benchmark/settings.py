@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers.utils import is_sklearn_available, logging
 
+from hf_specdecpp.benchmark.sweep import PAPER, read_costs
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.repository import differences, read_json, save_text
 from hf_specdecpp.version import __version__
@@ -86,6 +87,12 @@ class BenchmarkConfig:
         if self.cost_ratio is not None and not 0.0 < self.cost_ratio < 1.0:
             raise ValueError(
                 f"cost_ratio={self.cost_ratio} must be between 0 and 1: the price of a draft step in passes."
+            )
+        read_costs(self.costs, lambda: PAPER)  # a mistake is found now, not after an hour of generations
+        if self.rollouts is not None and not (self.rollouts / "rollouts").is_dir():
+            raise ValueError(
+                f"--rollouts {self.rollouts} has no folder `rollouts`. Give the work folder of a `specdecpp train`, "
+                "such as my-assistant-work."
             )
 
 
