@@ -60,9 +60,8 @@ class TreeThroughput(Trust):
         self.plain = float(self.verify[0]) + costs.overhead
         self.law, self.outlook = law or AcceptanceLaw(), Outlook(greedy)
         self.rounds, self.credit = 0, Credit(self.plain)
-        self.most = min(
-            FIRST_NODES, most_nodes
-        )  # before rounds have shown what estimates are worth, mistakes stay small
+        # Before rounds have shown what estimates are worth, mistakes stay small.
+        self.most = min(FIRST_NODES, most_nodes)
         self.tokens = self.seconds = 0.0
         self._fit()
 
