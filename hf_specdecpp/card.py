@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 NONE = "–"
+THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
 
 
 def make_card(assistant: SpecDecPPAssistant, training: dict[str, Any] | None = None) -> ModelCard:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import transformers
 from huggingface_hub import CommitInfo, HfApi
 
-from hf_specdecpp.card import make_card
+from hf_specdecpp.card import THIS_REPO, make_card
 from hf_specdecpp.repository import (
     ADAPTER_FILES,
     ADAPTER_FOLDER,
@@ -100,6 +100,8 @@ def push(
         if card is not None:
             save_text(card, Path(folder, CARD))
         save(assistant, Path(folder))
+        text = Path(folder, CARD).read_text(encoding="utf-8")
+        save_text(text.replace(THIS_REPO, repo), Path(folder, CARD))
         return api.upload_folder(
             repo_id=repo,
             folder_path=folder,
