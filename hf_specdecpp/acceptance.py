@@ -8,6 +8,7 @@ it to the draft; `"after"` the candidate before it, whose hidden state has only 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 NUM_SCALARS = 6
+SIBLING_MASS, NUM_SIBLINGS = 3, 4  # their places among the scalars
 MODES = ("sampled", "greedy")  # indexed by whether the target is greedy
 
 
@@ -136,11 +138,15 @@ class AcceptanceHead(nn.Module):
         inputs: `"after"` or `"before"`, see above.
         embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
         rank: width of the correction (`"before"`).
+        siblings: how many siblings of a position it was fitted on (`"before"`). Further ones, in wide trees, are judged
+            like the last of these: what a network says beyond all that it has seen is arbitrary. `None`: not known.
         calibration: keyword arguments of `Calibration`, one set for `"sampled"` and one for `"greedy"` targets.
 
     Raises:
         ValueError: a size is not positive, or `inputs` or `calibration` make no sense.
     """
+
+    most: Tensor
 
     def __init__(
         self,
@@ -150,18 +156,21 @@ class AcceptanceHead(nn.Module):
         inputs: str = "after",
         embedding_size: int | None = None,
         rank: int = 64,
+        siblings: int | None = None,
         calibration: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if inputs not in ("after", "before"):
             raise ValueError(f"inputs={inputs!r} must be 'after' or 'before': when the head sees a candidate.")
+        if siblings is not None and siblings < 1:
+            raise ValueError(f"siblings={siblings} must be at least 1: a head is fitted on candidates.")
         if hidden_size < 1 or rank < 1 or num_blocks < 0:
             raise ValueError(
                 f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} at least 0."
             )
         self.hidden_size, self.num_blocks, self.tied, self.inputs = hidden_size, num_blocks, tied, inputs
         self.embedding_size = embedding_size or hidden_size
-        self.rank = rank
+        self.rank, self.siblings = rank, siblings
         self.calibration = {mode: Calibration(**values) for mode, values in (calibration or {}).items()}
         if unknown := sorted(set(self.calibration) - set(MODES)):
             raise ValueError(f"calibration has {unknown}; it knows {' and '.join(MODES)} targets.")
@@ -175,13 +184,14 @@ class AcceptanceHead(nn.Module):
             self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
             from_scalars = nn.Linear(32, 1)
             self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), from_scalars)
+            self.register_buffer("most", _most_scalars(siblings), persistent=False)
             for layer in (self.output, from_scalars):
                 nn.init.zeros_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
     def to_config(self) -> dict[str, Any]:
         """The constructor's arguments, as stored in `config.json`."""
-        names = ("hidden_size", "num_blocks", "tied", "inputs", "embedding_size", "rank")
+        names = ("hidden_size", "num_blocks", "tied", "inputs", "embedding_size", "rank", "siblings")
         calibration = {mode: asdict(values) for mode, values in self.calibration.items()}
         return {**{name: getattr(self, name) for name in names}, "calibration": calibration}
 
@@ -203,7 +213,7 @@ class AcceptanceHead(nn.Module):
             raise ValueError("A head with inputs='before' needs the candidate's embedding and scalar_features too.")
         mixed = self.from_hidden(hidden.float()) + self.from_embedding(embedding.float())
         correction = self._blocks(F.silu(mixed)).squeeze(-1)
-        return _log_odds(scalars[..., 0]) + self.from_scalars(scalars).squeeze(-1) + correction
+        return _log_odds(scalars[..., 0]) + self.from_scalars(scalars.minimum(self.most)).squeeze(-1) + correction
 
     def _blocks(self, x: Tensor) -> Tensor:
         for i in range(self.num_blocks):
@@ -260,6 +270,14 @@ def scalar_features(
         torch.full_like(log_q, float(greedy)),
     )
     return torch.stack(scalars, dim=-1).float()
+
+
+def _most_scalars(siblings: int | None) -> Tensor:
+    """`[6]`, the largest scalars that a head fitted on so many siblings has seen of the earlier siblings."""
+    most = torch.full((NUM_SCALARS,), math.inf)
+    if siblings is not None:
+        most[SIBLING_MASS], most[NUM_SIBLINGS] = float(siblings > 1), siblings - 1
+    return most
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:

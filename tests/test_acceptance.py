@@ -13,6 +13,8 @@ from torch.testing import assert_close
 
 from hf_specdecpp.acceptance import (
     NUM_SCALARS,
+    NUM_SIBLINGS,
+    SIBLING_MASS,
     AcceptanceHead,
     Calibration,
     DraftProbability,
@@ -212,6 +214,19 @@ def test_a_calibration_of_many_candidates_is_that_of_each() -> None:
     assert_close(calibration.apply(log_odds, 1), (log_odds + 0.5) / 2.0)
 
 
+@pytest.mark.parametrize(("siblings", "alike"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 4, 5]), (None, [])])
+def test_siblings_beyond_those_of_the_fit_are_judged_like_the_last_of_them(
+    siblings: int | None, alike: list[int]
+) -> None:
+    head = make_head(inputs="before", rank=4, siblings=siblings)
+    scalars = torch.tensor([-1.0, 2.0, 0.1, 0.0, 0.0, 0.0]).repeat(6, 1)
+    scalars[:, NUM_SIBLINGS], scalars[1:, SIBLING_MASS] = torch.arange(6.0), 0.5
+    verdicts = head(torch.ones(6, SIZE), torch.ones(6, SIZE), scalars).round(decimals=4)
+    assert len(verdicts[alike].unique()) == min(len(alike), 1)
+    others = [place for place in range(6) if place not in alike]
+    assert len(verdicts[others + alike[:1]].unique()) == len(others + alike[:1])
+
+
 def test_greedy_targets_are_judged_by_a_scalar_of_their_own() -> None:
     head = make_head(inputs="before", rank=4)
     sampled, greedily = make_step(), make_step(greedy=True)
@@ -259,6 +274,7 @@ def test_draft_probability_is_q() -> None:
         ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
         ({"num_blocks": -1}, "num_blocks=-1 at least 0"),
         ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"siblings": 0}, "siblings=0 must be at least 1"),
         ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
         ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
         ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),

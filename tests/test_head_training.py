@@ -247,7 +247,9 @@ def test_a_killed_fit_goes_on_to_the_same_head(tmp_path: Path, monkeypatch: pyte
     assert checkpoint is not None
     head_fitting.run(killed)
     assert len(epochs) == 2
-    expected, actual = (load_head(config.work / "head").state_dict() for config in (whole, killed))
+    heads = [load_head(config.work / "head") for config in (whole, killed)]
+    assert [head.siblings for head in heads] == [whole.head.siblings] * 2, "what trees may ask of it"
+    expected, actual = (head.state_dict() for head in heads)
     for name, value in expected.items():
         assert_close(actual[name], value, rtol=0, atol=1e-6)
 

@@ -102,7 +102,7 @@ def test_files_are_checked_even_if_the_config_cannot_be_read(folder: Path) -> No
         ({"format_version": "new"}, "of the wrong kind"),
         ({"draft_kind": "oracle"}, "draft_kind='oracle' must be"),
         ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),
-        ({"speculation": {"threshold": "high"}}, "of the wrong kind"),
+        ({"speculation": {"threshold": "high"}}, "threshold='high' must be a number"),
         ({"speculation": [1]}, "of the wrong kind"),
     ],
 )

@@ -80,7 +80,7 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
         assert part in card.text
     here = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert set(uploaded) - {".gitattributes"} == here
-    assert uploaded["README.md"].decode() == (tmp_path / "out" / "README.md").read_text()
+    assert uploaded["README.md"].decode() == card.content.replace("THIS_REPO", "tester/trained")
 
     # Again: every stage finds what it has done, and the weights are not touched.
     def train_again(*_: Any, **__: Any) -> None:

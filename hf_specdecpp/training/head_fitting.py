@@ -112,8 +112,9 @@ def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
     set_seed(config.seed)
     head = config.head
     return AcceptanceHead(
-        drafter.hidden_size, head.num_blocks, head.tied, head.inputs, drafter.embedding_size, head.rank
-    )
+        drafter.hidden_size, head.num_blocks, head.tied, head.inputs, drafter.embedding_size, head.rank,
+        siblings=head.siblings if head.inputs == "before" else None,
+    )  # fmt: skip
 
 
 def fit(
