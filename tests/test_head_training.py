@@ -126,7 +126,7 @@ def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_a_head_is_fitted_and_written(tmp_path: Path, inputs: str) -> None:
-    config = training_run(tmp_path, inputs=inputs, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)
+    config = training_run(tmp_path, inputs=inputs, siblings=1, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)
     metrics = head_fitting.run(config)
     head = load_head(config.work / "head")
     assert head.inputs == inputs
@@ -289,7 +289,7 @@ def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
 
 
 def test_the_learning_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = training_run(tmp_path, temperatures=(1.0, 0.0), epochs=1.0, learning_curve=True)
+    config = training_run(tmp_path, temperatures=(1.0, 0.0), siblings=1, epochs=1.0, learning_curve=True)
     path = config.work / "head" / "learning_curve.json"
     fit, parts = head_fitting.fit, []
 

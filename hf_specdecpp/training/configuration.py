@@ -82,7 +82,8 @@ class HeadConfig:
         rejection_weight: w_rej of the weighted BCE (paper: 6). 1 leaves the estimates as they are; more makes the head
             wary, which the calibration then takes back from its average.
         mixing: share of the positions where the draft reads the target's token instead of its own (paper: 0.15).
-        siblings: candidates drawn without replacement at each position (`inputs="before"`).
+        siblings: candidates drawn without replacement at each position (`inputs="before"`). Trees ask about siblings;
+            for chains 1 is enough.
         temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
         top_k: of p and q in the labels, by default that of the rollouts.
         dropout: of the hidden states while the head is fitted (`inputs="before"`): what few texts teach does not carry
@@ -100,7 +101,7 @@ class HeadConfig:
     label: str = "sampled"
     rejection_weight: float = 1.0
     mixing: float = 0.15
-    siblings: int = 1
+    siblings: int = 4
     dropout: float = 0.7
     temperature: float | None = None
     top_k: int | None = None
