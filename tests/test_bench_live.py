@@ -318,6 +318,7 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     result = run_command(target, tmp_path, *options)
     assert result.exit_code == 1
     assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
+    assert "FAILED: not the texts of plain generate()" in result.output
 
 
 def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
