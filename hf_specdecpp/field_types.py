@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from functools import cache
 from numbers import Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,13 +19,18 @@ def check_types(settings: Any, path: str = "") -> None:
         settings: a dataclass.
         path: what its fields are called before their names, such as `"head."`.
     """
-    hints = get_type_hints(type(settings))
+    hints = _hints(settings.__class__)
     for field in fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
         if not _is(value, hint):
             raise ValueError(f"{path}{field.name}={value!r} must be {_name(hint)}.")
         if is_dataclass(value):
             check_types(value, f"{path}{field.name}.")
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:  # kept, since a generation checks its settings
+    return get_type_hints(cls)
 
 
 def _is(value: Any, hint: Any) -> bool:

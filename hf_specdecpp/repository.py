@@ -265,6 +265,9 @@ def save_text(text: str, path: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+UNFINISHED = "*.*.[0-9]*.tmp"  # names of what `replacing` leaves when it is killed
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Where a file grows, beside its place and under a name that no other process takes, until it is complete.

@@ -21,7 +21,7 @@ from hf_specdecpp.tree_outlook import LEVELS, PLACES, RATIO, Outlook, row_of
 
 CAUTION = 0.95  # share of the expected tokens that is counted on: what looks best of many mostly looks too good
 RATE_MEMORY = 0.995  # what is left of a round's tokens and seconds a round later
-FIRST_NODES = 8  # most in the first round; later ones may have twice as many as the largest tree so far
+FIRST_NODES = 6  # most in the first round, and twice as many in each later one: early mistakes stay small
 TRUSTED = 8.0  # rounds that a promised rate counts for, before it has been seen
 
 
@@ -60,8 +60,6 @@ class TreeThroughput(Trust):
         self.plain = float(self.verify[0]) + costs.overhead
         self.law, self.outlook = law or AcceptanceLaw(), Outlook(greedy)
         self.rounds, self.credit = 0, Credit(self.plain)
-        # Before rounds have shown what estimates are worth, mistakes stay small.
-        self.most = min(FIRST_NODES, most_nodes)
         self.tokens = self.seconds = 0.0
         self._fit()
 
@@ -69,6 +67,11 @@ class TreeThroughput(Trust):
     def rate(self) -> float:
         """Tokens a second of the rounds that speculated, later ones counting more."""
         return self.tokens / self.seconds
+
+    @property
+    def most(self) -> int:
+        """Nodes that the next tree may have."""
+        return min(FIRST_NODES << min(self.rounds, 10), len(self.verify) - 1)
 
     @property
     def pays(self) -> bool:
@@ -150,7 +153,7 @@ class TreeThroughput(Trust):
         for node, after in zip((0, *path), (*path, None), strict=True):
             estimates = [tree.estimates[child] for child in tree.children[node]]
             self.law.observe_siblings(estimates, None if after is None else tree.ranks[after])
-        self.rounds, self.most = self.rounds + 1, min(max(self.most, 2 * len(tree)), len(self.verify) - 1)
+        self.rounds += 1
         if self.law.due(self.rounds):
             self._fit()
 

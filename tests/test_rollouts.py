@@ -25,6 +25,7 @@ from rollout_files import EOS, LENGTHS, NUM_PROMPTS, PROMPTS, SPLITS, files, gre
 from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.local_target import LocalTarget, _Preallocated
+from hf_specdecpp.training.run import train
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +275,7 @@ from pathlib import Path
 import yaml
 from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.run import train
 
 moment, done = sys.argv[2], []
 answer, write = rollouts.LocalTarget.__call__, rollouts._write
@@ -314,10 +316,10 @@ def test_a_killed_run_goes_on(
         rollouts.load(config.work, "train")
 
     before = {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards}
-    answered = count_answers(monkeypatch)
-    rollouts.run(config)
+    answered, config.layers = count_answers(monkeypatch), 1
+    train(config, ["rollouts"])
     assert rows_of(config) == expected
-    assert [name for name in files(config) if not name.endswith(".tmp")] == names
+    assert files(config) == names
     assert {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards} == before
     assert sum(answered) == NUM_PROMPTS - 2 * config.rollouts.shard_size
 
@@ -434,6 +436,7 @@ import yaml
 from accelerate import PartialState
 from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.run import train
 
 rollouts.run(TrainingConfig.from_dict(yaml.safe_load(Path(sys.argv[1]).read_text())))
 Path(f"{sys.argv[1]}.rank-{PartialState().process_index}").touch()

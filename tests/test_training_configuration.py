@@ -57,7 +57,7 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
         ),
         ({"rollouts": {"temperatures": [float("nan")]}}, r"temperatures=\[nan\] must be a list"),
         ({"rollouts": {"temperatures": [1, 0.0, 1.0]}}, r"temperatures=\[1, 0.0, 1.0\] has one of them twice"),
-        ({"rollouts": {"max_prompts": 0}}, "rollouts.max_prompts=0 must be a whole number of at least 1"),
+        ({"rollouts": {"max_prompts": 1}}, "rollouts.max_prompts=1 must be a whole number of at least 2"),
         ({"rollouts": {"max_prompts": 2.5}}, "rollouts.max_prompts=2.5 must be a whole number or left out"),
         ({"rollouts": {"data": "prompts.jsonl"}}, "rollouts.data='prompts.jsonl' must be a list, each item text"),
         ({"seed": True}, "seed=True must be a whole number"),

@@ -153,7 +153,7 @@ def test_it_is_as_fast_as_the_best_budget(kind: str, seconds: Costs, temperature
     ours.run(range(200, 400), rule)
     ours.clear()
     ours.run(range(100, 220), rule)
-    assert ours.rate > 0.96 * best
+    assert ours.rate > 0.97 * best
 
 
 def test_where_verifying_costs_nothing_the_budget_is_used_up_and_where_it_costs_much_little_is_drafted() -> None:
@@ -163,7 +163,7 @@ def test_where_verifying_costs_nothing_the_budget_is_used_up_and_where_it_costs_
         simulation = Simulation("mixed", seconds, greedy=True)
         simulation.run(range(100), TreeThroughput(seconds, 64, greedy=True))
         sizes.append(simulation.drafted)
-    assert sizes[0][:4] == [8, 16, 32, 64], "mistakes are small before anything is known"
+    assert sizes[0][:5] == [6, 12, 24, 48, 64], "mistakes are small before anything is known"
     assert min(sizes[0][20:]) == 64
     assert np.mean(sizes[1][20:]) < 2.0
 

@@ -26,7 +26,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
             console.print(verdict(rows), "")
     for mismatch in results["mismatches"]:
         console.print(describe_mismatch(mismatch), style="bold red" if counts(mismatch, results) else "yellow")
-    if any(counts(mismatch, results) for mismatch in results["mismatches"]):
+    if not lossless(results):
         console.print("FAILED: not the texts of plain generate(), so these speeds mean nothing. Please report it.")
 
 
@@ -82,6 +82,11 @@ def describe_mismatch(found: dict[str, Any]) -> str:
     if found["near_tie"]:
         return f"{where}: a near-tie ({tokens}, {found['gap']:.1e} of the largest logit apart), which rounding decides."
     return f"{where}: {tokens}, {found['gap']:.1e} of the largest logit apart, which rounding does not explain."
+
+
+def lossless(results: dict[str, Any]) -> bool:
+    """Whether all texts of ours were those of plain generation."""
+    return not any(counts(found, results) for found in results["mismatches"])
 
 
 def counts(mismatch: dict[str, Any], results: dict[str, Any]) -> bool:

@@ -217,7 +217,7 @@ class TrainingConfig:
         for name in ("samples_per_prompt", "max_new_tokens", "batch_size", "shard_size"):
             _at_least(1, f"rollouts.{name}", getattr(rollouts, name))
         _at_least(0, "rollouts.top_k", rollouts.top_k)
-        _at_least(1, "rollouts.max_prompts", rollouts.max_prompts)
+        _at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # some are held out
 
     def _validate_distill(self) -> None:
         distill = self.distill

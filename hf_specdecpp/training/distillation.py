@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hf_specdecpp.drafter import Drafter
-from hf_specdecpp.early_exit import early_exit
 from hf_specdecpp.repository import (
     ADAPTER_FILES,
     ADAPTER_FOLDER,
@@ -40,10 +39,10 @@ from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation_data import answer_tokens, by_length, collate, lengths_of, useful
 from hf_specdecpp.training.distillation_trainer import DistillationTrainer, Student, summarise
 from hf_specdecpp.training.encoding import Codec
+from hf_specdecpp.training.models import draft_of
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 from hf_specdecpp.typing import CausalLM
-from hf_specdecpp.vocabulary import check_same_tokenizer
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -70,7 +69,7 @@ def run(config: TrainingConfig) -> None:
         return
     state = process_state()
     target = _load(config.target, config, state.device)
-    draft = _draft(config, target, state.device)
+    draft = draft_of(config, target, lambda name: _load(name, config, state.device))
     limit = int(min(config.distill.max_length, Drafter(draft, shares_target=True).max_length))
     train, heldout = (useful(answers, limit, target, config) for answers in (train, heldout))
     vocab = _vocabulary(config, target, draft, train)
@@ -132,14 +131,6 @@ def _begin(config: TrainingConfig, settings: dict[str, Any], vocab: Tensor | Non
 def _load(name: str, config: TrainingConfig, device: torch.device) -> CausalLM:
     dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval().to(device)
-
-
-def _draft(config: TrainingConfig, target: CausalLM, device: torch.device) -> CausalLM:
-    if config.draft is None:
-        return early_exit(target, config.layers)
-    draft = _load(config.draft, config, device)
-    check_same_tokenizer(target, draft)
-    return draft
 
 
 def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset) -> Tensor | None:

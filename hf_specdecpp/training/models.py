@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,14 +42,19 @@ def check(config: TrainingConfig) -> None:
     """
     target = _without_weights(config.target)
     check_target(target)
-    if config.draft is None:
-        draft = early_exit(target, config.layers)
-    else:
-        draft = _without_weights(config.draft)
-        check_same_tokenizer(target, draft)
+    draft = draft_of(config, target, _without_weights)
     if config.distill.draft_vocab_size is not None:
         num_ids = draft_vocab.most_ids(target, draft)
         draft_vocab.check_size(config.distill.draft_vocab_size, draft_vocab.always_kept(target), num_ids)
+
+
+def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], CausalLM]) -> CausalLM:
+    """Some layers of the target, or the model that `load` makes of a name; `ValueError` if it is not for the target."""
+    if config.draft is None:
+        return early_exit(target, config.layers)
+    draft = load(config.draft)
+    check_same_tokenizer(target, draft)
+    return draft
 
 
 def _without_weights(name: str) -> CausalLM:

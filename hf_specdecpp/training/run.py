@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from hf_specdecpp.repository import UNFINISHED
 from hf_specdecpp.training import (
     assembly,
     calibration,
@@ -45,14 +46,14 @@ def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
             earlier ones left.
     """
     config.validate()
-    trackers.check(config.report_to)
-    models.check(config)
     unknown = sorted(set(stages or ()) - set(STAGES))
     if unknown:
         raise ValueError(f"Unknown stage {unknown[0]!r}. The stages are {', '.join(STAGES)}.")
+    trackers.check(config.report_to)
+    models.check(config)
     state = process_state()
     if state.is_main_process:
-        for unfinished in config.work.rglob("*.tmp"):  # of a run that was killed while it wrote
+        for unfinished in config.work.glob(f"*/**/{UNFINISHED}"):  # of a run that was killed while it wrote
             unfinished.unlink()
     state.wait_for_everyone()
     console = Console(stderr=True, highlight=False, quiet=not state.is_main_process)
