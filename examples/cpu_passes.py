@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_specdecpp.fast_linear import fast_linear, pack
+from hf_specdecpp.models.cpu_products import fast_linear, pack
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, TURNS = 64, 7

@@ -6,12 +6,13 @@
 Importing this package registers `model_type="specdecpp"` with the Auto classes.
 """
 
-from hf_specdecpp.acceptance import AcceptanceHead
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.configuration import SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.registration import register
-from hf_specdecpp.stats import SpeculationStats
 from hf_specdecpp.version import __version__
 
 register()

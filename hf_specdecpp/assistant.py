@@ -12,21 +12,25 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from hf_specdecpp import patching, publishing
-from hf_specdecpp.acceptance import AcceptanceHead, DraftProbability, Estimator
-from hf_specdecpp.adapters import add_adapter
-from hf_specdecpp.configuration import SpecDecPPConfig, SpeculationConfig
-from hf_specdecpp.drafter import Drafter
-from hf_specdecpp.early_exit import check_layers, early_exit
-from hf_specdecpp.loading import check_head, load_draft
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation import attached
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.unattached import DraftOutput, DraftState, draft_round
+from hf_specdecpp.hub import publishing
+from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.adapters import add_adapter
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.early_exit import check_layers, early_exit
+from hf_specdecpp.models.loading import load_draft
+from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
 from hf_specdecpp.provenance import commit_of, warn_of_drift
-from hf_specdecpp.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
-from hf_specdecpp.stats import SpeculationStats
-from hf_specdecpp.throughput import ThroughputMemory
-from hf_specdecpp.tree_drawing import DrawnTree
-from hf_specdecpp.typing import CausalLM
-from hf_specdecpp.unattached import DraftOutput, DraftState, draft_round
-from hf_specdecpp.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
+from hf_specdecpp.throughput.memory import ThroughputMemory
+from hf_specdecpp.trees.drawing import DrawnTree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,7 +84,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.throughput = ThroughputMemory()
         self.last_tree: DrawnTree | None = None
         if head is not None and drafter is not None:
-            check_head(head, drafter, config)
+            check_head(head, drafter, config.draft_name)
 
     # Making one ------------------------------------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
         """
-        target = patching.base_model(target)
+        target = causal_lm.base_model(target)
         num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         config = SpecDecPPConfig(draft_kind="early_exit", draft_layers=check_layers(layers, num_layers))
         folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
@@ -228,21 +232,21 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: the target cannot be assisted, or speaks other tokens than the draft.
         """
-        target = patching.base_model(target)
+        target = causal_lm.base_model(target)
         check_hash(target, self.config.vocab_hash, self.config.target_id)
         warn_of_drift(target, self.config.target_id, self.config.target_revision)
         if self.drafter is None or self.drafter.shares_target:
             self._exit_early(target)
         else:
             check_same_tokenizer(target, self.drafter.model)
-        patching.attach(self, target)
+        attached.attach(self, target)
         self._describe(target)
 
     def detach(self, target: CausalLM | None = None) -> None:
         """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
-        targets = patching.targets_of(self) if target is None else [patching.base_model(target)]
+        targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         for model in targets:
-            patching.detach(self, model)
+            attached.detach(self, model)
 
     @property
     def estimator(self) -> Estimator:
@@ -346,7 +350,7 @@ class SpecDecPPAssistant(PreTrainedModel):
 
     def _exit_early(self, target: CausalLM) -> None:
         if self.drafter is not None:
-            if patching.is_attached(self, target):
+            if attached.is_attached(self, target):
                 return
             raise ValueError(
                 "This early-exit assistant drafts with the layers of another target. Make a new one for this target."
@@ -357,7 +361,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.drafter = Drafter(draft, self.draft_vocab, shares_target=True)
         if self.head is not None:
             self.head.to(self.drafter.device)
-            check_head(self.head, self.drafter, self.config)
+            check_head(self.head, self.drafter, self.config.draft_name)
 
     def _describe(self, target: CausalLM) -> None:
         """Take over what transformers compares between an assistant and its target, and where the target is from."""

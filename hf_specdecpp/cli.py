@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from hf_specdecpp.configuration import SpecDecPPConfig
-    from hf_specdecpp.inspection import Report
+    from hf_specdecpp.config.assistant import SpecDecPPConfig
+    from hf_specdecpp.hub.inspection import Report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -170,8 +170,8 @@ def inspect(
         raise typer.BadParameter("--tied, --untied, --draft and --target say how to convert: they need --convert OUT.")
     from huggingface_hub.errors import EntryNotFoundError
 
-    from hf_specdecpp import conversion, inspection
-    from hf_specdecpp.repository import Repository
+    from hf_specdecpp.hub import conversion, inspection
+    from hf_specdecpp.hub.repository import Repository
 
     repository = Repository(repo, revision, subfolder)
     try:

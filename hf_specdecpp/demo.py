@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Pre
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.stats import SpeculationStats
-from hf_specdecpp.tree_drawing import DrawnTree
-from hf_specdecpp.typing import CausalLM
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.trees.drawing import DrawnTree
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",

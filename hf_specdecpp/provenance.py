@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils.hub import extract_commit_hash
 
-from hf_specdecpp.typing import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def commit_of(model: CausalLM) -> str | None:

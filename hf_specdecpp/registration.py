@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.configuration import SpecDecPPConfig
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 
 
 class DraftTokenizer(PreTrainedTokenizerFast):

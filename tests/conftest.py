@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer, point_client_at
-from models import partly_agreeing, tiny
-from repos import save_model
+from support.hub_server import HubServer, point_client_at
+from support.models import partly_agreeing, tiny
+from support.repos import save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdecpp import vocabulary
+from hf_specdecpp.models import vocabulary
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from assistant_files import FILES, edit_config, write_assistant
-from hub_server import HubServer, hub_env, point_client_at
-from released_heads import Payload, ReleasedHead, save_bin, save_mixin, write_config
+from support.assistant_files import FILES, edit_config, write_assistant
+from support.hub_server import HubServer, hub_env, point_client_at
+from support.released_heads import Payload, ReleasedHead, save_bin, save_mixin, write_config
 from typer.testing import CliRunner, Result
 
 from hf_specdecpp import __version__, demo

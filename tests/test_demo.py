@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny
-from repos import save_model
+from support.models import tiny
+from support.repos import save_model
 from typer.testing import CliRunner
 
-from hf_specdecpp import decoding
 from hf_specdecpp.cli import app
+from hf_specdecpp.generation import decoding
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import hf_specdecpp
-from hf_specdecpp.configuration import RULES
+from hf_specdecpp.config.speculation import RULES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,21 +23,22 @@ from hf_specdecpp.benchmark.contestants import (
     quick_contestants,
     untuned_contestants,
 )
-from hf_specdecpp.benchmark.replaying import replay, text_sets
-from hf_specdecpp.benchmark.runner import LiveBenchmark, Question, mismatches, neutralise
+from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, neutralise
+from hf_specdecpp.benchmark.live.slower_target import layers_for_ratio, slower_target
+from hf_specdecpp.benchmark.replay.run import replay, text_sets
+from hf_specdecpp.benchmark.replay.trees import replay_trees
 from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, TREES, BenchmarkConfig, RunLog, environment
-from hf_specdecpp.benchmark.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.summary import comparable, speed_table, summarise
-from hf_specdecpp.benchmark.tree_replay import replay_trees
 from hf_specdecpp.demo import PROMPTS, parse_layers
-from hf_specdecpp.fast_linear import pack
-from hf_specdecpp.loading import load_draft
+from hf_specdecpp.files import read_json, save_text
+from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import pack
+from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.provenance import command, commit_of
-from hf_specdecpp.repository import ADAPTER_FILES, read_json, save_text
-from hf_specdecpp.support import check_tree
-from hf_specdecpp.training.encoding import Codec
-from hf_specdecpp.training.prompts import Prompt, read_prompts, sample_prompts
-from hf_specdecpp.typing import CausalLM
+from hf_specdecpp.texts.encoding import Codec
+from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts
+from hf_specdecpp.trees.checks import check_tree
 
 logger = logging.get_logger("hf_specdecpp")
 

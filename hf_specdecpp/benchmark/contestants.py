@@ -11,9 +11,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.configuration import SpeculationConfig, Tree
-from hf_specdecpp.throughput import ThroughputMemory
-from hf_specdecpp.typing import CausalLM
+from hf_specdecpp.config.speculation import SpeculationConfig, Tree
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput.memory import ThroughputMemory
 
 LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)

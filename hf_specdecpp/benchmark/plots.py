@@ -14,8 +14,8 @@ mpl.use("Agg")  # no display; before pyplot is imported
 from matplotlib import pyplot as plt
 
 from hf_specdecpp.benchmark.contestants import PLAIN
+from hf_specdecpp.benchmark.replay.sweep import FIXED, INFORMED
 from hf_specdecpp.benchmark.summary import best_of_families, overall
-from hf_specdecpp.benchmark.sweep import FIXED, INFORMED
 
 # Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")

@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers.utils import is_sklearn_available, logging
 
-from hf_specdecpp.benchmark.sweep import PAPER, read_costs
+from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
+from hf_specdecpp.files import differences, read_json, save_text
 from hf_specdecpp.provenance import device_name
-from hf_specdecpp.repository import differences, read_json, save_text
 from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")

@@ -11,17 +11,19 @@ import transformers
 import yaml
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.card import make_card
-from hf_specdecpp.configuration import Rule, SpeculationConfig
+from hf_specdecpp.config.speculation import Rule, SpeculationConfig
+from hf_specdecpp.files import read_json, save_text
+from hf_specdecpp.hub.card import make_card
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD
+from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import command, source_commit
-from hf_specdecpp.repository import ADAPTER_FILES, ADAPTER_FOLDER, CARD, read_json, save_text
-from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import REPORT
-from hf_specdecpp.training.evaluation import COST_RATIO, time_per_token
-from hf_specdecpp.training.head_fitting import LEARNING_CURVE
+from hf_specdecpp.training.distillation.stage import REPORT
+from hf_specdecpp.training.evaluation.stage import COST_RATIO, time_per_token
+from hf_specdecpp.training.head.stage import LEARNING_CURVE
 from hf_specdecpp.training.metrics import Outcome
 from hf_specdecpp.training.models import load_assistant, load_target
+from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.version import __version__
 
 SPEED = "speed.json"

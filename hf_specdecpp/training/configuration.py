@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_specdecpp.configuration import SpeculationConfig
-from hf_specdecpp.field_types import check_types
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.types import check_types
 
 DTYPES = ("auto", "bfloat16", "float32")
 

@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from hf_specdecpp.typing import CausalLM
-from hf_specdecpp.vocabulary import tokenizer_of
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.vocabulary import tokenizer_of
 
 CONVERSATION = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 

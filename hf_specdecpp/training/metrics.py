@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_specdecpp.stopping import StoppingRule
+from hf_specdecpp.drafting.stopping import StoppingRule
 
 SMALLEST = 1e-6  # a probability of exactly 0 or 1 would make the divergence infinite
 

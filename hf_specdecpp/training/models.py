@@ -11,24 +11,18 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp.acceptance import AcceptanceHead
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.early_exit import early_exit
-from hf_specdecpp.repository import (
-    ADAPTER_FILES,
-    ADAPTER_FOLDER,
-    DRAFT_VOCAB,
-    load_strict,
-    load_tensors,
-    read_json,
-    save_tensors,
-    save_text,
-)
-from hf_specdecpp.support import check_target
-from hf_specdecpp.training import draft_vocab, rollouts
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import load_strict, load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
+from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.models.vocabulary import check_same_tokenizer
+from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.typing import CausalLM
-from hf_specdecpp.vocabulary import check_same_tokenizer
+from hf_specdecpp.training.rollouts import stage as rollouts
 
 HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
 

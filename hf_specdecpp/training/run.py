@@ -7,19 +7,15 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from hf_specdecpp.repository import UNFINISHED
-from hf_specdecpp.training import (
-    assembly,
-    calibration,
-    distillation,
-    evaluation,
-    head_fitting,
-    models,
-    rollouts,
-    trackers,
-)
+from hf_specdecpp.files import UNFINISHED
+from hf_specdecpp.training import assembly, models, trackers
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.evaluation import calibration
+from hf_specdecpp.training.evaluation import stage as evaluation
+from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.rollouts import stage as rollouts
 
 STAGES = {
     "rollouts": rollouts.run,

@@ -1,0 +1,1 @@
+"""Rules and trees compared on recorded texts."""

@@ -1,0 +1,37 @@
+"""Bounds: what is possible with the same draft."""
+
+from __future__ import annotations
+
+from hf_specdecpp.benchmark.replay.tracks import Outcomes, Track
+from hf_specdecpp.config.costs import Costs
+
+
+def oracle(tracks: list[Track], costs: Costs) -> Outcomes:
+    """The hindsight oracle: it knows what will be accepted, drafts no other candidate, and spends the least time.
+
+    No rule can be faster on these records: any round can be cut back to the candidates that stand without changing what
+    it emits. Where a draft step costs less than a target pass and passes cost the same whatever their length, it drafts
+    exactly what will be accepted, as in the paper (Lemma 2.1); it is not bound by a rule's most candidates.
+    """
+    outcomes = Outcomes()
+    for track in tracks:
+        outcomes.add(_fastest(track, costs), len(track.text.ids) - track.text.first)
+    return outcomes
+
+
+def _fastest(track: Track, costs: Costs) -> list[tuple[int, int, int]]:
+    """Rounds of least total time, found from the end of the text backwards."""
+    first, end = track.text.first, len(track.text.ids)
+    runs = {start: track.run_of(start) for start in range(first, end)}
+    seconds = costs.round_seconds(max(runs.values(), default=0)).tolist()
+    least: dict[int, float] = {}
+    choice: dict[int, int] = {}
+    for start in reversed(range(first, end)):
+        totals = [seconds[count] + least.get(start + count + 1, 0.0) for count in range(runs[start] + 1)]
+        choice[start] = min(range(len(totals)), key=totals.__getitem__)
+        least[start] = totals[choice[start]]
+    rounds, start = [], first
+    while start < end:
+        rounds.append((choice[start], choice[start], 1))
+        start += choice[start] + 1
+    return rounds

@@ -1,0 +1,1 @@
+"""What a user sets and what a repository says."""

@@ -1,0 +1,106 @@
+"""What a head's repository says: `SpecDecPPConfig`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
+
+# Bumped when an older version of this package could not read the repository correctly.
+FORMAT_VERSION = 1
+
+
+class SpecDecPPConfig(PretrainedConfig):
+    """`config.json` of an assistant's repository: the draft, the head, where both come from.
+
+    To transformers it looks like the target's config: `vocab_size` and the special token ids are the target's, because
+    that is what assisted generation and pipelines compare.
+
+    Args:
+        target_id, target_revision: the target that the assistant was trained for, and its commit hash.
+        draft_kind: `"independent"` (a model of its own) or `"early_exit"` (layers of the target).
+        draft_id, draft_revision: the draft model and its commit hash (`"independent"`).
+        draft_layers: ascending indices of the target's layers (`"early_exit"`).
+        adapter: whether `adapter/` holds a PEFT adapter for the draft.
+        head: keyword arguments of `AcceptanceHead`, or `None` without a head.
+        draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.
+        vocab_hash: `vocabulary.hash_of` the target's tokenizer.
+        acceptance_by_rank: for `"sampled"` and for `"greedy"` targets, how often the first, second, ... sibling was the
+            accepted one, as evaluation measured it.
+        speculation: defaults of `SpeculationConfig`.
+    """
+
+    model_type = "specdecpp"
+
+    # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = (
+        "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
+        "draft_revision", "draft_layers", "adapter", "head", "draft_vocab_size", "vocab_hash", "acceptance_by_rank",
+        "speculation",
+        "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        target_id: str | None = None,
+        target_revision: str | None = None,
+        draft_kind: str = "independent",
+        draft_id: str | None = None,
+        draft_revision: str | None = None,
+        draft_layers: list[int] | None = None,
+        adapter: bool = False,
+        head: dict[str, Any] | None = None,
+        draft_vocab_size: int | None = None,
+        vocab_hash: str | None = None,
+        acceptance_by_rank: dict[str, list[float]] | None = None,
+        speculation: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        format_version: int = FORMAT_VERSION,
+        specdecpp_version: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if draft_kind not in ("independent", "early_exit"):
+            raise ValueError(f"draft_kind={draft_kind!r} must be 'independent' or 'early_exit'.")
+        self.target_id = target_id
+        self.target_revision = target_revision
+        self.draft_kind = draft_kind
+        self.draft_id = draft_id
+        self.draft_revision = draft_revision
+        self.draft_layers = draft_layers
+        self.adapter = adapter
+        self.head = head
+        self.draft_vocab_size = draft_vocab_size
+        self.vocab_hash = vocab_hash
+        self.acceptance_by_rank = acceptance_by_rank or {}
+        self.speculation = speculation if speculation is not None else SpeculationConfig().to_dict()
+        self.vocab_size = vocab_size
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.format_version = format_version
+        self.specdecpp_version = specdecpp_version
+        super().__init__(**kwargs)
+
+    @property
+    def draft_name(self) -> str:
+        """The draft, for a message."""
+        if self.draft_kind == "independent":
+            return repr(self.draft_id)
+        return f"layers {self.draft_layers} of {self.target_id!r}"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        written_for = config_dict.get("format_version", FORMAT_VERSION)
+        if written_for > FORMAT_VERSION:
+            raise ValueError(
+                f"This assistant is stored in format {written_for}, this hf_specdecpp reads up to {FORMAT_VERSION}, so "
+                "it could be misread. Upgrade: pip install -U hf-specdecpp"
+            )
+        theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
+        warn_unknown(sorted(set(config_dict) - theirs - set(cls.OWN_FIELDS)), "config.json")
+        return super().from_dict(config_dict, **kwargs)

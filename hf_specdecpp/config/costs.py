@@ -1,0 +1,70 @@
+"""What a round costs, in seconds: given by the user or measured (`throughput.measuring`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a round costs, in seconds.
+
+    Args:
+        draft: one draft step, its estimate and its draw included.
+        verify: a target pass over 1, 2, ... tokens; longer ones are extrapolated along a straight line.
+        overhead: whatever else a round takes.
+        read: the draft reading one more token of a text that it has not followed, after a pause.
+        branch: in trees: each further node that a draft step reads.
+
+    Raises:
+        ValueError: a value is not a number of seconds, or `verify` is empty.
+    """
+
+    draft: float
+    verify: tuple[float, ...]
+    overhead: float = 0.0
+    read: float = 0.0
+    branch: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verify", tuple(self.verify))
+        values = (self.draft, *self.verify, self.overhead, self.read, self.branch)
+        if not all(isinstance(value, int | float) and 0.0 <= value < float("inf") for value in values):
+            raise ValueError(f"costs={self.to_dict()} must be finite seconds, none negative: the rule compares them.")
+        if not self.verify or self.verify[0] <= 0.0:
+            raise ValueError(
+                f"costs: verify={list(self.verify)} must list what target passes over 1, 2, ... tokens take, and the "
+                "first must be positive: the rule compares everything with it."
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Costs:
+        """From `{"draft": s, "verify": [s, ...], "overhead": s, "read": s, "branch": s}`; the last three may miss."""
+        required, known = {"draft", "verify"}, {"draft", "verify", "overhead", "read", "branch"}
+        if not (isinstance(values, dict) and required <= set(values) <= known and isinstance(values["verify"], list)):
+            raise ValueError(
+                f"costs={values!r} must look like {{'draft': s, 'verify': [s1, s2, ...], 'overhead': s, 'read': s, "
+                "'branch': s}} in seconds; the last three may be missing. None measures them."
+            )
+        return cls(**{**values, "verify": tuple(values["verify"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verify": list(self.verify)}
+
+    def round_seconds(self, max_tokens: int) -> Floats:
+        """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain."""
+        seconds: Floats = np.arange(max_tokens + 1) * self.draft + self.verify_seconds(max_tokens) + self.overhead
+        return seconds
+
+    def verify_seconds(self, max_tokens: int) -> Floats:
+        """`[max_tokens + 1]` seconds of target passes over 0, 1, ... candidates. More tokens never take less time."""
+        verify = np.maximum.accumulate(np.array(self.verify, dtype=np.float64))
+        further = np.arange(1, max_tokens + 2 - len(verify))
+        slope = (verify[-1] - verify[0]) / max(len(verify) - 1, 1)
+        return np.concatenate((verify, verify[-1] + slope * further))[: max_tokens + 1]

@@ -1,0 +1,143 @@
+"""The knobs of a run: `SpeculationConfig`."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.types import check_types
+from hf_specdecpp.trees.shapes import make_shape, size
+
+Rule = Literal["threshold", "throughput", "fixed", "confidence", "svip", "adaedl"]
+RULES: tuple[str, ...] = get_args(Rule)
+
+Tree = Literal["dyspec", "dyspec-exact", "static"]
+TREES: tuple[str, ...] = get_args(Tree)
+MOST_NODES = 1024
+
+
+@dataclass
+class SpeculationConfig:
+    """How far to speculate: the stopping rule of a chain and its parameters.
+
+    Args:
+        rule: when a round stops drafting.
+            `"threshold"` (SpecDec++, section 3): stop once the chance that a candidate was rejected passes `threshold`;
+            `"throughput"`: stop where that maximises tokens a second; nothing to tune (`docs/throughput.md`). Also for
+            `tree="dyspec"`;
+            `"fixed"`: classic speculative decoding, always `num_tokens` candidates;
+            `"confidence"`: stop after a candidate whose own draft probability is below `confidence_threshold`
+            (what transformers does by default);
+            `"svip"`: stop once sqrt(0.15 H(q)) > `svip_threshold`, H being the entropy of q in nats (arXiv 2411.18462);
+            `"adaedl"`: stop once 1 - sqrt(0.2 H(q)) falls under a bound that follows the acceptance rate and starts at
+            `adaedl_threshold` (arXiv 2410.18351).
+        threshold: SpecDec++'s h, in [0, 1]. Larger speculates further.
+        num_tokens: candidates a round for `rule="fixed"`.
+        min_tokens, max_tokens: bounds on the candidates a round for every other rule, both inclusive (paper: 2 and 20).
+            `"throughput"` has no least number: it drafts nothing where that is fastest.
+        costs: for `rule="throughput"`: `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s}`,
+            the seconds of a draft step, of target passes over 1, 2, ... tokens, of the rest of a round, of each token
+            that the draft has yet to read after a pause, and of each further node that a draft step reads in a tree.
+            The last three may be missing. `None` measures them, once a machine.
+        tree: draft a token tree (on a target that the assistant is attached to). `"dyspec"`: DySpec's Algorithm 2, a
+            draft pass a level; `"dyspec-exact"`: its Algorithm 1, a draft pass for every node that gets children;
+            `"static"`: always `tree_shape`. `None` drafts chains. With trees `rule` and its parameters do not matter,
+            but for `rule="throughput"` with `"dyspec"`: the tree then stops growing where a further candidate or level
+            no longer raises tokens a second, and nothing is drafted where that is fastest.
+        tree_budget: candidates a round for the dynamic trees, 2 to 1024. All are used unless `tree_threshold` forbids;
+            with `rule="throughput"` a `"dyspec"` tree has this many at most.
+        tree_depth: longest path, which is also the most draft passes of `"dyspec"`.
+        tree_threshold: a dynamic tree never draws where the chance of getting there is estimated to be lower. In
+            [0, 1); the paper has 1 / budget and less, 0 always uses the whole budget.
+        tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the ranks of
+            the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget` candidates
+            for the rates of acceptance that the assistant's repository has.
+        pack_weights: on a CPU, in float32: keep a copy of the weights of target and draft in the order that its
+            matrix products like best, made at the first answer. Verifying a few tokens then costs half, and the weights
+            take twice the memory until `detach`.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    rule: Rule = "threshold"
+    threshold: float = 0.7
+    num_tokens: int = 5
+    min_tokens: int = 1
+    max_tokens: int = 20
+    confidence_threshold: float = 0.4
+    svip_threshold: float = 0.3
+    adaedl_threshold: float = 0.4
+    costs: dict[str, Any] | None = None
+    tree: Tree | None = None
+    tree_budget: int = 64
+    tree_depth: int = 12
+    tree_threshold: float = 0.0
+    tree_shape: list[int] | list[list[int]] | None = None
+    pack_weights: bool = False
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ValueError` naming the first value out of range. Runs again before every generation."""
+        if self.rule not in RULES:
+            raise ValueError(f"rule={self.rule!r} is not a stopping rule. Choose one of {', '.join(RULES)}.")
+        if self.tree is not None and self.tree not in TREES:
+            raise ValueError(f"tree={self.tree!r} is not a kind of tree. Choose one of {', '.join(TREES)}, or None.")
+        check_types(self)
+        for name in ("threshold", "confidence_threshold", "svip_threshold", "adaedl_threshold"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name}={value!r} must be between 0 and 1: it is compared with a probability.")
+        for name in ("num_tokens", "min_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1: a round drafts tokens.")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
+                "satisfies both. Lower min_tokens or raise max_tokens."
+            )
+        if self.costs is not None:
+            Costs.from_dict(self.costs)
+        self._validate_tree()
+
+    def _validate_tree(self) -> None:
+        for name, least, most in (("tree_budget", 2, MOST_NODES), ("tree_depth", 1, MOST_NODES)):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name}={value!r} must be a whole number from {least} to {most}.")
+        if not 0.0 <= self.tree_threshold < 1.0:
+            raise ValueError(
+                f"tree_threshold={self.tree_threshold!r} must be at least 0 and below 1: the first slot of a tree has "
+                "value 1, so nothing could be drawn."
+            )
+        if self.tree_shape is not None and not 1 <= (nodes := size(make_shape(self.tree_shape))) <= MOST_NODES:
+            raise ValueError(f"tree_shape={self.tree_shape!r} has {nodes} nodes; 1 to {MOST_NODES} are possible.")
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of candidates that a round can draft."""
+        return self.num_tokens if self.rule == "fixed" else self.max_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
+        """Build from `values`; fields that this version does not know are named in a warning and left out."""
+        known = {field.name for field in fields(cls)}
+        warn_unknown(sorted(set(values) - known), "speculation")
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def warn_unknown(names: list[str], where: str) -> None:
+    if names:
+        warnings.warn(
+            f"{where} has fields that this version does not know and ignores: {', '.join(names)}. If the assistant was "
+            "saved by a newer hf_specdecpp, upgrade: pip install -U hf-specdecpp",
+            stacklevel=3,
+        )

@@ -1,0 +1,71 @@
+"""Draft a chain (SpecDec++, Algorithm of section 3): draw, submit, ask whether to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.sampling.randomness import Randomness
+
+
+@dataclass
+class Chain:
+    """What a round submits.
+
+    Attributes:
+        tokens: the candidates.
+        scores: for each candidate, `[vocab]` float32 logits whose softmax q it was drawn from.
+    """
+
+    tokens: list[int]
+    scores: list[Tensor]
+
+
+def draft_chain(
+    step: Callable[[list[int]], DraftStep],
+    rule: StoppingRule,
+    randomness: Randomness | None,
+    max_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    unread: int = 1,
+) -> Chain:
+    """Draft until the rule stops, an end-of-sequence token is drawn, or `max_tokens` are drafted.
+
+    Args:
+        step: runs the draft on the prefix and the candidates so far and returns what it predicts next.
+        rule: the stopping rule; its own bounds apply too.
+        randomness: draws the candidates; `None` takes the likeliest token (greedy).
+        max_tokens: how many candidates there is room for.
+        unread: how many tokens the draft reads before the first candidate.
+
+    The candidate that makes the rule stop has been drawn, so it is submitted: leaving it out because of what it is
+    would bias the output. (The forward that judges it "after" has also drawn its successor: the paper's one un-judged
+    token of a round.)
+    """
+    tokens: list[int] = []
+    scores: list[Tensor] = []
+    rule.begin_round()
+    limit = min(max_tokens, rule.max_tokens) if rule.starts(unread) else 0
+    while len(tokens) < limit:
+        draft = step(tokens)
+        draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
+        token, signal = _to_host(draft.token, rule.signal(draft))
+        tokens.append(token)
+        scores.append(draft.scores)
+        stops = rule.stops(signal)
+        if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
+            break
+    return Chain(tokens, scores)
+
+
+def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:
+    """Both numbers with one wait for the device."""
+    if signal is None:
+        return int(token), None
+    values = torch.stack((token.double(), signal.double())).tolist()
+    return int(values[0]), values[1]

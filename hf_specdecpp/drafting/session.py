@@ -1,0 +1,100 @@
+"""The draft's side of one generation: its KV cache, and which tokens it has read (`DraftSession`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.models.kv_cache import keep_path
+from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.tree import DraftTree, Lineage
+
+
+class DraftSession:
+    """The draft's side of one generation: which tokens its cache holds, and the next step.
+
+    Invariant: between rounds the cache holds a prefix of the accepted tokens, each fed exactly once.
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+        self.cache = DynamicCache(config=drafter.text_config)
+        self._recording = False
+        self._pending: Tensor = torch.empty((1, 0), dtype=torch.long, device=drafter.device)
+        self._fed_candidates = 0
+        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
+
+    @property
+    def length(self) -> int:
+        """Tokens that the draft has read or is about to read."""
+        return self.cache.get_seq_length() + self._pending.shape[1]
+
+    @property
+    def unread(self) -> int:
+        """Tokens that the draft is about to read."""
+        return self._pending.shape[1]
+
+    def begin_round(self, new_tokens: Tensor, num_accepted: int) -> None:
+        """Take note of what the last round emitted.
+
+        Args:
+            new_tokens: `[1, n]`, the prompt in the first round, then the accepted candidates and the token after them.
+            num_accepted: how many of them were candidates of the last round.
+        """
+        keep = min(num_accepted, self._fed_candidates)
+        if self._recording:
+            # Also with nothing to remove: sliding-window layers shrink back to their window here.
+            self.cache.crop(keep - self._fed_candidates)
+        self._pending = torch.cat((self._pending, new_tokens[:, keep:].to(self.drafter.device)), dim=1)
+        self._fed_candidates = 0
+
+    def step(self, candidates: list[int]) -> tuple[Tensor, Tensor]:
+        """Feed what is pending and the newest candidate: logits `[vocab_size]` and hidden state after it.
+
+        `candidates` must grow by one token from call to call within a round, starting empty.
+        """
+        if candidates:
+            self._pending = torch.tensor([[candidates[-1]]], device=self.drafter.device)
+            self._fed_candidates += 1
+        hidden = self.drafter.hidden_states(self._pending, self.cache)[0, -1]
+        self._pending = self._pending[:, :0]
+        if not self._recording:
+            # From here on the cache must be able to roll back. Not before: the prompt needs no roll-back, and its
+            # sliding-window layers would keep all of it.
+            self.cache.activate_past_recording()
+            self._recording = True
+        return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """Feed nodes of a tree in one pass: logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after them.
+
+        First the root, with all that is pending (it is the last of it); then any nodes whose parents have been fed.
+        """
+        if nodes == [0]:
+            self._lineage = Lineage()
+            self._lineage.feed(tree, nodes)
+            logits, hidden = self.step([])
+            return logits[None], hidden[None]
+        if self._lineage is None:
+            raise ValueError("The root of a tree is fed first, by itself.")
+        num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
+        ancestors, depths = self._lineage.feed(tree, nodes)
+        inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
+        tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device=self.drafter.device)
+        hidden = self.drafter.hidden_states(tokens, self.cache, **inputs)[0]
+        return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def keep(self, path: list[int]) -> None:
+        """After a tree: roll back to those of the accepted nodes that were fed."""
+        if self._lineage is None:  # nothing was drafted
+            return
+        fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
+        keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
+        self._fed_candidates, self._lineage = len(fed), None
+
+    def draft_step(self, index: int, scores: Tensor, hidden: Tensor, greedy: bool) -> DraftStep:
+        return DraftStep(index=index, scores=scores, hidden=hidden, embed=self.drafter.embed, greedy=greedy)

@@ -1,0 +1,131 @@
+"""Stopping rules of a chain: after each drafted candidate, draft one more?
+
+Losslessness: a rule may look at anything the draft knows, the last candidate included, because that candidate is
+submitted whatever the rule says. No rule can take a candidate back. (`docs/specdecpp.md`)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator
+
+if TYPE_CHECKING:
+    pass
+
+
+SVIP_GAMMA = 0.15
+ADAEDL_GAMMA = 0.2
+
+
+class StoppingRule:
+    """Base: never stops before `max_tokens`. One instance serves one generation, so it may keep state.
+
+    A rule reads one number a candidate, `signal` (a 0-d tensor, so that the host waits once for token and signal), and
+    decides in `stops`.
+    """
+
+    min_tokens = 1
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+
+    def begin_round(self) -> None:
+        """Forget the previous round."""
+
+    def starts(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether the round drafts at all. `unread`: how many tokens the draft would have to read first."""
+        return True
+
+    def signal(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - for subclasses
+        """What `stops` looks at, or `None` if nothing."""
+        return None
+
+    def stops(self, signal: float | None) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether the round ends after the candidate that `signal` belongs to."""
+        return False
+
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn the outcome of a round."""
+
+
+class FixedLength(StoppingRule):
+    """Classic speculative decoding: `max_tokens` candidates every round."""
+
+
+class Threshold(StoppingRule):
+    """SpecDec++ (section 3): stop when the chance that at least one candidate was rejected passes h."""
+
+    def __init__(self, config: SpeculationConfig, estimator: Estimator) -> None:
+        super().__init__(config.max_tokens)
+        self.min_tokens, self.h, self.estimator = config.min_tokens, config.threshold, estimator
+        self.survival = 1.0
+
+    def begin_round(self) -> None:
+        self.survival = 1.0
+
+    def signal(self, step: DraftStep) -> Tensor | None:
+        return self.estimator.estimate(step)
+
+    def stops(self, signal: float | None) -> bool:
+        # A head that judges "after" has nothing to say on the first candidate: its estimate counts as 1.
+        self.survival *= 1.0 if signal is None else signal
+        return 1.0 - self.survival > self.h
+
+
+class Confidence(StoppingRule):
+    """Stop after a candidate that the draft itself finds unlikely (transformers' dynamic speculation)."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config.max_tokens)
+        self.min_tokens, self.least = config.min_tokens, config.confidence_threshold
+
+    def signal(self, step: DraftStep) -> Tensor:
+        return step.q_of_token
+
+    def stops(self, signal: float | None) -> bool:
+        return signal is not None and signal < self.least
+
+
+class SVIP(StoppingRule):
+    """Stop when the entropy of q says that the candidate was a guess: sqrt(0.15 H(q)) > bound."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config.max_tokens)
+        self.min_tokens, self.bound = config.min_tokens, config.svip_threshold
+
+    def signal(self, step: DraftStep) -> Tensor:
+        return step.entropy
+
+    def stops(self, signal: float | None) -> bool:
+        return signal is not None and math.sqrt(SVIP_GAMMA * max(signal, 0.0)) > self.bound
+
+
+class AdaEDL(StoppingRule):
+    """Stop when 1 - sqrt(0.2 H(q)), a lower bound on the acceptance probability, falls under lambda.
+
+    lambda follows the acceptance rate: it falls while more than 90 % of the candidates are accepted and rises otherwise
+    (exponential averages with the paper's 0.5 for the rate, 0.9 for lambda, steps of 0.01).
+    """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config.max_tokens)
+        self.min_tokens, self.bound = config.min_tokens, config.adaedl_threshold
+        self.acceptance_rate = 0.9
+
+    def signal(self, step: DraftStep) -> Tensor:
+        return step.entropy
+
+    def stops(self, signal: float | None) -> bool:
+        return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound
+
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted == 0:
+            return
+        self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * num_accepted / num_drafted
+        moved = self.bound + (0.01 if self.acceptance_rate < 0.9 else -0.01)
+        self.bound = min(max(0.9 * self.bound + 0.1 * moved, 0.0), 1.0)

@@ -1,0 +1,1 @@
+"""How likely is the target to accept a candidate?"""

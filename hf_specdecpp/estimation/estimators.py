@@ -1,0 +1,77 @@
+"""How likely is the target to accept a candidate? `AcceptanceHead` learns it, `DraftProbability` asks the draft.
+
+An estimator is called once for each drafted token, with the `DraftStep` that drew it, and answers a probability. Its
+`inputs` says which token that answer judges: `"before"` the candidate just drawn, from what is known without feeding
+it to the draft; `"after"` the candidate before it, whose hidden state has only now been computed (SpecDec++). See
+`docs/specdecpp.md`, and `docs/dyspec.md` for trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.estimation.features import scalar_features
+
+MODES = ("sampled", "greedy")  # indexed by whether the target is greedy
+
+
+@dataclass
+class DraftStep:
+    """One draft forward and the candidate drawn from it.
+
+    Attributes:
+        index: 0 for the first candidate of a round.
+        scores: `[vocab]` float32, the draft's logits after all processors: q is their softmax.
+        hidden: `[hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed from.
+        embed: maps a token id to its input embedding `[embedding_size]` in the draft.
+        greedy: whether the target decodes greedily, so that the candidate is accepted if it is the target's choice.
+        token: 0-d int64, the candidate; unset until it is drawn.
+    """
+
+    index: int
+    scores: Tensor
+    hidden: Tensor
+    embed: Callable[[Tensor], Tensor]
+    greedy: bool = False
+    token: Tensor = None  # type: ignore[assignment]
+
+    @cached_property
+    def q(self) -> Tensor:
+        """`[vocab]`, the law that the candidate is drawn from (in greedy decoding: the draft's confidence)."""
+        return self.scores.softmax(dim=-1)
+
+    @property
+    def q_of_token(self) -> Tensor:
+        return self.q[self.token]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of q in nats."""
+        return torch.special.entr(self.q).sum()
+
+    @cached_property
+    def scalars(self) -> Tensor:
+        """`[6]`, `scalar_features` of the candidate."""
+        return scalar_features(self.q, self.token, self.greedy)
+
+
+class Estimator(Protocol):
+    inputs: str
+
+    def estimate(self, step: DraftStep) -> Tensor | None:
+        """A probability (0-d), or `None` where there is no token to judge yet."""
+
+
+class DraftProbability:
+    """q(y): the draft's own probability of the candidate. Needs no training; usually overconfident."""
+
+    inputs = "before"
+
+    def estimate(self, step: DraftStep) -> Tensor:
+        return step.q_of_token

@@ -1,0 +1,127 @@
+"""Read and write files strictly: safetensors and JSON only, checked, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file; `ValueError` if it is none."""
+    refuse_pointer(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Download or save it again.") from None
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise `ValueError` if git left a pointer in the place of a large file."""
+    with path.open("rb") as file:
+        if file.read(24).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{path} is a git-LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
+
+
+def check_sound(path: Path) -> None:
+    """Raise `ValueError` unless `path` is a complete safetensors file with finite numbers."""
+    load_tensors(path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, on the CPU.
+
+    Raises:
+        ValueError: the file is a git-LFS pointer, truncated, not safetensors, or holds NaN or infinity.
+    """
+    refuse_pointer(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is incomplete or not a safetensors file ({error}). Delete it, or download it again with "
+            "force_download=True."
+        ) from None
+    check_finite(tensors, path)
+    return tensors
+
+
+def check_finite(tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise `ValueError` naming the tensors of `path` that hold NaN or infinity."""
+    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken:
+        raise ValueError(f"{path} holds NaN or infinite values in {', '.join(broken)}, so it cannot be used.")
+
+
+def load_strict(path: Path, expected: dict[str, torch.Size], hint: str) -> dict[str, Tensor]:
+    """Tensors of `path`, which must have exactly the names and shapes of `expected`.
+
+    Raises:
+        ValueError: a name is missing or unexpected, or a shape differs; `hint` ends the message.
+    """
+    tensors = load_tensors(path)
+    missing, surplus = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    if missing or surplus:
+        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unexpected {', '.join(surplus)}"] * bool(
+            surplus
+        )
+        raise ValueError(f"{path} {' and '.join(parts)}. {hint}")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{path}: {name} has shape {list(tensors[name].shape)}, not {list(shape)}. {hint}")
+    return tensors
+
+
+def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What changed between two sets of settings, in words: one entry for each setting."""
+    return [
+        f"{name} was {earlier.get(name)!r} and is now {now.get(name)!r}"
+        for name in {**earlier, **now}
+        if earlier.get(name) != now.get(name)
+    ]
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file; a reader sees the old file or the new one, never half of one."""
+    with replacing(path) as temporary:
+        save_file(
+            {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary, {"format": "pt"}
+        )
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a text file, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+UNFINISHED = "*.*.[0-9]*.tmp"  # names of what `replacing` leaves when it is killed
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where a file grows, beside its place and under a name that no other process takes, until it is complete.
+
+    Raises:
+        OSError: it cannot be written; what was at its place still is.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())  # the name must not outlive a power cut that the contents do not
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written ({error}). Earlier contents are kept: make room on the disk and try again."
+        ) from error

@@ -1,0 +1,1 @@
+"""The two doors to `generate()`, the decoding loop and its statistics."""

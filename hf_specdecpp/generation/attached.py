@@ -1,0 +1,162 @@
+"""Attach an assistant to a target and detach it: a class swap that keeps the class's name.
+
+transformers looks its decoding method up on the class of the model, so the target's class is replaced by a subclass of
+it. Nothing else of the target is touched, and only calls with an attached assistant take another path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.decoding import assisted_decoding
+from hf_specdecpp.generation.refusals import check_mode
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.cpu_products import pack, unpack
+
+if TYPE_CHECKING:
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+
+logger = logging.get_logger("hf_specdecpp")
+
+# Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
+_attached: WeakKeyDictionary[CausalLM, WeakSet[SpecDecPPAssistant]] = WeakKeyDictionary()
+
+# Arguments of transformers' decoding method that are not for the model's forward.
+MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
+
+
+def attach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
+    """Make `target.generate(assistant_model=assistant)` run our decoding loop.
+
+    Raises:
+        ValueError: the target cannot be assisted.
+    """
+    check_target(target)
+    if not isinstance(target, AttachedMixin):
+        original = type(target)
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        target.__class__ = type(original.__name__, (AttachedMixin, original), names)
+    _attached.setdefault(target, WeakSet()).add(assistant)
+
+
+def detach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
+    """Undo `attach`. The target's class is restored when its last assistant leaves."""
+    assistants = _attached.get(target)
+    if assistants is None or assistant not in assistants:
+        return
+    unpack(*_models(assistant, target))
+    assistants.discard(assistant)
+    if not assistants:
+        del _attached[target]
+        target.__class__ = original_class(target)
+
+
+def _arrange_weights(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
+    if not assistant.speculation.pack_weights:
+        unpack(*_models(assistant, target))
+    elif copied := pack(*_models(assistant, target)):
+        logger.info(f"Packed the weights for faster passes over few tokens: {copied / 2**20:.0f} MiB more memory.")
+
+
+def _models(assistant: SpecDecPPAssistant, target: CausalLM) -> list[nn.Module]:
+    drafter = assistant.drafter
+    return [target] if drafter is None else [target, drafter.model, drafter]
+
+
+def is_attached(assistant: Any, target: CausalLM) -> bool:
+    return assistant in _attached.get(target, ())
+
+
+def targets_of(assistant: SpecDecPPAssistant) -> list[CausalLM]:
+    """All targets that an assistant is attached to."""
+    return [target for target, assistants in _attached.items() if assistant in assistants]
+
+
+def original_class(target: CausalLM) -> type[CausalLM]:
+    """The class that the target had before anything was attached."""
+    return type(target).__mro__[2] if isinstance(target, AttachedMixin) else type(target)
+
+
+class AttachedMixin:
+    """Overrides of an attached target. Calls without an attached assistant go to the original methods."""
+
+    def _validate_generation_mode(
+        self: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
+    ) -> None:
+        original: Any = super()
+        assistant: Any = mode_kwargs.get("assistant_model")
+        if is_attached(assistant, self):
+            check_target(self)
+            check_mode(mode, config, mode_kwargs)
+            assistant.ready_drafter()
+            # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
+            mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
+        original._validate_generation_mode(mode, config, mode_kwargs)
+
+    def _get_candidate_generator(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
+        original: Any = super()
+        assistant: Any = kwargs.get("assistant_model")
+        if not is_attached(assistant, self):
+            return original._get_candidate_generator(*args, **kwargs)
+        return SpecDecPPCandidateGenerator(
+            assistant,
+            generation_config=kwargs["generation_config"],
+            logits_processor=kwargs["logits_processor"],
+            attention_mask=kwargs["model_kwargs"].get("attention_mask"),
+            vocab_size=self.config.get_text_config().vocab_size,
+            target=self,
+        )
+
+    # `inputs_tensor` is named because transformers reads from the signature whether to pass it.
+    def _assisted_decoding(
+        self: CausalLM,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        original: Any = super()
+        if not is_attached(assistant_model, self):
+            kwargs |= {"inputs_tensor": inputs_tensor, "assistant_model": assistant_model, "streamer": streamer}
+            return original._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+            )
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        _arrange_weights(assistant_model, self)
+        generator = self._get_candidate_generator(
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            assistant_model=assistant_model,
+            model_kwargs=model_kwargs,
+        )
+        assistant_model.stats = generator.stats
+        output, assistant_model.plain_pass_seconds[self] = assisted_decoding(
+            self,
+            input_ids,
+            generator,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
+            assistant_model.plain_pass_seconds.get(self),
+        )
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy or a pickle of an attached target is an ordinary, unattached model. Made by `object.__new__`, since
+        # pickle takes its usual constructor for the very class of the object only.
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, *state = reduced
+        return (object.__new__, (original_class(self),), *state)

@@ -1,0 +1,195 @@
+"""`SpecDecPPCandidateGenerator`: transformers' interface to the drafting of one generation."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
+
+from hf_specdecpp.drafting.chain import Chain, draft_chain
+from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
+from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
+from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.tree_drafting import TreeDrafting
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.trees.drawing import DrawnTree
+from hf_specdecpp.trees.tree import DraftTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+from hf_specdecpp.models.causal_lm import eos_ids
+
+logger = logging.get_logger("hf_specdecpp")
+
+
+class SpecDecPPCandidateGenerator(CandidateGenerator):
+    """Drafts the candidates of one `generate()` call and learns from their fate.
+
+    It works in transformers' own assisted decoding loop and in ours (`decoding.py`); both doors of the assistant draft
+    through it.
+
+    Args:
+        assistant: whose draft, head and speculation config to use.
+        generation_config: the target's, as prepared by `generate()`.
+        logits_processor: the target's processors; they are applied to the draft's logits too.
+        attention_mask: `[1, length]` of the prompt, or `None`. Masked tokens are not shown to the draft.
+        vocab_size: width of the target's logits, by default what the assistant's config says.
+        randomness: draws the candidates when sampling.
+        target: the model that decides; `rule="throughput"` measures it. Trees are drafted only where it is given.
+
+    Raises:
+        ValueError: the speculation config or a processor cannot be used, or a model cannot read trees.
+    """
+
+    def __init__(
+        self,
+        assistant: SpecDecPPAssistant,
+        generation_config: GenerationConfig,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        attention_mask: Tensor | None = None,
+        vocab_size: int | None = None,
+        randomness: TreeRandomness | None = None,
+        target: CausalLM | None = None,
+    ) -> None:
+        width = vocab_size or assistant.config.vocab_size or 0
+        self.session = DraftSession(assistant.ready_drafter(), width)
+        self.processing = Processing(logits_processor or [])
+        self.stats = SpeculationStats()
+        self.max_length: int | None = generation_config.max_length
+        self.eos_token_ids = eos_ids(generation_config)
+        sample = randomness if randomness is not None else TorchRandomness()
+        self.randomness = sample if generation_config.do_sample else None
+        self.trees: TreeDrafting | None = None
+        self.rule = self._set_up(assistant, target, generation_config)
+        self._assistant = assistant
+        self._attention_mask = attention_mask
+        self._seen_length = 0
+        self._num_accepted = 0
+        self._num_drafted = 0
+
+    def _set_up(
+        self, assistant: SpecDecPPAssistant, target: CausalLM | None, generation_config: GenerationConfig
+    ) -> StoppingRule:
+        """Set up trees, if they are wanted, and return the rule for chains."""
+        config = assistant.speculation
+        config.validate()
+        if config.tree is not None and target is not None:
+            check_tree(target, "target")
+            check_tree(self.session.drafter.model, "draft")
+            estimator = assistant.head or DraftProbability()
+            self.trees = TreeDrafting(
+                config,
+                estimator,
+                self.session,
+                self.processing,
+                self.randomness,
+                self.eos_token_ids,
+                assistant.config.acceptance_by_rank,
+            )
+            if config.tree == "dyspec" and config.rule == "throughput":
+                self.trees.throughput = assistant.throughput.tree_state(assistant, target, generation_config)
+            return FixedLength(config.tree_depth)  # for transformers' own loop, which cannot verify a tree
+        if config.tree is not None:
+            logger.warning_once(
+                f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
+                "Attach it to the target for trees: assistant.attach(model)."
+            )
+        by_throughput = config.rule == "throughput"
+        state = assistant.throughput.state(assistant, target, generation_config) if by_throughput else None
+        return make_rule(config, assistant.estimator, state)
+
+    @torch.inference_mode()
+    def draft(self, input_ids: Tensor, max_tokens: int | None = None) -> Chain:
+        """Draft the next round.
+
+        Args:
+            input_ids: `[1, length]`, everything emitted so far, the prompt included.
+            max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`.
+        """
+        start = time.perf_counter()
+        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted)
+        room = self._room(input_ids.shape[1])
+        limit = room if max_tokens is None else min(room, max_tokens)
+
+        def step(candidates: list[int]) -> DraftStep:
+            logits, hidden = self.session.step(candidates)
+            scores = self.processing.one(input_ids, candidates, logits)
+            return self.session.draft_step(len(candidates), scores, hidden, greedy=self.randomness is None)
+
+        chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
+        self._num_drafted, self._num_accepted = len(chain.tokens), 0
+        self.stats.draft_seconds += time.perf_counter() - start
+        return chain
+
+    @torch.inference_mode()
+    def draft_tree(self, input_ids: Tensor) -> DraftTree:
+        """Draft the next round as a tree; `input_ids` as in `draft`."""
+        if self.trees is None:
+            raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
+        start = time.perf_counter()
+        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted)
+        tree = self.trees.draft(input_ids, self._room(input_ids.shape[1]))
+        self.stats.draft_seconds += time.perf_counter() - start
+        return tree
+
+    def update_tree(self, tree: DraftTree, path: list[int]) -> None:
+        """Learn which nodes of the last tree were accepted."""
+        self.session.keep(path)
+        if self.trees is not None:
+            self.trees.learn(tree, path)
+        self._num_accepted = len(path)
+        self.stats.record_tree(tree, path)
+        tree.scores.clear()  # they are large
+        self._assistant.last_tree = DrawnTree(tree, path)
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Candidates in transformers' form.
+
+        Args:
+            input_ids: `[1, length]`.
+
+        Returns:
+            `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the candidates were drawn from (`None`
+            when k is 0).
+        """
+        chain = self.draft(input_ids)
+        if not chain.tokens:
+            return input_ids, None
+        candidates = input_ids.new_tensor([chain.tokens])
+        return torch.cat((input_ids, candidates), dim=1), torch.stack(chain.scores)[None]
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
+        """Learn that `num_matches` candidates of the last round were accepted."""
+        self._num_accepted = int(num_matches)
+        self.stats.record_round(self._num_drafted, self._num_accepted)
+        self.rule.update(self._num_drafted, self._num_accepted)
+
+    def _new_tokens(self, input_ids: Tensor) -> Tensor:
+        new = input_ids[:, self._seen_length :]
+        if self._seen_length == 0 and self._attention_mask is not None:
+            # Padding: the target ignores these tokens, and the draft is simply not shown them. The mask is longer than
+            # the prompt where that continues a cache.
+            mask = self._attention_mask[0].bool()[-new.shape[1] :]
+            kept = torch.cat((new[:, : mask.shape[0]][:, mask], new[:, mask.shape[0] :]), dim=1)
+            new = kept if kept.shape[1] else new
+        self._seen_length = input_ids.shape[1]
+        return new
+
+    def _room(self, length: int) -> int:
+        # One place under max_length belongs to the token that the target adds after the candidates.
+        room = self.max_length - length - 1 if self.max_length is not None else self.rule.max_tokens
+        draft_room = self.session.drafter.max_length - self.session.length + 1
+        return int(max(min(room, draft_room), 0))

@@ -1,0 +1,313 @@
+"""Assisted decoding of an attached target: the steps of transformers' `_assisted_decoding`, made exact.
+
+Differences from it: the prompt gets a forward of its own as in plain `generate()`, so a warm cache, chunked prefill and
+sliding windows behave as they do there; stopping criteria are asked token by token, so a stop string ends the output
+where it ends; scores, hidden states and attentions belong to the token they are returned for.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.outputs import TokenRecords
+from hf_specdecpp.generation.refusals import check_inputs
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_cache
+from hf_specdecpp.models.cpu_products import fast_linear
+from hf_specdecpp.models.kv_cache import keep_path
+from hf_specdecpp.sampling.verification import verify_chain, verify_greedy
+from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
+
+# How many plain target passes are timed, after the first answer for a target, so that the verdict can compare.
+PLAIN_PASSES = 3
+
+
+class AssistedDecoding:
+    """One `generate()` call of an attached target.
+
+    Args:
+        target: the model that decides.
+        generator: drafts the candidates.
+        stopping_criteria, generation_config, streamer: as prepared by `generate()`.
+        model_kwargs: the forward's other arguments, `past_key_values` among them.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        generator: SpecDecPPCandidateGenerator,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
+        self.model_kwargs = model_kwargs
+        self.stats = generator.stats
+        self.records = TokenRecords(generation_config)
+        self.criteria = stopping_criteria
+        # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
+        self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
+        self.eos = {i for c in stopping_criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
+        self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
+        mask = model_kwargs.get("attention_mask")
+        self.is_padded = mask is not None and not bool(mask.all())
+        self.cached = 0  # tokens in the cache after the last whole round, those of an earlier turn included
+
+    def run(
+        self, input_ids: Tensor, plain_pass_seconds: float | None
+    ) -> tuple[Tensor | GenerateDecoderOnlyOutput, Any]:
+        """Generate.
+
+        Args:
+            input_ids: `[1, length]`.
+            plain_pass_seconds: what one target pass over one token takes, if known; else it is measured at the end.
+
+        Returns:
+            What `generate()` returns, and the plain pass's time.
+        """
+        begin = time.perf_counter()
+        input_ids, finished = self._prompt(input_ids)
+        self.stats.prompt_seconds = self._since(begin)
+        drafter = self.generator.session.drafter
+        try:
+            with fast_linear(self.target, drafter.model, drafter):
+                while not finished:
+                    begin = time.perf_counter()
+                    spent = self.stats.draft_seconds + self.stats.target_seconds
+                    input_ids, finished = self._round(input_ids)
+                    spent = self.stats.draft_seconds + self.stats.target_seconds - spent
+                    self.stats.overhead_seconds += time.perf_counter() - begin - spent
+        except BaseException:
+            self._roll_back()
+            raise
+        if self.streamer is not None:
+            self.streamer.end()
+        if plain_pass_seconds is None and self.stats.rounds > 0:
+            plain_pass_seconds = self._time_plain_pass(input_ids)
+        self.stats.plain_pass_seconds = plain_pass_seconds
+        return self._output(input_ids), plain_pass_seconds
+
+    def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
+        """The forward over the prompt and the first token, exactly as in plain `generate()`."""
+        outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
+        check_cache(outputs.past_key_values)
+        # Not earlier: a sliding-window layer that records would keep the whole prompt.
+        outputs.past_key_values.activate_past_recording()
+        self.stats.plain_passes += 1
+        return self._select(input_ids, [], [], outputs)
+
+    def _round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
+        """Draft, one target pass, verify, emit."""
+        if self.generator.trees is not None:
+            return self._tree_round(input_ids)
+        chain = self.generator.draft(input_ids)
+        begin = time.perf_counter()
+        outputs = self._forward(input_ids, chain.tokens)
+        self.stats.target_seconds += self._since(begin)
+        return self._select(input_ids, chain.tokens, chain.scores, outputs)
+
+    def _forward(self, input_ids: Tensor, candidates: list[int]) -> Any:
+        """One target pass over the last token and the candidates; logits for each of them."""
+        return self.target(**self._chain_inputs(input_ids, candidates), return_dict=True)
+
+    def _chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
+        count = len(candidates)
+        tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count + 1
+        return inputs
+
+    def _select(
+        self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
+    ) -> tuple[Tensor, bool]:
+        """Verify the candidates, emit what stands, leave every cache at the emitted text."""
+        count = len(candidates)
+        logits = outputs.logits[0, -count - 1 :].to(input_ids.device, torch.float32)
+        raw = logits.clone() if self.records.keeps_logits else logits
+        scores = self.generator.processing.along(input_ids, candidates, logits)
+        if self.generator.randomness is None:
+            accepted, token = verify_greedy(candidates, scores)
+        else:
+            q = torch.stack(q_scores).to(scores.device).softmax(dim=-1) if candidates else scores[:0]
+            accepted, token = verify_chain(candidates, scores.softmax(dim=-1), q, self.generator.randomness)
+        if candidates or self.stats.generated:
+            self.generator.update_candidate_strategy(input_ids, scores, accepted)
+
+        emitted = [*candidates[:accepted], token]
+        return self._emit(input_ids, emitted, scores, raw, outputs, count)
+
+    def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
+        """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
+        tree = self.generator.draft_tree(input_ids)
+        order = tree.depth_first()
+        begin = time.perf_counter()
+        outputs = self._forward_tree(input_ids, tree, order) if len(tree) else self._forward(input_ids, [])
+        self.stats.target_seconds += self._since(begin)
+        logits = outputs.logits[0, -len(order) :]
+        rows = {node: row for row, node in enumerate(order)}
+
+        @cache
+        def scores(node: int) -> Tensor:
+            row = logits[rows[node]].to(input_ids.device, torch.float32, copy=True)
+            return self.generator.processing.one(input_ids, tree.path(node), row)
+
+        if self.generator.randomness is None:
+            path, token = verify_tree_greedy(tree, scores)
+        else:
+            path, token = verify_tree(tree, lambda node: scores(node).softmax(dim=-1), self.generator.randomness)
+        self.generator.update_tree(tree, path)
+        kept_rows = [rows[node] for node in (0, *path)]
+        raw = logits[kept_rows].to(input_ids.device, torch.float32)
+        emitted = [*(tree.tokens[node] for node in path), token]
+        processed = torch.stack([scores(node) for node in (0, *path)])
+        return self._emit(input_ids, emitted, processed, raw, outputs, len(tree), kept_rows)
+
+    def _forward_tree(self, input_ids: Tensor, tree: DraftTree, order: list[int]) -> Any:
+        """One target pass over the nodes in `order`, the last token (the root) first; logits for each of them."""
+        count = len(tree)
+        tokens = torch.cat((input_ids, input_ids.new_tensor([[tree.tokens[node] for node in order[1:]]])), dim=1)
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
+        )
+        past, mask = self.model_kwargs["past_key_values"], self.model_kwargs.get("attention_mask")
+        num_prefix = past.get_seq_length()
+        prefix_mask = mask[0, :num_prefix].bool() if mask is not None and self.is_padded else None
+        inputs |= tree_inputs(self.target, past, *Lineage().feed(tree, order), num_prefix, prefix_mask)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count + 1
+        return self.target(**inputs, return_dict=True)
+
+    def _emit(
+        self,
+        input_ids: Tensor,
+        emitted: list[int],
+        scores: Tensor,
+        raw: Tensor,
+        outputs: Any,
+        count: int,
+        path: list[int] | None = None,
+    ) -> tuple[Tensor, bool]:
+        """Emit what stands of the verified tokens, leave the cache at it.
+
+        Args:
+            emitted: k tokens.
+            scores, raw: `[k, vocab]` or more, logits that they were chosen from, with and without processing.
+            count: how many candidates the target read.
+            path: rows of the root and the accepted candidates in its pass, where they were a tree.
+        """
+        before = input_ids.shape[1]
+        # As int64 whatever the prompt's type is, like plain generation.
+        input_ids = torch.cat((input_ids, torch.tensor([emitted], device=input_ids.device)), dim=1)
+        kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
+        input_ids = input_ids[:, : before + kept]
+        self.records.add_states(outputs, kept, count, path)
+        self.stats.generated += kept
+        # The last emitted token is not in the cache, as in plain generation.
+        past = outputs.past_key_values
+        if path is None:
+            past.crop(kept - 1 - count)
+        else:
+            keep_path(past, past.get_seq_length() - count - 1, path[:kept])
+        self.cached = past.get_seq_length()
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs, num_new_tokens=kept
+        )
+        if self.streamer is not None:
+            self.streamer.put(input_ids[:, before:].cpu())
+        return input_ids, finished
+
+    def _first_stop(
+        self, input_ids: Tensor, before: int, emitted: list[int], scores: Tensor, raw: Tensor
+    ) -> tuple[int, bool]:
+        """How many of the emitted tokens stand, and whether generation ends with them."""
+        ends = [i + 1 for i, token in enumerate(emitted) if token in self.eos]
+        limits = [max(length - before, 1) for length in self.max_lengths] + ends[:1]
+        kept = min([len(emitted), *limits])
+        finished = kept in limits
+        if self.all_simple:
+            self.records.add_scores(scores, raw, kept)
+            return kept, finished
+        for i in range(kept):
+            self.records.add_scores(scores[i:], raw[i:], 1)
+            if bool(self.criteria(input_ids[:, : before + i + 1], self.records.scores).all()):
+                return i + 1, True
+        return kept, finished
+
+    def _roll_back(self) -> None:
+        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
+        for layer in self.model_kwargs["past_key_values"].layers:
+            if layer.get_seq_length() > self.cached:
+                layer.crop(self.cached - layer.get_seq_length())
+
+    def _time_plain_pass(self, input_ids: Tensor) -> float:
+        """Seconds of one target pass as plain `generate()` does it, mean of a few. Leaves the cache as it was."""
+        begin = time.perf_counter()
+        for _ in range(PLAIN_PASSES):
+            outputs = self.target(**self._chain_inputs(input_ids, []), return_dict=True)
+            outputs.past_key_values.crop(-1)
+        return self._since(begin) / PLAIN_PASSES
+
+    def _since(self, begin: float) -> float:
+        if self.target.device.type != "cpu":
+            torch.accelerator.synchronize(self.target.device)  # verification waits for the result anyway
+        return time.perf_counter() - begin
+
+    def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
+        if not self.config.return_dict_in_generate:
+            return input_ids
+        return GenerateDecoderOnlyOutput(
+            sequences=input_ids,  # type: ignore[arg-type]
+            scores=self.records.scores,
+            logits=self.records.logits,
+            attentions=self.records.attentions,
+            hidden_states=self.records.hidden_states,
+            past_key_values=self.model_kwargs.get("past_key_values"),
+        )
+
+
+def assisted_decoding(
+    target: CausalLM,
+    input_ids: Tensor,
+    generator: SpecDecPPCandidateGenerator,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+    plain_pass_seconds: float | None,
+) -> tuple[Tensor | GenerateDecoderOnlyOutput, float | None]:
+    """Check the inputs and run `AssistedDecoding`."""
+    check_inputs(input_ids, model_kwargs)
+    decoding = AssistedDecoding(target, generator, stopping_criteria, generation_config, streamer, model_kwargs)
+    return decoding.run(input_ids, plain_pass_seconds)
+
+
+def _extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
+    if count == 0:
+        return model_kwargs
+    extended = dict(model_kwargs)
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        extended["attention_mask"] = torch.cat((mask, mask.new_ones((1, count))), dim=-1)
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        further = positions[..., -1:] + torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
+        extended["position_ids"] = torch.cat((positions, further), dim=-1)
+    if (types := model_kwargs.get("token_type_ids")) is not None:
+        extended["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
+    if (types := model_kwargs.get("mm_token_type_ids")) is not None:
+        extended["mm_token_type_ids"] = torch.cat((types, types.new_zeros((1, count))), dim=-1)
+    return extended

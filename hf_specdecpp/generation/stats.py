@@ -1,0 +1,252 @@
+"""What a generation did and whether it paid: counters, time split, verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_specdecpp.trees.tree import DraftTree
+
+
+@dataclass
+class SpeculationStats:
+    """Counts and seconds of one `generate()` call. `a + b` sums two calls; `str()` is a small table.
+
+    Attributes:
+        rounds: drafting rounds, each followed by one target pass.
+        idle_rounds: those of them that drafted nothing.
+        plain_passes: target passes without candidates (the first token comes from the prompt's pass).
+        drafted, accepted: candidates. `discarded` is the rest.
+        generated: tokens emitted. (`generated + discarded = drafted + rounds + plain_passes`, unless the last round was
+            cut short by a stopping criterion.)
+        drafted_at, accepted_at: the same by position in the round, first candidate first; in trees by depth.
+        tree_depths, tree_widths: number of trees by depth and by the size of their widest level; index 0 counts those
+            without candidates.
+        tree_passes: draft passes for trees.
+        tested_by_rank, accepted_by_rank: at nodes that the target got to, how often there was a first, second, ...
+            child, and how often it was the accepted one.
+        draft_seconds: drafting, the draft's pass over the prompt included.
+        target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`).
+        overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
+        plain_pass_seconds: one target pass over a single token, measured; `None` if it was not.
+        complete: False on an unattached target, where transformers does not report the last round and the
+            target's times.
+    """
+
+    rounds: int = 0
+    idle_rounds: int = 0
+    plain_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    generated: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    tree_depths: list[int] = field(default_factory=list)
+    tree_widths: list[int] = field(default_factory=list)
+    tree_passes: int = 0
+    tested_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    plain_pass_seconds: float | None = None
+    complete: bool = True
+
+    def record_round(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verified round."""
+        self.rounds += 1
+        self.idle_rounds += num_drafted == 0
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        missing = num_drafted - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for position in range(num_drafted):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < num_accepted
+
+    def record_tree(self, tree: DraftTree, path: list[int]) -> None:
+        """Count one verified round with a tree; `path`: the accepted nodes."""
+        widths = tree.widths
+        self.rounds += 1
+        self.idle_rounds += len(tree) == 0
+        self.drafted += len(tree)
+        self.accepted += len(path)
+        self.tree_passes += tree.passes
+        self.drafted_at = _add(self.drafted_at, widths)
+        self.accepted_at = _add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
+        self.tree_depths = _add(self.tree_depths, _one_at(len(widths)))
+        self.tree_widths = _add(self.tree_widths, _one_at(max(widths, default=0)))
+        for node in (0, *path):
+            if children := len(tree.children[node]):
+                self.tested_by_rank = _add(self.tested_by_rank, [1] * children)
+                self.accepted_by_rank = _add(self.accepted_by_rank, [0] * children)
+        for node in path:
+            self.accepted_by_rank[tree.ranks[node]] += 1
+
+    @property
+    def discarded(self) -> int:
+        return self.drafted - self.accepted
+
+    @property
+    def target_passes(self) -> int:
+        return self.rounds + self.plain_passes
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass; 1 is plain decoding."""
+        return _ratio(self.generated, self.target_passes)
+
+    @property
+    def discard_rate(self) -> float:
+        """Discarded candidates per generated token."""
+        return _ratio(self.discarded, self.generated)
+
+    @property
+    def verification_rate(self) -> float:
+        """Target passes per generated token."""
+        return _ratio(self.target_passes, self.generated)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of all candidates."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted share of the candidates drafted at each position of a round, first candidate first."""
+        return [_ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def acceptance_by_rank(self) -> list[float]:
+        """In trees: how often the first, second, ... child was the accepted one where the target could choose it.
+
+        `tree_shapes.best_shape` makes the best static tree of it.
+        """
+        return [_ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed relative to plain `generate()`, the pass over the prompt left out of both; `None` if unknown.
+
+        The estimate takes the measured time of a plain pass for every token and nothing for plain decoding's own
+        overhead, so it errs against the assistant.
+        """
+        spent = self.draft_seconds + self.target_seconds + self.overhead_seconds
+        plain_tokens = self.generated - self.plain_passes
+        if self.plain_pass_seconds is None or plain_tokens <= 0 or spent <= 0:
+            return None
+        return plain_tokens * self.plain_pass_seconds / spent
+
+    @property
+    def verdict(self) -> str:
+        """One or two sentences: did it pay, and if not, why not."""
+        if self.rounds == 0:
+            return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
+        if self.speedup is None:
+            return (
+                f"{self.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
+                "measured: attach the assistant to the target (assistant.attach(model))."
+            )
+        if 2 * self.idle_rounds > self.rounds:
+            return (
+                f"Speculating does not pay here, so the rule stopped: {self.idle_rounds} of {self.rounds} passes "
+                f"without candidates, about {self.speedup:.2f} times the speed of plain generate()"
+                f"{', since the passes themselves are faster' if self.speedup >= 1.03 else ''}."
+            )
+        if self.speedup >= 1.03:
+            return (
+                f"It pays: about {self.speedup:.2f} times the speed of plain generate(), "
+                f"{self.tokens_per_pass:.2f} tokens per target pass."
+            )
+        how = "about as fast as" if self.speedup >= 0.97 else f"it runs at about {self.speedup:.2f} times the speed of"
+        return f"It does not pay: {how} plain generate(). {self._why_not()}"
+
+    def _why_not(self) -> str:
+        unit = self.rounds * (self.plain_pass_seconds or 1.0)
+        draft, verify, overhead = (
+            seconds / unit for seconds in (self.draft_seconds, self.target_seconds, self.overhead_seconds)
+        )
+        reason = (
+            f"A round costs {draft + verify + overhead:.2f} plain passes (drafting {draft:.2f}, verifying "
+            f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + self.accepted / self.rounds:.2f} tokens: "
+            f"{self.acceptance_rate:.0%} of the candidates are accepted. "
+        )
+        if self.acceptance_rate < 0.5:
+            return reason + "The draft is not good enough for this target: train it and a head, or draft fewer tokens."
+        per_candidate = draft * self.rounds / max(self.drafted, 1)
+        if per_candidate > 0.4:
+            return reason + f"The draft is too slow: one of its tokens costs {per_candidate:.2f} target passes."
+        if verify > 1.5:
+            return reason + (
+                "Verifying several tokens at once is expensive on this device: draft fewer tokens. In float32 on a CPU "
+                "SpeculationConfig(pack_weights=True) helps."
+            )
+        return reason + "The target is too fast for the overhead of a round: assistants pay with larger targets."
+
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        if not isinstance(other, SpeculationStats):
+            return NotImplemented
+        total = SpeculationStats()
+        for item in fields(self):
+            setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
+        total.complete = self.complete and other.complete
+        if self.plain_pass_seconds is not None and other.plain_pass_seconds is not None:
+            weights = self.generated, other.generated
+            weighted = weights[0] * self.plain_pass_seconds + weights[1] * other.plain_pass_seconds
+            total.plain_pass_seconds = _ratio(weighted, sum(weights)) or self.plain_pass_seconds
+        else:
+            total.plain_pass_seconds = None
+        return total
+
+    def __str__(self) -> str:
+        rows = [
+            ("tokens generated", f"{self.generated} in {self.target_passes} target passes"),
+            ("tokens per pass", f"{self.tokens_per_pass:.2f}"),
+            ("candidates", f"{self.drafted} drafted, {self.accepted} accepted ({self.acceptance_rate:.0%})"),
+            ("discard rate", f"{self.discard_rate:.2f} candidates per token"),
+            ("verification rate", f"{self.verification_rate:.2f} target passes per token"),
+        ]
+        if self.acceptance_by_position:
+            shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_position[:8])
+            rows.append(("accepted by position", shares + (" ..." if len(self.drafted_at) > 8 else "")))
+        if num_trees := sum(self.tree_depths):
+            means = [
+                sum(value * count for value, count in enumerate(counts)) / num_trees
+                for counts in (self.tree_depths, self.tree_widths)
+            ]
+            sizes = f"{self.drafted / num_trees:.1f} nodes, depth {means[0]:.1f}, width {means[1]:.1f}"
+            rows.append(("trees", f"{sizes} on average"))
+            shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_rank[:8])
+            rows.append(("accepted by sibling", shares + (" ..." if len(self.tested_by_rank) > 8 else "")))
+        rows.append(("time", self._time_split()))
+        if not self.complete:
+            rows.append(("note", "unattached target: the last round and the target's time are not reported"))
+        rows.append(("verdict", self.verdict))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _time_split(self) -> str:
+        if not self.complete:
+            return f"draft {self.draft_seconds:.2f} s"
+        return (
+            f"prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, "
+            f"target {self.target_seconds:.2f} s, overhead {self.overhead_seconds:.2f} s"
+        )
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
+
+
+def _one_at(index: int) -> list[int]:
+    return [0] * index + [1]
+
+
+def _add(a: Any, b: Any) -> Any:
+    if isinstance(a, list):
+        longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+        return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]
+    return a + b if a is not None and b is not None else None

@@ -1,0 +1,101 @@
+"""Draws the token trees of one generation: the growth of `tree_growth` on the draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.throughput.trees import TreeThroughput
+from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_by_plan, grow_exactly, grow_shape
+from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape
+from hf_specdecpp.trees.siblings import Level, check_estimator
+from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
+from hf_specdecpp.trees.tree import DraftTree
+
+
+class TreeDrafting:
+    """What stays the same from round to round, and the pace of growth, which learns.
+
+    Args:
+        config: its `tree` says which algorithm.
+        estimator: values slots; not asked for static trees.
+        session: the draft's side of the generation.
+        processing: the target's logits processors; each node is processed after its own path.
+        randomness: draws the candidates; `None` takes the likeliest tokens (greedy).
+        eos_token_ids: candidates that get no children.
+        rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
+
+    Attributes:
+        throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses the budget up.
+
+    Raises:
+        ValueError: the estimator cannot value slots, or a static tree has neither shape nor rates.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        estimator: Estimator,
+        session: DraftSession,
+        processing: Processing,
+        randomness: TreeRandomness | None,
+        eos_token_ids: Collection[int],
+        rates: Mapping[str, Sequence[float]],
+    ) -> None:
+        if config.tree == "static":
+            estimator = DraftProbability()  # for the records only
+            self.shape = _static_shape(config, rates.get(MODES[randomness is None]))
+        check_estimator(estimator)
+        self.config, self.estimator, self.session = config, estimator, session
+        self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
+        self.pace, self.unread = ThresholdSchedule(), 0
+        self.throughput: TreeThroughput | None = None
+        self.room = SoftmaxBuffer(config.tree_budget)
+
+    def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
+        """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
+
+        def expand(tree: DraftTree, nodes: list[int]) -> Level:
+            logits, hidden = self.session.expand(tree, nodes)
+            scores = self.processing.after_each(input_ids, [tree.path(node) for node in nodes], logits)
+            return Level(scores, hidden, self.session.drafter.embed)
+
+        config = self.config
+        depth = min(max_depth, config.tree_depth) if config.tree != "static" else max_depth
+        root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
+        if rule is not None and not rule.may_start(self.unread):
+            return DraftTree(root)
+        growth = Growth(
+            expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, room=self.room, trust=rule
+        )
+        if rule is not None:
+            grow_by_plan(growth, rule.plan, config.tree_threshold)
+        elif config.tree == "dyspec":
+            grow_by_level(growth, config.tree_budget, self.pace, config.tree_threshold)
+        elif config.tree == "dyspec-exact":
+            grow_exactly(growth, config.tree_budget, config.tree_threshold)
+        else:
+            grow_shape(growth, self.shape)
+        return growth.tree
+
+    def learn(self, tree: DraftTree, path: list[int]) -> None:
+        """Learn which nodes of the last tree were accepted."""
+        if self.throughput is not None:
+            self.throughput.observe(tree, path, self.unread)
+
+
+def _static_shape(config: SpeculationConfig, rates: Sequence[float] | None) -> Shape:
+    if config.tree_shape is not None:
+        return make_shape(config.tree_shape)
+    if not rates:
+        raise ValueError(
+            "tree='static' needs tree_shape, such as [4, 2, 1, 1] (four children, two each, ...): this assistant comes "
+            "without measured rates of acceptance that the best shape could be computed from."
+        )
+    return best_shape(rates, config.tree_budget, config.tree_depth)

@@ -1,0 +1,161 @@
+"""The unattached door: transformers' own candidate generator calls `assistant.generate()` once a round.
+
+What that loop hides from an assistant and gets wrong is looked up once a generation in the frame of the loop, and
+refused: a wrong answer would be worse than an unusual look.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor
+from transformers.cache_utils import QuantizedCache
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.utils import ModelOutput
+
+from hf_specdecpp.drafting.chain import Chain
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.refusals import check_lossless
+from hf_specdecpp.models.causal_lm import eos_ids
+from hf_specdecpp.models.cpu_products import fast_linear
+from hf_specdecpp.sampling.processors import Processing
+
+if TYPE_CHECKING:
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
+
+
+@dataclass
+class DraftOutput(ModelOutput):
+    """What transformers reads from an assistant's `generate()`."""
+
+    sequences: Any = None
+    scores: Any = None
+    past_key_values: Any = None
+
+
+class DraftState:
+    """Travels as the assistant's `past_key_values` from round to round, so that the assistant itself has no state."""
+
+    def __init__(self, generator: SpecDecPPCandidateGenerator, length: int, num_drafted: int) -> None:
+        self.generator = generator
+        self.length = length
+        self.num_drafted = num_drafted
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """transformers rolls back here; the session rolls itself back when it sees what was emitted."""
+
+
+def draft_round(
+    assistant: SpecDecPPAssistant,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    logits_processor: list[Any] | None,
+    past_key_values: DraftState | None,
+    attention_mask: Tensor | None,
+    min_new_tokens: int,
+    max_new_tokens: int,
+) -> DraftOutput:
+    """One round as `transformers.generation.AssistedCandidateGenerator` asks for it.
+
+    Args:
+        input_ids: `[1, length]`, everything emitted so far.
+        past_key_values: what the previous round returned, `None` in the first.
+
+    Returns:
+        `sequences` `[1, length + k]`, `scores` k tensors `[1, vocab]` that q is the softmax of.
+    """
+    if past_key_values is None:
+        check_loop(generation_config)
+        generator = SpecDecPPCandidateGenerator(assistant, generation_config, logits_processor, attention_mask)
+        generator.stats.complete = False
+        assistant.stats = generator.stats
+    else:
+        generator = past_key_values.generator
+        emitted = input_ids.shape[1] - past_key_values.length
+        generator.update_candidate_strategy(input_ids, None, min(emitted - 1, past_key_values.num_drafted))
+        generator.stats.generated += emitted
+    processors = list(logits_processor or [])
+    eos = list(eos_ids(generation_config))
+    if min_new_tokens > 0 and eos:
+        # transformers takes the target's minimum length out of the processors and passes it like this. It comes first
+        # again: after top-k it could forbid the only token left.
+        minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
+        processors.insert(0, minimum)
+    generator.processing = Processing(processors)
+    drafter = generator.session.drafter
+    with fast_linear(drafter.model, drafter):
+        chain = generator.draft(input_ids, max_new_tokens)
+    state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
+    if not chain.tokens:
+        chain = _repeat_last(input_ids, generator.session.vocab_size)
+    return DraftOutput(
+        sequences=torch.cat((input_ids, input_ids.new_tensor([chain.tokens])), dim=1),
+        scores=tuple(scores[None] for scores in chain.scores),
+        past_key_values=state,
+    )
+
+
+def _repeat_last(input_ids: Tensor, vocab_size: int) -> Chain:
+    """For a draft that cannot read such a long text: transformers needs a candidate all the same. q is a point mass."""
+    token = int(input_ids[0, -1])
+    scores = torch.full((vocab_size,), float("-inf"), device=input_ids.device)
+    scores[token] = 0.0
+    return Chain([token], [scores])
+
+
+def check_loop(generation_config: GenerationConfig) -> None:
+    """Raise `ValueError` for what transformers' assisted decoding would silently get wrong."""
+    config = generation_config
+    if config.output_hidden_states or config.output_attentions:
+        raise ValueError(
+            "transformers returns the wrong hidden states and attentions for the first round of assisted generation. "
+            + ATTACH
+        )
+    check_lossless(config)
+    loop = _loop_frame()
+    if loop is None:
+        return
+    cache = loop.f_locals.get("cache")
+    if isinstance(cache, QuantizedCache):
+        raise ValueError("A quantized cache cannot be rolled back when a candidate is rejected. Use a DynamicCache.")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values holds an earlier turn, and transformers' assisted generation would feed the whole prompt "
+            "on top of it and answer wrongly. " + ATTACH
+        )
+    per_token = [
+        type(criterion).__name__
+        for criterion in loop.f_locals.get("stopping_criteria", ())
+        if not _heeded_within_rounds(criterion, loop.f_locals["generation_config"])
+    ]
+    if per_token:
+        raise ValueError(
+            f"{', '.join(per_token)}: transformers asks stopping criteria once a round, so the answer would run past "
+            "the point where it should stop. " + ATTACH
+        )
+
+
+def _heeded_within_rounds(criterion: object, config: GenerationConfig) -> bool:
+    # transformers cuts a round at its own maximum length and end-of-sequence ids, not at those of a user's criterion.
+    if type(criterion) is MaxLengthCriteria:
+        return criterion.max_length == config.max_length
+    if type(criterion) is EosTokenCriteria:
+        return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
+    return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
+
+
+def _loop_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_assisted_decoding":
+        frame = frame.f_back
+    return frame

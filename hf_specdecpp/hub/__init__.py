@@ -1,0 +1,1 @@
+"""An assistant's repository: load, inspect, convert, publish."""

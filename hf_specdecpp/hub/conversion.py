@@ -1,0 +1,200 @@
+"""Turn a released SpecDec++ head into an assistant's repository. Needs no draft model.
+
+Upstream stores `nn.Sequential(*([ResBlock(h)] * num_layers), nn.Linear(h, 2))` as `self.model`: its blocks are one
+object, so their tensors are stored D times (`pytorch_model.bin`) or once, with the other names in the metadata
+(safetensors). A fork has D distinct blocks under the same `config.json`. Only the tensors tell the two apart.
+
+This is the only file that opens a pickle, and only one of bare tensors (`weights_only=True`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_specdecpp import files as repository
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.hub.repository import CONFIG, HEAD
+from hf_specdecpp.version import __version__
+
+PICKLE = "pytorch_model.bin"
+PATTERNS = [CONFIG, "model.safetensors", PICKLE]  # what to download
+
+
+def convert(
+    folder: Path,
+    out: Path,
+    tied: bool | None = None,
+    draft_id: str | None = None,
+    draft_revision: str | None = None,
+    target_id: str | None = None,
+    target_revision: str | None = None,
+) -> SpecDecPPConfig:
+    """Write the head of `folder` to the new folder `out`, in our format.
+
+    Args:
+        folder: `config.json` and `pytorch_model.bin` or a safetensors file.
+        out: must not hold a `config.json` yet.
+        tied: see `read_released_head`.
+        draft_id, draft_revision, target_id, target_revision: the models that the head was trained with. Without
+            `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
+
+    Raises:
+        ValueError: a file is damaged, unsafe or not a SpecDec++ head, or `tied` is needed or wrong.
+        OSError: a file is missing, or `out` is taken.
+    """
+    if (out / CONFIG).exists():
+        raise FileExistsError(f"{out} already holds a {CONFIG}, which would be overwritten. Choose a new folder.")
+    head = read_released_head(folder, tied)
+    config = SpecDecPPConfig(
+        target_id=target_id,
+        target_revision=target_revision,
+        draft_id=draft_id,
+        draft_revision=draft_revision,
+        head=head.to_config(),
+        speculation=SpeculationConfig(min_tokens=2).to_dict(),  # as in the paper
+        specdecpp_version=__version__,
+        architectures=["SpecDecPPAssistant"],
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    repository.save_tensors(head.state_dict(), out / HEAD)
+    repository.save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
+    return config
+
+
+def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead:
+    """The released SpecDec++ head in `folder`.
+
+    Args:
+        tied: whether all blocks are one. By default recognised: by equal tensors, or by the names that the metadata of
+            a safetensors file gives to tensors stored once.
+
+    Raises:
+        ValueError: a file is damaged, unsafe or not a SpecDec++ head, or `tied` is needed or wrong.
+        FileNotFoundError: `folder` has no config or no weights.
+    """
+    size, depth = _read_sizes(folder / CONFIG)
+    path = _find_weights(folder)
+    tensors = _load_pickle(path) if path.name == PICKLE else _load_with_aliases(path)
+    if depth > 1:
+        tied = _add_missing_blocks(tensors, depth, tied, path)
+    tensors = _check_fit(tensors, size, depth, path)
+    if depth > 1:
+        tied = _recognise(tensors, depth, tied, path)
+    head = AcceptanceHead(size, num_blocks=depth, tied=bool(tied))
+    ours = {name: name.replace("blocks.", "model.").replace("output.", f"model.{depth}.") for name in head.state_dict()}
+    head.load_state_dict({name: tensors[theirs] for name, theirs in ours.items()})
+    return head
+
+
+def _read_sizes(path: Path) -> tuple[int, int]:
+    """`hidden_size` and `num_layers`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; it says how large the head is. Download the whole repository.")
+    config = repository.read_json(path)
+    if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
+        raise ValueError(f"{path} is in our format already. Use it as it is.")
+    size, depth = (config.get(key) if isinstance(config, dict) else None for key in ("hidden_size", "num_layers"))
+    if type(size) is not int or type(depth) is not int or size < 1 or depth < 0:
+        raise ValueError(
+            f"{path} has hidden_size={size!r} and num_layers={depth!r}; a released SpecDec++ head has a whole number "
+            "for each, at least 1 and 0. This is something else, or its config is damaged."
+        )
+    return size, depth
+
+
+def _find_weights(folder: Path) -> Path:
+    found = sorted(folder.glob("*.safetensors"))
+    weights = [path for path in found if path.name == "model.safetensors"] or found or [folder / PICKLE]
+    if len(weights) > 1:
+        names = ", ".join(path.name for path in weights)
+        raise ValueError(f"{folder} has several safetensors files ({names}); a head is one. Keep only the head's.")
+    if not weights[0].is_file():
+        raise FileNotFoundError(f"{folder} has no safetensors file and no {PICKLE}, so there is no head to convert.")
+    return weights[0]
+
+
+def _load_with_aliases(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, those that were stored once under all of their names."""
+    tensors = repository.load_tensors(path)
+    with safe_open(path, framework="pt") as file:
+        names: dict[str, str] = file.metadata() or {}
+    return tensors | {alias: tensors[name] for alias, name in names.items() if name in tensors and alias not in tensors}
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    repository.refuse_pointer(path)
+    try:
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - what a damaged or malicious pickle raises is anybody's guess
+        lines = [line for line in str(error).splitlines() if "GLOBAL" in line or "corrupted" in line]
+        raise ValueError(
+            f"{path} is damaged or holds more than tensors, which can be code, so it was refused and nothing in it was "
+            f"run ({type(error).__name__}: {lines[0] if lines else 'not readable'}). Download it again, or ask its "
+            "author for a safetensors file."
+        ) from None
+    values = tensors.values() if isinstance(tensors, dict) else [None]
+    if not all(isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu" for t in values):
+        raise ValueError(f"{path} holds something else than named tensors, so it is not a SpecDec++ head.")
+    return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def _block(i: int) -> tuple[str, str]:
+    return f"model.{i}.linear.weight", f"model.{i}.linear.bias"
+
+
+def _add_missing_blocks(tensors: dict[str, Tensor], depth: int, tied: bool | None, path: Path) -> bool | None:
+    """Give blocks that are not in the file the tensors of one that is, if they are known to be tied."""
+    stored = [i for i in range(depth) if all(name in tensors for name in _block(i))]
+    missing = [i for i in range(depth) if not any(name in tensors for name in _block(i))]
+    if not stored or not missing or f"model.{depth}.weight" not in tensors or tied is False:
+        return tied
+    if tied is None:
+        raise ValueError(
+            f"{path} has blocks {stored} of {depth} and does not say what the others are. If one block is used {depth} "
+            "times, as in the released SpecDec++ code, say so: --tied (tied=True). Otherwise the file is incomplete."
+        )
+    for i in missing:
+        tensors.update(zip(_block(i), (tensors[name] for name in _block(stored[0])), strict=True))
+    return True
+
+
+def _check_fit(tensors: dict[str, Tensor], size: int, depth: int, path: Path) -> dict[str, Tensor]:
+    """The tensors in float32, if they are those of a head with `depth` blocks of width `size`."""
+    shapes = {name: [size, size][: 2 - j] for i in range(depth) for j, name in enumerate(_block(i))}
+    shapes |= {f"model.{depth}.weight": [2, size], f"model.{depth}.bias": [2]}
+    says = f"{CONFIG} says hidden_size={size}, num_layers={depth}"
+    if tensors.keys() != shapes.keys():
+        raise ValueError(
+            f"{path} has {', '.join(sorted(tensors)[:12])}; {says}, which needs {', '.join(sorted(shapes)[:12])}. The "
+            "two files do not belong together, or this is not a SpecDec++ head."
+        )
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if list(tensor.shape) != shape or not tensor.is_floating_point():
+            raise ValueError(
+                f"{path}: {name} is {list(tensor.shape)} {str(tensor.dtype)[6:]}, but {says}, so it should be "
+                f"{shape} floating point. The two files do not belong together."
+            )
+    tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
+    repository.check_finite(tensors, path)
+    return tensors
+
+
+def _recognise(tensors: dict[str, Tensor], depth: int, tied: bool | None, path: Path) -> bool:
+    """Whether all blocks are equal, and what the user said about it if they said something."""
+    pairs = [pair for i in range(1, depth) for pair in zip(_block(0), _block(i), strict=True)]
+    differences = [float((tensors[name] - tensors[first]).abs().max()) for first, name in pairs]
+    equal = not any(differences)
+    if tied and not equal:
+        raise ValueError(
+            f"{path} has {depth} different blocks (by up to {max(differences):.3g}), so they are not tied, and keeping "
+            "one would change the head. Leave --tied (tied=True) out."
+        )
+    return equal if tied is None else tied

@@ -1,0 +1,176 @@
+"""What an assistant's repository holds, and whether its files are sound."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from huggingface_hub import HfApi
+
+from hf_specdecpp import files
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.hub import repository
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, Repository
+from hf_specdecpp.models.adapters import ADAPTER_FILES
+
+ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
+PATTERNS = [CONFIG, HEAD, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+@dataclass
+class FileReport:
+    """A file, what is in it, and what is wrong with it (`None`: it is sound)."""
+
+    name: str
+    content: str = ""
+    problem: str | None = None
+
+
+@dataclass
+class Report:
+    """What `inspect` found.
+
+    Attributes:
+        name, commit: of the repository; a folder has no commit.
+        config: `None` if it cannot be read.
+        files: those that there are and those that the config promises.
+        traps: what a sound assistant can have, but may surprise somebody.
+    """
+
+    name: str
+    commit: str | None = None
+    config: SpecDecPPConfig | None = None
+    files: list[FileReport] = field(default_factory=list)
+    traps: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        return all(file.problem is None for file in self.files)
+
+
+def inspect(repository: Repository) -> Report:
+    """Check every file of an assistant's repository. Opens no pickle, runs no code and loads no draft.
+
+    Raises:
+        FileNotFoundError: there is no such subfolder.
+        huggingface_hub errors: as they are (missing repo, gated, offline and not in the cache, ...).
+    """
+    folder = repository.folder(PATTERNS)
+    report = Report(repository.name, repository.commit(folder / CONFIG))
+    _check(report, folder, CONFIG, lambda: _read_config(report, folder))
+    for name, promised, read in _expected(report.config, folder):
+        present = (folder / name).is_file()
+        if promised or present:
+            _check(report, folder, name, read if promised else partial(_read_any, folder / name))
+        if present and not promised and report.config is not None:
+            report.traps.append(f"{name} is there but {CONFIG} does not mention it, so it is not used. Delete it.")
+    _look_for_traps(report, _list(repository, folder))
+    return report
+
+
+def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> None:
+    """Report a file: what `read` says of it, or what it raises."""
+    file, path = FileReport(name), folder / name
+    report.files.append(file)
+    if not path.is_file():
+        why = "there is no assistant without it" if name == CONFIG else f"{CONFIG} promises it"
+        file.problem = f"Missing, but {why}. Download or save the assistant again."
+        return
+    try:
+        file.content = f"{path.stat().st_size:,} bytes, {read()}"
+    except (ValueError, OSError) as error:
+        file.problem = str(error).replace(f"{folder}{os.sep}", "")
+    except (TypeError, AttributeError) as error:
+        file.problem = f"A value is of the wrong kind ({error}), so it cannot be used. Save the assistant again."
+
+
+def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
+    """Files, whether the config promises them, and how to read those that it does."""
+    promised = SpecDecPPConfig() if config is None else config
+    return [
+        (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
+        (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
+        (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
+        (ADAPTER, bool(promised.adapter), lambda: _read_any(folder / ADAPTER)),
+    ]
+
+
+def _read_config(report: Report, folder: Path) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = repository.load_config(Repository(str(folder)))
+        SpeculationConfig.from_dict(config.speculation)
+    report.traps += [str(warning.message) for warning in caught]
+    report.config = config
+    return f"format {config.format_version}"
+
+
+def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
+    head = repository.load_head(Repository(str(folder)), config)
+    return f"{sum(parameter.numel() for parameter in head.parameters()):,} parameters"
+
+
+def _read_draft_vocab(config: SpecDecPPConfig, folder: Path) -> str:
+    ids = repository.load_draft_vocab(Repository(str(folder)), config).tolist()
+    end = config.vocab_size or float("inf")
+    if not ids or len(set(ids)) < len(ids) or not all(isinstance(i, int) and 0 <= i < end for i in ids):
+        raise ValueError(
+            f"It does not hold distinct whole numbers from 0 up to the target's vocab_size ({config.vocab_size}), so "
+            "they are not its token ids. Make it again."
+        )
+    return f"{len(ids):,} token ids"
+
+
+def _read_adapter_config(path: Path) -> str:
+    adapter = files.read_json(path)
+    if not isinstance(adapter, dict) or not adapter.get("peft_type"):
+        raise ValueError(f"{path} names no peft_type, so it is not of a PEFT adapter. Save the adapter again.")
+    modules = adapter.get("target_modules")
+    where = ", ".join(sorted(map(str, modules))) if isinstance(modules, list) else str(modules)
+    return f"{adapter['peft_type']}, rank {adapter.get('r')}, on {where}"
+
+
+def _read_any(path: Path) -> str:
+    if path.suffix == ".json":
+        return f"{len(files.read_json(path))} fields"
+    return f"{sum(tensor.numel() for tensor in files.load_tensors(path).values()):,} numbers"
+
+
+def _list(repository: Repository, folder: Path) -> list[str]:
+    """Paths of all files at the top and one folder down; on the Hub of all, also those that were not downloaded."""
+    local = [path.relative_to(folder).as_posix() for depth in ("*", "*/*") for path in folder.glob(depth)]
+    if repository.is_local:
+        return local
+    api = HfApi(token=repository.hub_kwargs.get("token"))
+    try:
+        remote = api.list_repo_files(repository.name, revision=repository.revision)
+    except Exception:  # noqa: BLE001 - offline, say: these errors share no base, and what is cached was checked
+        return local
+    prefix = f"{repository.subfolder}/" if repository.subfolder else ""
+    return [name.removeprefix(prefix) for name in remote if name.startswith(prefix)]
+
+
+def _look_for_traps(report: Report, names: list[str]) -> None:
+    config = report.config
+    if ADAPTER_FILES[0] in names:
+        problem = f"AutoModelForCausalLM takes the repository for an adapter. Move both files to {ADAPTER_FOLDER}/."
+        report.files.append(FileReport(ADAPTER_FILES[0], problem=problem))
+    for name in names:
+        if PurePosixPath(name).suffix in PICKLES:
+            report.traps.append(f"{name} looks like a pickle, which can run code. We never open it. Delete it.")
+        elif PurePosixPath(name).suffix == ".py":
+            report.traps.append(f"{name} is code. We never run it, but trust_remote_code=True would. Delete it.")
+    if getattr(config, "auto_map", None):
+        report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
+    if config is not None:
+        kind = "draft" if config.draft_kind == "independent" else "target"
+        missing = [name for name in (f"{kind}_id", f"{kind}_revision") if getattr(config, name) is None]
+        folder = getattr(config, f"{kind}_id")
+        if missing and not (isinstance(folder, str) and Path(folder).is_dir()):  # folders have no commits
+            report.traps.append(f"{CONFIG} has no {' and no '.join(missing)}, but a head fits one {kind} only. Add it.")

@@ -1,0 +1,1 @@
+"""What we do to transformers' models: early exits, adapters, caches, vocabularies, faster products."""

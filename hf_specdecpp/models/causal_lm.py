@@ -1,0 +1,28 @@
+"""What is common to all causal language models of transformers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from peft import PeftModel
+from transformers import GenerationConfig
+
+# A `PreTrainedModel` with `GenerationMixin` and an LM head. The annotations of `PreTrainedModel` know neither its
+# methods for generation nor that its attributes are what they are, so a checker is told nothing about it.
+CausalLM: TypeAlias = Any
+
+
+def base_model(model: CausalLM) -> CausalLM:
+    """The transformers model inside a PEFT wrapper; other models as they are."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
+    """All end-of-sequence ids of a generation."""
+    prepared = getattr(generation_config, "_eos_token_tensor", None)
+    if prepared is not None:
+        return frozenset(prepared.flatten().tolist())
+    value = generation_config.eos_token_id
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)

@@ -1,0 +1,115 @@
+"""Draft with the target's own layers: a copy of its modules that shares its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_specdecpp.models.causal_lm import CausalLM
+
+
+def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
+    """A causal LM made of some of the target's layers, its embeddings, final norm and LM head.
+
+    The module structure is copied and every parameter and buffer is shared, so it costs no memory to speak of, follows
+    the target when that is moved, and can be given a LoRA adapter without the target noticing.
+
+    Args:
+        target: any decoder-only causal LM.
+        layers: the number of first layers to keep, or their ascending indices.
+
+    Raises:
+        ValueError: `layers` does not name layers of the target, or the target's layers cannot be taken apart.
+    """
+    decoder = target.get_decoder()
+    kept = check_layers(layers, len(layer_stack(decoder, target)[1]))
+    if getattr(decoder.config, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"{type(target).__name__} shares keys and values between layers, so a subset of its layers is not a model. "
+            "Use an independent draft."
+        )
+    return with_layers(target, kept)
+
+
+def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
+    """A copy of the model with the `chosen` ones of its decoder layers, in this order; one may come several times.
+
+    Parameters and buffers are the model's own.
+
+    Raises:
+        ValueError: its layers are not found.
+    """
+    copied = copy_sharing(model)
+    decoder = copied.get_decoder()
+    name, stack = layer_stack(decoder, model)
+    layers = [copy_sharing(stack[own]) if own in chosen[:place] else stack[own] for place, own in enumerate(chosen)]
+    setattr(decoder, name, nn.ModuleList(layers))
+    for place, layer in enumerate(layers):
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = place  # which layer of its own cache it writes to
+    for config in _configs(copied):
+        _choose_layers(config, chosen, len(stack))
+    return copied.eval()
+
+
+def copy_sharing(module: Any) -> Any:
+    """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's."""
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, shared)
+
+
+def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
+    """`layers` as a list of ascending indices.
+
+    Raises:
+        ValueError: an index is out of range, the order is not ascending, or nothing or everything is kept.
+    """
+    kept = list(range(layers)) if isinstance(layers, int) else list(layers)
+    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
+        raise ValueError(
+            f"layers={layers!r} must be a number from 1 to {num_layers - 1}, or ascending layer indices from 0 to "
+            f"{num_layers - 1}: the target has {num_layers} layers."
+        )
+    if len(kept) == num_layers:
+        raise ValueError(f"layers={layers!r} keeps all {num_layers} layers: that draft is as slow as the target.")
+    return kept
+
+
+def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
+    """The layers of a target's decoder, and what it calls them.
+
+    Raises:
+        ValueError: they are not found.
+    """
+    depth = decoder.config.num_hidden_layers
+    for name, module in decoder.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return name, module
+    raise ValueError(
+        f"hf_specdecpp does not find the {depth} layers of {type(target).__name__}, so it cannot exit early from it. "
+        "Use an independent draft."
+    )
+
+
+def _configs(model: CausalLM) -> list[PreTrainedConfig]:
+    """Every config object below `model`, each once (modules of one model share them)."""
+    found = {
+        id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
+    }
+    text = {id(c.get_text_config(decoder=True)): c.get_text_config(decoder=True) for c in found.values()}
+    return list({**found, **text}.values())
+
+
+def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) -> None:
+    if getattr(config, "num_hidden_layers", None) != depth:
+        return
+    config.num_hidden_layers = len(chosen)
+    for name, value in list(vars(config).items()):
+        # `layer_types`, `mlp_layer_types`, `no_rope_layers`, ...: one entry a layer
+        if isinstance(value, list) and len(value) == depth and "layer" in name:
+            setattr(config, name, [value[i] for i in chosen])

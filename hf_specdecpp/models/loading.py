@@ -1,0 +1,35 @@
+"""The draft of an assistant, loaded like its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from hf_specdecpp.models.causal_lm import CausalLM, base_model
+
+
+def load_draft(
+    draft: CausalLM | str | Path | None, revision: str | None, target: CausalLM | None,
+    dtype: Any = None, device: Any = None, hub_kwargs: dict[str, Any] | None = None,
+) -> CausalLM:  # fmt: skip
+    """A model object as it is; one given by name in the dtype and on the device that are given, or the target's.
+
+    Raises:
+        ValueError: no draft is named.
+        OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+    """
+    if draft is None:
+        raise ValueError(
+            "config.json names no draft model (draft_id), so there is nothing to draft with. Write its Hub id there, "
+            "or give the draft: from_pretrained(repo, draft=model_or_folder)."
+        )
+    if not isinstance(draft, str | Path):
+        return base_model(draft).eval()  # dropout would make the drafter look wrong
+    likewise = ("auto", "cpu") if target is None else (target.dtype, target.device)
+    dtype, device = dtype or likewise[0], device or likewise[1]
+    model: CausalLM = AutoModelForCausalLM.from_pretrained(
+        str(draft), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **(hub_kwargs or {})
+    )
+    return model.to(device).eval()

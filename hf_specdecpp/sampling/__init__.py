@@ -1,0 +1,1 @@
+"""Randomness, logits processors, drawing without replacement, and the verification of a chain."""

@@ -1,0 +1,169 @@
+"""What the draft would propose at many places of one text, all at once, and what the target says to it.
+
+The text and the chains that branch off it are one token tree (`tree_attention.py`): the draft reads one level of all
+chains a pass, the target many chains a pass. Stopping rules can then be compared on the record, without either model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling.randomness import draw_rows
+from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.checks import check_tree
+
+ROWS_AT_ONCE = 128  # candidates whose laws [rows, vocab] are in memory together
+NODES_AT_ONCE = 1024  # candidates in one target pass
+
+
+@dataclass
+class DraftedChains:
+    """Chains on a text, c of them with k candidates each.
+
+    Attributes:
+        starts: `[c]`, how many tokens of the text come before each chain, ascending.
+        tokens: `[c, k]`, the candidates.
+        scalars: `[c, k, 6]`, `scalar_features` of each.
+        hidden: `[c, k + 1, hidden_size]`, the state that q of each candidate came from, and the one at the last.
+    """
+
+    starts: Tensor
+    tokens: Tensor
+    scalars: Tensor
+    hidden: Tensor
+
+
+def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tensor]:
+    """The starts in groups that all of the models read together: all in one, unless a model cannot read a tree."""
+    starts = torch.as_tensor(starts, dtype=torch.long)
+    if not len(starts):
+        return ()
+    try:
+        for model in models:
+            check_tree(model)
+    except ValueError:
+        return starts.split(1)
+    return (starts,)
+
+
+@torch.no_grad()
+def draft_chains(
+    drafter: Drafter,
+    ids: list[int],
+    starts: Tensor,
+    length: int,
+    law: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    generator: torch.Generator | None,
+    first: tuple[Tensor, Tensor] | None = None,
+) -> DraftedChains:
+    """Draft `length` candidates after `ids[:start]` for every start, whatever they are (an end of text, too).
+
+    Args:
+        starts: `[c]` int64, ascending, each at least 1; one group of `together`.
+        law: logits `[n, vocab]` to q.
+        vocab_size: of the target.
+        generator: draws the candidates; `None` takes the likeliest (greedy).
+        first: the first candidate of each chain `[c]` and its scalars `[c, 6]`, where they are not to be drawn.
+    """
+
+    def candidates(states: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = [_draw(law(drafter.logits(rows, vocab_size)), generator) for rows in states.split(ROWS_AT_ONCE)]
+        return torch.cat([token for token, _ in drawn]), torch.cat([row for _, row in drawn])
+
+    count, device = len(starts), drafter.device
+    starts = starts.to(device)
+    text = BranchingText(drafter, ids[: int(starts[-1])])
+    hidden, tokens, scalars = [text.states[starts - 1]], [], []
+    one_level = torch.eye(count, dtype=torch.bool, device=device)
+    for depth in range(length):
+        token, row = first if first is not None and depth == 0 else candidates(hidden[-1])
+        tokens.append(token)
+        scalars.append(row)
+        below = one_level.repeat(1, depth + 1)
+        depths = (starts + torch.arange(depth + 1, device=device)[:, None]).flatten()
+        hidden.append(text.read(tokens[-1], starts, below, depths))
+    return DraftedChains(starts, torch.stack(tokens, 1), torch.stack(scalars, 1), torch.stack(hidden, 1))
+
+
+@torch.no_grad()
+def target_probabilities(
+    reader: Drafter, ids: list[int], starts: Tensor, tokens: Tensor, law: Callable[[Tensor], Tensor], vocab_size: int
+) -> Tensor:
+    """p of every candidate given those before it in its chain, `[c, k]`.
+
+    Args:
+        reader: the target, wrapped as if it were a draft.
+        ids, starts: as in `draft_chains`.
+        tokens: `[c, k]`, the candidates.
+        law: logits `[n, vocab]` to p.
+    """
+    device = reader.device
+    starts, tokens = starts.to(device), tokens.to(device)
+    text = BranchingText(reader, ids[: int(starts[-1])])
+    length = tokens.shape[1]
+    found = []
+    for chains in torch.arange(len(starts), device=device).split(max(NODES_AT_ONCE // length, 1)):
+        own, begin = tokens[chains], starts[chains]
+        count, inner = len(chains), length - 1
+        before = text.states[begin - 1][:, None]
+        if inner:
+            below = torch.ones((inner, inner), dtype=torch.bool, device=device).tril()
+            below = torch.block_diag(*[below] * count).bool()
+            depths = (begin[:, None] + torch.arange(inner, device=device)).flatten()
+            states = text.read(own[:, :-1].flatten(), begin.repeat_interleave(inner), below, depths)
+            before = torch.cat((before, states.view(count, inner, -1)), dim=1)
+            text.forget(count * inner)
+        rows = zip(before.flatten(0, 1).split(ROWS_AT_ONCE), own.flatten().split(ROWS_AT_ONCE), strict=True)
+        p = [law(reader.logits(states, vocab_size)).gather(-1, token[:, None])[:, 0] for states, token in rows]
+        found.append(torch.cat(p).view(count, length))
+    return torch.cat(found)
+
+
+class BranchingText:
+    """A text in a model's cache, and passes over nodes that branch off it.
+
+    Attributes:
+        states: `[length, hidden_size]`, the last hidden state at each token of the text.
+    """
+
+    def __init__(self, reader: Drafter, ids: list[int]) -> None:
+        self.reader, self.length = reader, len(ids)
+        self.cache = DynamicCache(config=reader.text_config)
+        self.cache.activate_past_recording()  # sliding windows must not drop what earlier branches see
+        self.states = reader.hidden_states(torch.tensor([ids], device=reader.device), self.cache)[0]
+
+    def read(self, tokens: Tensor, starts: Tensor, below: Tensor, depths: Tensor) -> Tensor:
+        """States `[n, hidden_size]` at n more nodes.
+
+        Args:
+            tokens: `[n]`.
+            starts: `[n]`, how many tokens of the text each sees.
+            below: bool `[n, fed + n]`, which branching nodes each sees: of those fed so far, then of these.
+            depths: `[fed + n]`, the place of each branching node.
+        """
+        inputs: dict[str, Any] = {}
+        text = torch.arange(self.length, device=tokens.device)
+        if int(starts[0]) < self.length or len(starts.unique()) > 1:  # else it is plain text, for any model
+            ancestors = torch.cat((text < starts[:, None], below), dim=1)
+            inputs = tree_inputs(self.reader.model, self.cache, ancestors, torch.cat((text, depths)), num_prefix=0)
+        return self.reader.hidden_states(tokens[None], self.cache, **inputs)[0]
+
+    def forget(self, count: int) -> None:
+        """Drop the last `count` nodes."""
+        self.cache.crop(-count)
+
+
+def _draw(q: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """A candidate from each row of q `[n, vocab]`, and its scalars `[n, 6]`."""
+    token = q.argmax(-1) if generator is None else draw_rows(q, generator)
+    return token, scalar_features(q, token, greedy=generator is None)

@@ -1,0 +1,124 @@
+"""Prompts as the target reads them, and answers as tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from hf_specdecpp.texts.prompts import Prompt
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Encoded:
+    """A prompt, its text with the chat template, and the tokens of that text."""
+
+    prompt: Prompt
+    text: str
+    input_ids: list[int]
+
+
+@dataclass
+class Codec:
+    """What there is to know of a target without its weights.
+
+    Args:
+        config: of the target.
+        tokenizer: of the target.
+        eos: ids that end an answer; may be empty.
+        context: most tokens that the target can read, if it has a limit.
+    """
+
+    config: Any
+    tokenizer: PreTrainedTokenizerBase
+    eos: list[int]
+    context: int | None
+
+    @classmethod
+    def from_pretrained(cls, target: str) -> Codec:
+        config = AutoConfig.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        try:
+            eos = GenerationConfig.from_pretrained(target).eos_token_id
+        except OSError:  # not every repository has a generation_config.json
+            eos = config.get_text_config().eos_token_id
+        ids = [eos] if isinstance(eos, int) else list(eos or [])
+        if tokenizer.eos_token_id in ids:  # the one that a server means by "stop"
+            ids.sort(key=lambda token: token != tokenizer.eos_token_id)
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)  # state-space models have none
+        return cls(config, tokenizer, ids, context)
+
+    def encode(self, prompt: Prompt) -> Encoded:
+        """The tokens that the target answers: with its chat template if it has one.
+
+        Raises:
+            ValueError: the template refuses the conversation, or it takes a template and there is none.
+        """
+        text = self._text(prompt)
+        return Encoded(prompt, text, self._tokens(text))
+
+    def encode_all(self, prompts: list[Prompt]) -> list[Encoded]:
+        """All prompts that leave room for a token of an answer; the others are counted in a warning.
+
+        Raises:
+            ValueError: none does.
+        """
+        bar = logging.tqdm(prompts, desc="encoding prompts", disable=len(prompts) < 5000)
+        encoded = [self.encode(prompt) for prompt in bar]
+        kept = [item for item in encoded if self.room(item) > 0]
+        if encoded and not kept:
+            shortest = min(len(item.input_ids) for item in encoded)
+            raise ValueError(
+                f"Each of the {len(encoded)} prompts fills the target's context of {self.context} tokens: the shortest "
+                f"has {shortest}. Give shorter prompts, or a target with a longer context."
+            )
+        if len(kept) < len(encoded):
+            logger.warning(
+                f"{len(encoded) - len(kept)} of {len(encoded)} prompts leave no room for an answer in the target's "
+                f"context of {self.context} tokens and were left out."
+            )
+        return kept
+
+    def room(self, item: Encoded, wanted: int = 1) -> int:
+        """How many of `wanted` tokens of an answer fit into the context."""
+        return wanted if self.context is None else min(wanted, self.context - len(item.input_ids))
+
+    def trim(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """Tokens up to the first that ends an answer, and whether there is one."""
+        end = next((place for place, token in enumerate(tokens, 1) if token in self.eos), None)
+        return (tokens, False) if end is None else (tokens[:end], True)
+
+    def read_answer(self, item: Encoded, answer: str, finished: bool) -> tuple[list[int], bool]:
+        """The tokens of an answer that came as text, with the one that ends it if it is `finished`."""
+        whole, length = self._tokens(item.text + answer), len(item.input_ids)
+        # Tokenised together, because some tokenizers begin a text unlike its middle; apart where the seam was merged.
+        together = whole[:length] == item.input_ids
+        tokens = whole[length:] if together else self.tokenizer(answer, add_special_tokens=False).input_ids
+        tokens, ended = self.trim(tokens)  # a server may write out the token that ends an answer
+        return (tokens if ended or not finished else tokens + self.eos[:1]), ended or finished
+
+    def _text(self, prompt: Prompt) -> str:
+        if self.tokenizer.chat_template is None:
+            if len(prompt.messages) > 1:
+                raise ValueError(
+                    f"Prompt {prompt.id!r} is a conversation of {len(prompt.messages)} messages, but the target's "
+                    "tokenizer has no chat template to write it with. Give plain prompts, or a chat model."
+                )
+            return prompt.messages[0]["content"]
+        try:
+            text: Any = self.tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in prompt.messages)
+            raise ValueError(
+                f"The target's chat template refuses prompt {prompt.id!r} with the roles {roles}: {error}."
+            ) from error
+        return text
+
+    def _tokens(self, text: str) -> list[int]:
+        # A chat template writes the special tokens itself.
+        return self.tokenizer(text, add_special_tokens=self.tokenizer.chat_template is None).input_ids

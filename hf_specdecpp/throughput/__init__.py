@@ -1,0 +1,1 @@
+"""`rule="throughput"`: costs measured, acceptance learned, tokens a second maximised."""

@@ -1,0 +1,126 @@
+"""What rounds say about estimates: how often each came true, and which follows which. For `rule="throughput"`."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+
+from hf_specdecpp.config.costs import Floats
+
+# Bins of estimates: narrow where they are many and where survival after a few candidates depends on them.
+EDGES = (0.1, 0.25, 0.45, 0.65, 0.8, 0.9, 0.96, 0.99)
+CENTRES = np.array([0.05, 0.175, 0.35, 0.55, 0.725, 0.85, 0.93, 0.975, 0.995])
+NO_VERDICT = len(CENTRES)  # the row of a round whose first verdict is still to come
+
+# Before anything is observed: the estimates are right, and mostly high. Each prior counts as so many candidates.
+PRIOR_PROBS = np.array([0.05, 0.05, 0.08, 0.10, 0.10, 0.10, 0.12, 0.15, 0.25])
+PRIOR_COUNT = 8.0
+LINE_PRIOR = (2.0, 0.5)
+
+FIT_EVERY = 64  # rounds
+FIRST_FITS = (2, 4, 8, 16, 32)
+REMEMBERED = 0.9  # of all counts every FIT_EVERY rounds, so that they follow the text: a memory of some 600 rounds
+
+
+class AcceptanceRates:
+    """What the rounds so far say about estimates: how often each came true, and which follows which.
+
+    Only candidates that the target got to count: in a chain those whose predecessors were accepted, among siblings
+    those whose predecessors were rejected. It has judged no others, and what drafting gains depends on no others.
+
+    Attributes:
+        acceptance: `[bins]`, chance that a candidate in each bin is accepted once the target got to it.
+        law: `[bins + 1, bins]`, of the next bin given the last; the last row is that of a first verdict.
+    """
+
+    def __init__(self) -> None:
+        bins = len(CENTRES)
+        self.transitions = np.zeros((bins + 1, bins))
+        self.estimated, self.accepted = np.zeros(bins), np.zeros(bins)
+        self.fit()
+
+    def observe(self, estimates: list[float], num_drafted: int, num_accepted: int) -> None:
+        """Count a round: its estimates in order (a late last one is missing), and how many of the candidates stood."""
+        row = NO_VERDICT
+        for position in range(min(num_drafted, num_accepted + 1)):
+            stood = position < num_accepted
+            if position < len(estimates):
+                following = bin_of(estimates[position])
+                share = np.eye(len(CENTRES))[following]
+                self.estimated += share * estimates[position]
+            else:  # which bin it was in can only be guessed, from what came before it and from its fate
+                following = NO_VERDICT
+                share = self.law[row] * (self.acceptance if stood else 1.0 - self.acceptance)
+                share = share / share.sum()
+                self.estimated += share * CENTRES
+            self.transitions[row] += share
+            self.accepted += share * stood
+            row = following
+
+    def observe_siblings(self, estimates: list[float], accepted: int | None) -> None:
+        """Count the children of a node that the target got to, `accepted` being the rank of the one that stood."""
+        row = NO_VERDICT
+        for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
+            following = bin_of(estimate)
+            self.estimated[following] += estimate
+            self.transitions[row, following] += 1.0
+            self.accepted[following] += rank == accepted
+            row = following
+
+    def due(self, rounds: int) -> bool:
+        """Whether it is time to fit again, after so many rounds. Now and then old counts fade."""
+        if rounds % FIT_EVERY == 0:
+            for counts in (self.transitions, self.estimated, self.accepted):
+                counts *= REMEMBERED
+            return True
+        return rounds in FIRST_FITS
+
+    def calibrated(self, estimate: float) -> float:
+        """The chance that a candidate with this estimate is accepted."""
+        estimate = min(max(estimate, 1e-4), 1.0 - 1e-4)
+        return 1.0 / (1.0 + (1.0 - estimate) / estimate * math.exp(-self._shift[bin_of(estimate)]))
+
+    def fit(self) -> None:
+        """Turn counts into probabilities, small ones shrunk towards what is known better."""
+        judged = self.transitions.sum(0)
+        estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
+        # All bins together first: a useless draft shows after a few candidates, whichever bins they are in.
+        expected = _line(estimated, judged, self.accepted)
+        self.acceptance = (self.accepted + PRIOR_COUNT * expected) / (judged + PRIOR_COUNT)
+        # What to add to the log-odds of an estimate, by bin.
+        self._shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
+        usual = (judged + PRIOR_COUNT * PRIOR_PROBS) / (judged.sum() + PRIOR_COUNT)
+        rows = self.transitions.sum(1, keepdims=True)
+        self.law = (self.transitions + PRIOR_COUNT * usual) / (rows + PRIOR_COUNT)
+
+
+def bin_of(estimate: float) -> int:
+    return bisect_right(EDGES, estimate)
+
+
+def _line(log_odds: Floats, judged: Floats, accepted: Floats) -> Floats:
+    """Acceptance probabilities whose log-odds are a straight line in the estimates' (a logistic regression).
+
+    The line is thought to be the estimates themselves, give or take `LINE_PRIOR` in level and slope.
+    """
+    inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
+    prior, precision = np.array([0.0, 1.0]), np.diag(1.0 / np.square(LINE_PRIOR))
+    line = prior
+    for _ in range(20):
+        expected = _sigmoid(inputs @ line)
+        weight = np.maximum(judged * expected * (1.0 - expected), 0.05 * judged)  # no wild steps where it is flat
+        slope = inputs.T @ (accepted - judged * expected) - precision @ (line - prior)
+        line = line + np.linalg.solve(inputs.T @ (weight[:, None] * inputs) + precision, slope)
+    return _sigmoid(inputs @ line)
+
+
+def _log_odds(probability: Any) -> Any:
+    probability = np.clip(probability, 1e-6, 1.0 - 1e-6)
+    return np.log(probability / (1.0 - probability))
+
+
+def _sigmoid(log_odds: Any) -> Any:
+    return 1.0 / (1.0 + np.exp(-log_odds))

@@ -1,0 +1,124 @@
+"""The stopping rule of chains that maximises tokens a second: `rule="throughput"`. Derived in `docs/throughput.md`.
+
+What it needs to know it learns from the rounds themselves (`AcceptanceRates`) and keeps between generations
+(`ThroughputState`), solves now and then (`optimal_stopping.solve`), and looks up after every candidate (`Throughput`).
+Nothing here reads a clock, so with the same costs the same calls draft the same candidates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator
+from hf_specdecpp.throughput.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
+from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
+from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
+
+if TYPE_CHECKING:
+    pass
+
+
+class ThroughputState:
+    """What the rule knows about one draft and target: the law, and the plan that follows from it.
+
+    Args:
+        costs: of a round.
+        max_tokens: the most candidates in one.
+        lag: 1 if verdicts come one candidate late (`Estimator.inputs == "after"`).
+        law: what earlier generations have taught.
+
+    Attributes:
+        plan: `optimal_stopping.Plan`, `plan.rate` being the tokens a second that it promises.
+        credit: for probes, while speculation does not pay.
+    """
+
+    def __init__(self, costs: Costs, max_tokens: int, lag: int, law: AcceptanceRates | None = None) -> None:
+        self.settings = (costs, max_tokens, lag)
+        self.costs, self.lag, self.seconds = costs, lag, costs.round_seconds(max_tokens)
+        self.law = law or AcceptanceRates()
+        self.rounds, self.credit = 0, ExplorationBudget(float(self.seconds[0]))
+        self.replan()
+
+    @property
+    def pays(self) -> bool:
+        """Whether speculating beats plain decoding."""
+        return self.plan.rate >= LEAST_GAIN * self.plan.plain_rate
+
+    def replan(self) -> None:
+        """Solve the stopping problem for the law as it is known now (milliseconds)."""
+        law = self.law
+        law.fit()
+        # From the last rate a step or two are enough, and what is left the next plan will catch up.
+        rate, steps = (self.plan.rate, 2) if self.rounds else (0.0, MOST_STEPS)
+        self.plan: Plan = solve(law.acceptance, law.law, self.seconds, self.lag, rate, most_steps=steps)
+
+    def may_start(self, unread: int) -> bool:
+        """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
+        if self.pays:
+            return True
+        return self.credit.seconds >= self.costs.read * unread + float(self.seconds[1] - self.seconds[0])
+
+    def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
+        """Learn the outcome of a round."""
+        if num_drafted == 0:
+            self.credit.rest()
+            return
+        plain = (num_accepted + 1) * float(self.seconds[0])
+        self.credit.settle(self.pays, plain - float(self.seconds[num_drafted]) - self.costs.read * unread)
+        self.law.observe(estimates, num_drafted, num_accepted)
+        self.rounds += 1
+        if self.law.due(self.rounds):
+            self.replan()
+
+
+class Throughput(StoppingRule):
+    """Draft on while that raises the expected tokens a second, several candidates ahead included."""
+
+    min_tokens = 0
+
+    def __init__(self, estimator: Estimator, state: ThroughputState) -> None:
+        super().__init__(len(state.seconds) - 1)
+        self.estimator, self.state = estimator, state
+        self.unread = 0
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        self.survival, self.row, self.num_drafted = 1.0, NO_VERDICT, 0
+        self.estimates: list[float] = []
+
+    def starts(self, unread: int) -> bool:
+        self.unread = unread
+        return self.state.may_start(unread)
+
+    def signal(self, step: DraftStep) -> Tensor | None:
+        return self.estimator.estimate(step)
+
+    def stops(self, signal: float | None) -> bool:
+        self.num_drafted += 1
+        if signal is not None:
+            self.estimates.append(signal)
+            self.survival *= self.state.law.calibrated(signal)
+            self.row = bin_of(signal)
+        return self.survival <= self.state.plan.critical[self.num_drafted][self.row]
+
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        self.state.observe(self.estimates, self.unread, num_drafted, num_accepted)
+
+
+def settings_of(config: SpeculationConfig, estimator: Estimator) -> tuple[Costs, int, int]:
+    """The arguments of a `ThroughputState` that has learned nothing yet.
+
+    Raises:
+        ValueError: it gives none.
+    """
+    if config.costs is None:
+        raise ValueError(
+            "rule='throughput' has to know what a round costs, and there is no target here to measure. Attach the "
+            "assistant: assistant.attach(model), or give SpeculationConfig(costs=...)."
+        )
+    return Costs.from_dict(config.costs), config.max_tokens, int(estimator.inputs == "after")

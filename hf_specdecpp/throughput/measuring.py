@@ -1,0 +1,227 @@
+"""What drafting and verifying cost on this machine: measured once for a target and a draft, then kept on disk.
+
+That they are kept matters beyond the second that it saves: a seeded run repeats only with the same costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub import cached_assets_path
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.drafting.chain import draft_chain
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import save_text
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import fast_linear, is_packed
+from hf_specdecpp.provenance import device_name
+from hf_specdecpp.sampling.randomness import TorchRandomness
+from hf_specdecpp.sampling.verification import verify_chain
+from hf_specdecpp.trees.algorithms import grow_shape
+from hf_specdecpp.trees.shapes import from_expansions
+from hf_specdecpp.trees.siblings import Level
+from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
+from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.version import __version__
+
+logger = logging.get_logger("hf_specdecpp")
+
+CONTEXT = 16  # tokens in the caches while they are measured: longer ones cost time, and change little
+DRAFTED = 4  # candidates in a measured round
+READ = 32  # tokens that the draft reads at once
+WIDTH = 8  # nodes of a measured level of a tree
+DRAFT_SECONDS, BRANCH_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
+MOST_TURNS = 25
+
+_known: dict[str, Costs] = {}
+
+
+def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
+    """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now."""
+    key = fingerprint(target, drafter, estimator, max_tokens, trees)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    if digest not in _known:
+        path = cached_assets_path("hf_specdecpp", "costs") / f"{digest}.json"
+        known = _load(path)
+        _known[digest] = known or _store(measure(target, drafter, estimator, max_tokens, trees), path, key)
+    return _known[digest]
+
+
+def fingerprint(
+    target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool
+) -> dict[str, Any]:
+    """All that the costs depend on; JSON-able."""
+    head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
+    return {
+        "target": _describe(target),
+        "draft": _describe(drafter.model),
+        "draft_vocab": None if drafter.draft_vocab is None else drafter.draft_vocab.numel(),
+        "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
+        "max_tokens": max_tokens,
+        "trees": trees,
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
+        "versions": [__version__, torch.__version__, transformers.__version__],
+    }
+
+
+@torch.inference_mode()
+def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
+    """Time the draft and the target, in under two seconds unless they are slow themselves.
+
+    Everything that a round does for a candidate is included: its estimate, its draw and its verification. Each number
+    is the least of several, since whatever else a machine does only ever adds to it. Torch's generators are left as
+    they were.
+    """
+    devices = [target.device, drafter.device]
+    accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=accelerators), fast_linear(target, drafter.model, drafter):
+        draft, read = _time_draft(target, drafter, estimator)
+        verify = _time_target(target, max_tokens)
+        branch = _time_branch(target, drafter, estimator, draft) if trees else 0.0
+    return Costs(draft=draft, verify=verify, read=read, branch=branch)
+
+
+class _FixedAndJudged(StoppingRule):
+    def __init__(self, estimator: Estimator) -> None:
+        super().__init__(DRAFTED)
+        self.estimator = estimator
+
+    def signal(self, step: DraftStep) -> Tensor | None:
+        return self.estimator.estimate(step)
+
+
+def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tuple[float, float]:
+    """Seconds of a draft step, and of reading a token among many."""
+    session = DraftSession(drafter, _vocab_size(target))
+    rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
+
+    def step(candidates: list[int]) -> DraftStep:
+        return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
+
+    def draft() -> None:
+        session.begin_round(_tokens(1, drafter.device), 0)
+        draft_chain(step, rule, randomness, DRAFTED)
+
+    def read() -> None:
+        session = DraftSession(drafter, _vocab_size(target))
+        session.begin_round(_tokens(READ, drafter.device), 0)
+        session.step([])[0].argmax().item()
+
+    session.begin_round(_tokens(CONTEXT, drafter.device), 0)
+    times = _least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS)
+    return times[DRAFTED] / DRAFTED, times[READ] / READ
+
+
+def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft: float) -> float:
+    """Seconds of each further node in a draft pass over a level of a tree, `draft` being those of the first."""
+    session, room = DraftSession(drafter, _vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
+
+    def expand(tree: DraftTree, nodes: list[int]) -> Level:
+        return Level(*session.expand(tree, nodes), drafter.embed)
+
+    def grow() -> None:
+        session.begin_round(_tokens(1, drafter.device), 0)
+        growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, room=room)
+        grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
+        session.keep([])
+
+    session.begin_round(_tokens(CONTEXT, drafter.device), 0)
+    seconds = _least_times({WIDTH: grow}, BRANCH_SECONDS)[WIDTH]
+    return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
+
+
+def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
+    """Seconds of verifying 1 to `max_tokens` + 1 tokens; those that there is no time for are interpolated."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(input_ids=_tokens(CONTEXT, target.device), past_key_values=cache, use_cache=True)
+    cache.activate_past_recording()
+    randomness = TorchRandomness()
+
+    def verify(count: int) -> None:
+        tokens = _tokens(count, target.device)
+        scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
+        cache.crop(-count)
+        p = scores.softmax(dim=-1)
+        verify_chain(tokens[0, 1:].tolist(), p, p[:-1], randomness)  # p = q: all are accepted, and so looked at
+
+    most = max_tokens + 1
+    # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
+    wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
+    counts = list(dict.fromkeys(count for count in wanted if count <= most))
+    times = _least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS)
+    measured = sorted(times)
+    return tuple(np.interp(np.arange(1, most + 1), measured, [times[count] for count in measured]).tolist())
+
+
+def _least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[int, float]:
+    """Least seconds of each action, taken in turns. The budget may end the first turn, but not before two of them."""
+    first = list(actions)[:2]
+    for name in first:
+        actions[name]()  # warm up
+    times: dict[int, float] = {}
+    end = time.perf_counter() + budget
+    for _ in range(MOST_TURNS):
+        for name, action in actions.items():
+            begin = time.perf_counter()
+            if begin > end and set(first) <= set(times):
+                return times
+            action()
+            times[name] = min(times.get(name, float("inf")), time.perf_counter() - begin)
+    return times
+
+
+def _store(costs: Costs, path: Path, key: dict[str, Any]) -> Costs:
+    logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}. Kept in {path}")
+    with contextlib.suppress(OSError):  # a read-only home: measured again in the next process
+        save_text(json.dumps({"costs": costs.to_dict(), "of": key}, indent=1), path)
+    return costs
+
+
+def _load(path: Path) -> Costs | None:
+    try:
+        return Costs.from_dict(json.loads(path.read_text(encoding="utf-8"))["costs"])
+    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
+        return None
+
+
+def _describe(model: CausalLM) -> dict[str, Any]:
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "name": model.config.name_or_path,
+        "class": type(model).__name__,
+        "bytes": model.get_memory_footprint(),
+        "layers": config.num_hidden_layers,
+        "vocab": config.vocab_size,
+        "dtype": str(model.dtype),
+        "attention": getattr(config, "_attn_implementation", None),
+        "packed": is_packed(model),
+        "device": device_name(model.device),
+    }
+
+
+def _tokens(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)[None] % 8
+
+
+def _vocab_size(target: CausalLM) -> int:
+    return target.config.get_text_config().vocab_size

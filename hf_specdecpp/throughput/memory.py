@@ -1,0 +1,69 @@
+"""What `rule="throughput"` has learned of each target, kept between generations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from transformers import GenerationConfig
+
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput.measuring import costs_of
+from hf_specdecpp.throughput.trees import TreeThroughput
+
+if TYPE_CHECKING:
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+from hf_specdecpp.throughput.chains import ThroughputState, settings_of
+
+State = TypeVar("State")
+
+
+class ThroughputMemory:
+    """The states of one assistant, by target and by how the target samples. `clear()` forgets all of them."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was learned, so that a seeded run can be repeated."""
+        self.states: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+    def state(
+        self, assistant: SpecDecPPAssistant, target: CausalLM | None, generation: GenerationConfig
+    ) -> ThroughputState:
+        """What is known of `target` in chains, its costs measured now if they have to be.
+
+        Raises:
+            ValueError: costs are neither given nor can be measured.
+        """
+        config, estimator = assistant.speculation, assistant.estimator
+        if config.costs is None and target is not None:
+            costs = costs_of(target, assistant.ready_drafter(), estimator, config.max_tokens)
+            config = replace(config, costs=costs.to_dict())
+        owner = assistant if target is None else target
+        return self._recall(ThroughputState, settings_of(config, estimator), owner, generation)
+
+    def tree_state(
+        self, assistant: SpecDecPPAssistant, target: CausalLM, generation: GenerationConfig
+    ) -> TreeThroughput:
+        """The same for trees."""
+        config, most = assistant.speculation, assistant.speculation.tree_budget
+        if config.costs is not None:
+            costs = Costs.from_dict(config.costs)
+        else:
+            costs = costs_of(target, assistant.ready_drafter(), assistant.estimator, most, trees=True)
+        return self._recall(TreeThroughput, (costs, most, not generation.do_sample), target, generation)
+
+    def _recall(
+        self, make: Callable[..., State], settings: tuple[Any, ...], owner: CausalLM, how: GenerationConfig
+    ) -> State:
+        key = (make, how.temperature, how.top_k, how.top_p) if how.do_sample else (make,)
+        states = self.states.setdefault(owner, {})
+        known = states.get(key)
+        if known is None or known.settings != settings:
+            known = states[key] = make(*settings, known.law if known is not None else None)
+        return known

@@ -1,0 +1,1 @@
+"""The draft learns to say what the target says."""

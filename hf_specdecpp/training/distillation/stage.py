@@ -1,0 +1,275 @@
+"""Stage `distill`: a LoRA adapter that makes the draft say what the target says.
+
+The loss is KL(p || q) at the tokens that the target wrote, with p computed on the fly at temperature 1 and without
+top-k, however the rollouts were drawn: the plain distributions contain every warped one, so that one adapter serves
+all settings of a generation. `accelerate launch` runs it in several processes, each with the whole target.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model_state_dict
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
+from transformers.utils import logging
+
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.files import check_finite, differences, read_json, save_tensors, save_text
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
+from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts.encoding import Codec
+from hf_specdecpp.training import draft_vocab
+from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
+from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
+from hf_specdecpp.training.models import draft_of
+from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.trackers import LOGS, tensorboard_in
+
+logger = logging.get_logger("hf_specdecpp")
+
+REPORT = "distillation.json"  # written last
+CHECKPOINTS, SETTINGS = "distillation-checkpoints", "settings.json"
+SAVE_EVERY = 0.02  # of all steps: what a kill can cost
+MEASURE = "eval_all/acceptance"
+MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
+SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept
+
+
+def run(config: TrainingConfig) -> None:
+    """Distil the draft, or only measure it where `distill.enabled` is off; build the draft vocabulary before.
+
+    Done if the report in `work` is of the same settings.
+
+    Raises:
+        ValueError: there are no rollouts, they or the draft do not fit the target, or the loss is not finite.
+    """
+    train, heldout = (rollouts.load(config.work, split) for split in ("train", "heldout"))
+    settings, checkpoints = _settings(config, train), config.work / CHECKPOINTS
+    if (config.work / REPORT).is_file() and read_json(config.work / REPORT).get("settings") == settings:
+        logger.info(f"{config.work / REPORT} is of these settings: the draft is distilled.")
+        return
+    state = process_state()
+    target = _load(config.target, config, state.device)
+    draft = draft_of(config, target, lambda name: _load(name, config, state.device))
+    limit = int(min(config.distill.max_length, Drafter(draft, shares_target=True).max_length))
+    train, heldout = (useful(answers, limit, target, config) for answers in (train, heldout))
+    vocab = _vocabulary(config, target, draft, train)
+    if state.is_main_process:
+        _begin(config, settings, vocab)
+    state.wait_for_everyone()
+
+    with tensorboard_in(config.work / LOGS / "distill"):
+        trainer = _trainer(config, target, draft, vocab, train, heldout, limit)
+    report: dict[str, Any] = {"settings": settings, "answers": len(train), "tokens": answer_tokens(train, limit)}
+    if vocab is not None:
+        report["draft_vocab"] = {"size": len(vocab), "covered": draft_vocab.covered_mass(vocab, heldout)}
+    if config.distill.enabled:
+        checkpoint = last_checkpoint(checkpoints)
+        # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the
+        # model for prepared and leaves DDP out. It goes into the checkpoints, too.
+        trainer.args.eval_on_start = checkpoint is None
+        with telling_of_full_disks(checkpoints):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        report["before"] = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
+        report["steps"] = trainer.state.global_step
+        report["shares"], report["after"] = _keep_best_share(trainer, config)
+        _save_adapter(trainer, config)
+    else:
+        report["before"] = _by_source(trainer.evaluate())
+    if state.is_main_process:
+        save_text(json.dumps(report, indent=2), config.work / REPORT)
+        _show(report)
+        shutil.rmtree(checkpoints)
+    state.wait_for_everyone()
+
+
+def _settings(config: TrainingConfig, train: Dataset) -> dict[str, Any]:
+    """All that decides what comes out."""
+    names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
+    return {**names, "rollouts": len(train), **asdict(config.distill)}
+
+
+def _begin(config: TrainingConfig, settings: dict[str, Any], vocab: Tensor | None) -> None:
+    """Remove what an earlier run left for later stages, and checkpoints unless they are of this very run."""
+    checkpoints = config.work / CHECKPOINTS
+    earlier = checkpoints / SETTINGS
+    if earlier.is_file() and (changed := differences(read_json(earlier), settings)):
+        logger.warning(f"Distillation begins again: {checkpoints} is of other settings: {'; '.join(changed)}.")
+        shutil.rmtree(checkpoints)
+    (config.work / REPORT).unlink(missing_ok=True)
+    shutil.rmtree(config.work / ADAPTER_FOLDER, ignore_errors=True)
+    if vocab is None:
+        (config.work / DRAFT_VOCAB).unlink(missing_ok=True)
+    else:
+        save_tensors({"token_ids": vocab}, config.work / DRAFT_VOCAB)
+    checkpoints.mkdir(exist_ok=True)
+    save_text(json.dumps(settings, indent=2), checkpoints / SETTINGS)
+
+
+# Models and data -----------------------------------------------------------------------------------------------------
+
+
+def _load(name: str, config: TrainingConfig, device: torch.device) -> CausalLM:
+    dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval().to(device)
+
+
+def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset) -> Tensor | None:
+    if config.distill.draft_vocab_size is None:
+        return None
+    prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(rollouts.prompts_of(config))]
+    always, num_ids = draft_vocab.always_kept(target), draft_vocab.most_ids(target, draft)
+    return draft_vocab.choose(train, config.distill.draft_vocab_size, always, num_ids, prompts)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def _trainer(
+    config: TrainingConfig,
+    target: CausalLM,
+    draft: CausalLM,
+    vocab: Tensor | None,
+    train: Dataset,
+    heldout: Dataset,
+    limit: int,
+) -> DistillationTrainer:
+    distill = config.distill
+    set_seed(config.seed)  # the adapter's initial weights
+    lora = LoraConfig(
+        r=distill.rank,
+        lora_alpha=distill.alpha,
+        lora_dropout=distill.dropout,
+        target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
+        base_model_name_or_path=draft.config.name_or_path,
+    )
+    student = Student(draft, lora, vocab)
+    arguments = TrainingArguments(
+        output_dir=str(config.work / CHECKPOINTS),
+        num_train_epochs=distill.epochs,
+        learning_rate=distill.learning_rate,
+        per_device_train_batch_size=distill.batch_size,
+        per_device_eval_batch_size=distill.batch_size,
+        gradient_accumulation_steps=distill.gradient_accumulation_steps,
+        bf16=distill.bf16,
+        use_cpu=target.device.type == "cpu",  # else it refuses bfloat16
+        warmup_steps=0.03,
+        lr_scheduler_type="cosine",
+        train_sampling_strategy="sequential",  # `by_length` has shuffled
+        save_steps=SAVE_EVERY,
+        save_total_limit=2,
+        logging_steps=SAVE_EVERY,
+        report_to=config.report_to,
+        seed=config.seed,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,  # a batch is a few kilobytes
+        label_names=["labels"],
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # else Trainer uses DataParallel; several GPUs are what `accelerate launch` is for
+    sources = sorted(set(heldout["source"]))
+    if distill.on_prompts:
+        train = train.remove_columns("prompt_length").add_column("prompt_length", [0] * len(train))
+    measured = heldout.select(range(0, len(heldout), -(-len(heldout) // MEASURED)))
+    return DistillationTrainer(
+        model=student,
+        args=arguments,
+        data_collator=partial(collate, max_length=limit, sources=sources),
+        train_dataset=train.select(by_length(lengths_of(train), distill.batch_size, config.seed)),
+        eval_dataset=measured,
+        compute_metrics=partial(summarise, sources=sources),
+        target=target,
+    )
+
+
+def _keep_best_share(
+    trainer: DistillationTrainer, config: TrainingConfig
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Shrink the adapter to the share of its update that is accepted most on the held-out answers.
+
+    What few tokens teach is partly noise. On the way back to the draft as it was, that fades before what was learnt
+    does (Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022).
+
+    Returns:
+        Mean acceptance by share, and the report of the best one: of the numbers as they are stored, in half precision.
+    """
+    dtype = _stored_dtype(config)
+    trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def keep(share: float) -> None:
+        for name, parameter in trainer.model.named_parameters():
+            if name in trained:
+                parameter.copy_((trained[name] * (share if "lora_B" in name else 1.0)).to(dtype))
+
+    reports = {}
+    for share in SHARES:
+        keep(share)
+        reports[share] = _by_source(trainer.evaluate())
+    best = max(SHARES, key=lambda share: reports[share]["all"]["acceptance"])
+    keep(best)
+    return {f"{share:.2f}": reports[share]["all"]["acceptance"] for share in SHARES}, reports[best]
+
+
+def _stored_dtype(config: TrainingConfig) -> torch.dtype:
+    return torch.bfloat16 if config.distill.bf16 else torch.float16
+
+
+def _save_adapter(trainer: DistillationTrainer, config: TrainingConfig) -> None:
+    """Store the adapter in half precision."""
+    dtype = _stored_dtype(config)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all processes together under FSDP
+    if not trainer.is_world_process_zero():
+        return
+    student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    folder, temporary = config.work / ADAPTER_FOLDER, config.work / f"{ADAPTER_FOLDER}.tmp"
+    check_finite(tensors, folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    student.peft_config["default"].save_pretrained(str(temporary))
+    save_tensors(tensors, temporary / ADAPTER_FILES[1])
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+# Reports -------------------------------------------------------------------------------------------------------------
+
+
+def _by_source(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Held-out acceptance, agreement and number of tokens of each source, from what the trainer logs."""
+    report: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        source, _, metric = name.removeprefix("eval_").rpartition("/")
+        if source:
+            report.setdefault(source, {})[metric] = value
+    return report
+
+
+def _show(report: dict[str, Any]) -> None:
+    shares = report.get("shares")
+    kept = f"; share of the update that is kept: {max(shares, key=shares.get)}" if shares else ""
+    table = Table(title=f"Held-out answers, temperature 1{kept}")
+    for column in ("source", "tokens", "acceptance before", "after", "top-1 agreement before", "after"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    for source, before in report["before"].items():
+        after = report.get("after", {}).get(source, {})
+        pairs = [stage.get(name) for name in ("acceptance", "agreement") for stage in (before, after)]
+        table.add_row(source, str(before["tokens"]), *("" if value is None else f"{value:.3f}" for value in pairs))
+    Console().print(table)

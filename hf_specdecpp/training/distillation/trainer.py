@@ -1,0 +1,201 @@
+"""The draft with its adapter, its loss, and the `Trainer` that knows the target."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import EvalPrediction, Trainer
+
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.training.distillation.data import IGNORED
+
+# Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
+CHUNK = 256
+
+
+def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(p || q), summed over positions, of logits `[n, vocab]`."""
+    return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="sum", log_target=True)
+
+
+def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """Chance `[n]` that a token drawn from q is accepted, sum over the vocabulary of min(p, q), at temperature 1."""
+    return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
+
+
+def with_own_parameters(model: CausalLM) -> CausalLM:
+    """The model's structure with new, frozen `Parameter` objects over the same memory.
+
+    So an early exit can be trained although it shares its tensors with the target: whatever freezes, wraps or gathers
+    gradients of the copy's parameters does not reach the target's.
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+class Student(PeftModel):
+    """The draft with a LoRA adapter. A PEFT model, so that checkpoints hold the adapter and nothing else.
+
+    Its forward does all that needs the draft's weights, because DDP and FSDP act at the outermost forward.
+    """
+
+    drafter: Drafter
+
+    def __init__(self, draft: CausalLM, lora: LoraConfig, draft_vocab: Tensor | None) -> None:
+        super().__init__(with_own_parameters(draft), lora)
+        # Not registered: its model is, already, and its slice of the LM head is not to be trained, moved or stored.
+        object.__setattr__(self, "drafter", Drafter(self.get_base_model(), draft_vocab, shares_target=True))
+
+    def forward(
+        self, input_ids: Tensor, answers: Tensor, p_logits: Callable[[slice], Tensor], measure: bool = False
+    ) -> Tensor:
+        """Teach or measure the draft at the answers' positions.
+
+        Args:
+            input_ids: `[batch, n]`, padded on the right, where nothing that is causal looks.
+            answers: bool `[batch, n - 1]`: the target wrote the token after this one.
+            p_logits: the target's logits of some of the answers' positions, `[positions, vocab]`.
+            measure: report on the draft instead of teaching it.
+
+        Returns:
+            The sum of KL(p || q) over the positions, or for each position `[positions, 2]` how likely a candidate is
+            accepted and whether the likeliest token is the target's.
+        """
+        hidden = self.drafter.hidden_states(input_ids)[:, :-1][answers]
+        if measure:
+            return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden))])
+        return _through(hidden, lambda at, states: self._loss(states, p_logits(at)))
+
+    def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
+        q_logits = self.drafter.logits(hidden, p_logits.shape[-1])
+        agree = p_logits.argmax(-1) == q_logits.argmax(-1)
+        return torch.stack((acceptance(p_logits, q_logits), agree.float()), dim=-1)
+
+    def _loss(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
+        """KL(p || q) with p renormalised on the tokens that the draft has.
+
+        Where q is zero by construction KL would be infinite whatever the draft says. With S the draft's tokens and p_S
+        the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is
+        not in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
+        """
+        q_logits = self.drafter.logits(hidden, p_logits.shape[-1])
+        vocab = self.drafter.draft_vocab
+        kept: Any = slice(_num_ids(self.drafter)) if vocab is None else vocab
+        return divergence(p_logits[:, kept], q_logits[:, kept])
+
+
+def _num_ids(drafter: Drafter) -> int:
+    return drafter.model.get_output_embeddings().weight.shape[0]
+
+
+def _chunks(count: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, count, CHUNK)]
+
+
+def _through(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
+    """The sum of `loss` over chunks of `hidden`, differentiable, with the logits of one chunk in memory at a time.
+
+    The gradient with respect to `hidden` is taken chunk by chunk here; what is returned has that gradient and that
+    value. No parameter between hidden states and loss is trained (the LM head is frozen), so nothing else is lost.
+    """
+    total, gradients = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
+    for at in _chunks(len(hidden)):
+        with torch.enable_grad():
+            states = hidden[at].detach().requires_grad_()
+            value = loss(at, states)
+        (gradients[at],) = torch.autograd.grad(value, states)
+        total += value.detach()
+    linear = (hidden * gradients).sum(dtype=torch.float32)
+    return linear + (total - linear).detach()
+
+
+class DistillationTrainer(Trainer):
+    """A `Trainer` that computes the target's distributions on the fly. The target is no part of the trained model.
+
+    Args:
+        target: on the trainer's device; never wrapped, moved, trained or stored.
+    """
+
+    model: Student
+
+    def __init__(self, *args: Any, target: CausalLM, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Losses of micro-batches and processes are weighted by their answer tokens.
+        self.model_accepts_loss_kwargs = True
+        vocab = self.model.drafter.draft_vocab
+        self.target = Drafter(target, shares_target=True)
+        self.num_ids = _num_ids(self.target)
+        # The loss needs the target's logits only where the draft has tokens, too.
+        self.teacher = Drafter(target, vocab, shares_target=True) if vocab is not None else self.target
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,  # noqa: ARG002 - the signature that Trainer calls
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        answers, p_logits = self._teach(inputs, self.teacher)
+        count = answers.sum() if num_items_in_batch is None else num_items_in_batch
+        # DDP averages over the processes, and `count` is over all of them.
+        loss = model(inputs["input_ids"], answers, p_logits) / count * self.accelerator.num_processes
+        if not math.isfinite(value := float(loss.detach())):
+            raise ValueError(
+                f"The distillation loss is {value} at step {self.state.global_step + 1} of "
+                f"{self.state.max_steps}, so training stops; no adapter has been written. Usually the learning rate is "
+                f"too high: run again with a lower one than distill.learning_rate={self.args.learning_rate}. If the "
+                "first step fails, the models overflow in their dtype."
+            )
+        return loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,  # noqa: ARG002 - the signature that Trainer calls
+        ignore_keys: list[str] | None = None,  # noqa: ARG002
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """For each row the sums of acceptance and agreement and the number of positions, and the row's source."""
+        inputs = self._prepare_inputs(inputs)
+        answers, p_logits = self._teach(inputs, self.target)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            values = model(inputs["input_ids"], answers, p_logits, measure=True)
+        rows = answers.nonzero()[:, 0]
+        values = torch.cat((values, values.new_ones((len(values), 1))), dim=-1)
+        sums = values.new_zeros((len(answers), 3)).index_add_(0, rows, values)
+        return None, sums, inputs["source"]
+
+    @torch.no_grad()
+    def _teach(self, inputs: dict[str, Any], teacher: Drafter) -> tuple[Tensor, Callable[[slice], Tensor]]:
+        """Where the answers are, and the target's logits there: plain ones, which is to say at temperature 1."""
+        answers = inputs["labels"][:, 1:] != IGNORED
+        hidden = teacher.hidden_states(inputs["input_ids"])[:, :-1][answers]
+
+        @torch.no_grad()
+        def p_logits(at: slice) -> Tensor:
+            return teacher.logits(hidden[at], self.num_ids)
+
+        return answers, p_logits
+
+
+def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
+    """Mean acceptance and top-1 agreement over all positions, and over those of each source."""
+    sums, source = np.asarray(prediction.predictions, dtype=np.float64), np.asarray(prediction.label_ids)
+    groups = {"all": np.full(len(source), True), **{name: source == i for i, name in enumerate(sources)}}
+    report: dict[str, float] = {}
+    for name, rows in groups.items():
+        accepted, agreed, count = sums[rows].sum(axis=0)
+        if count:
+            report |= {f"{name}/acceptance": accepted / count, f"{name}/agreement": agreed / count}
+            report[f"{name}/tokens"] = int(count)
+    return report

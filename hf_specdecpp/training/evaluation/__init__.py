@@ -1,0 +1,1 @@
+"""The head is calibrated and judged beside its rivals."""

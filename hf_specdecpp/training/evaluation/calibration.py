@@ -1,0 +1,152 @@
+"""Stage `calibrate`: make the head's estimates mean what they say.
+
+The weight of rejections in the loss moves the fitted log-odds by about -log w_rej, and a product of many estimates
+multiplies any error. One bias for all candidates undoes the first, one temperature for each position in the chain the
+rest; greedy and sampled targets have their own. Half of the held-out prompts are used for that, the other half measure
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_specdecpp.estimation.estimators import MODES
+from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
+from hf_specdecpp.files import read_json, save_text
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.evaluation import chains
+from hf_specdecpp.training.metrics import binary_kl, ece
+from hf_specdecpp.training.models import load_assistant, load_target, save_head
+from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
+
+MIN_CANDIDATES = 200  # a position with fewer shares the temperature of the one before
+
+
+def run(config: TrainingConfig) -> dict[str, object]:
+    """Calibrate the head in `work/head` on held-out chains; the report, also in `work/head/calibration.json`.
+
+    Raises:
+        ValueError: there is no head, or fewer than two held-out prompts.
+    """
+    folder = config.work / "head"
+    report_path = folder / "calibration.json"
+    if report_path.is_file():
+        return read_json(report_path)
+    target = load_target(config).to(process_state().device)
+    assistant = load_assistant(config, target)
+    head = fitted_head(assistant.head, config).cpu()
+    report: dict[str, object] = {}
+    # The last temperature of a mode wins where there are several: one calibration serves all sampled targets.
+    for temperature in head_temperatures(config):
+        sampling = sampling_at(config, temperature)
+        rows = chains.record(config, "heldout", assistant, target, sampling)
+        log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
+        fitting = calibration_half(config, sampling, rows["text"])
+        calibration = calibrate(log_odds[fitting], rows["label"][fitting], rows["index"][fitting])
+        raw, label, index = log_odds[~fitting], rows["label"][~fitting], rows["index"][~fitting]
+        report[f"{temperature:g}"] = {
+            **asdict(calibration),
+            "candidates": {"fitting": int(fitting.sum()), "measuring": int((~fitting).sum())},
+            "before": quality(raw.sigmoid(), label, index),
+            "after": quality(calibration.apply(raw, index).sigmoid(), label, index),
+        }
+        head.calibration[MODES[sampling.greedy]] = calibration
+    save_head(head, folder)
+    save_text(json.dumps(report, indent=2) + "\n", report_path)
+    return report
+
+
+def fitted_head(head: AcceptanceHead | None, config: TrainingConfig) -> AcceptanceHead:
+    """The head, or `ValueError` where there is none."""
+    if head is None:
+        raise ValueError(f"{config.work / 'head'} has no fitted head yet: run the stage 'head' before this one.")
+    return head
+
+
+def calibration_half(config: TrainingConfig, sampling: Sampling, text: Tensor) -> Tensor:
+    """Which candidates (`text` `[n]`: the rollout that each belongs to) are for fitting: those of every other prompt.
+
+    Raises:
+        ValueError: only one prompt, so that nothing would be left to measure with.
+    """
+    prompts = chains.texts_at(config, "heldout", sampling)["prompt_id"]
+    used = sorted({prompts[row] for row in text.unique().tolist()})
+    if len(used) < 2:
+        raise ValueError(
+            f"Only {len(used)} held-out prompt has an answer to draft in, and calibration needs two: one to fit, one "
+            "to measure. Raise rollouts.heldout, or give more prompts."
+        )
+    return torch.tensor([used.index(prompts[row]) % 2 == 0 for row in text.tolist()])
+
+
+def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
+    """The bias and temperatures that minimise the binary cross-entropy; all `[n]`, `index` the place in the chain."""
+    log_odds, label = log_odds.double(), label.double()
+    counts = index.bincount()
+    positions = next((i for i, count in enumerate(counts.tolist()) if count < MIN_CANDIDATES), len(counts))
+    calibration = Calibration(0.0, [1.0] * max(positions, 1))
+    for _ in range(3):  # alternating; each problem is convex (in 1 / temperature)
+        temperatures = calibration.temperatures
+        calibration.bias = minimise(
+            lambda bias: _bce(Calibration(bias, temperatures).apply(log_odds, index), label),  # noqa: B023
+            -8.0,
+            8.0,
+        )
+        shifted = log_odds + calibration.bias
+        groups = index.clamp_max(len(calibration.temperatures) - 1)
+        for position in range(len(calibration.temperatures)):
+            here = groups == position
+            z, y = shifted[here], label[here]
+            best = minimise(lambda t: _bce(z / math.exp(t), y), math.log(0.05), math.log(20.0))  # noqa: B023
+            calibration.temperatures[position] = math.exp(best)
+    return calibration
+
+
+def minimise(function: Callable[[float], float], low: float, high: float, tolerance: float = 1e-4) -> float:
+    """Where a function with one minimum between `low` and `high` has it (golden section)."""
+    golden = (math.sqrt(5.0) - 1.0) / 2.0
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    at_left, at_right = function(left), function(right)
+    while high - low > tolerance:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - golden * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + golden * (high - low)
+            at_right = function(right)
+    return (low + high) / 2.0
+
+
+def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]:
+    """ECE and binary KL of estimates, and how far off their cumulative product is; all `[n]`, chain after chain."""
+    predicted, true = survival(estimate, index), survival(label, index)
+    bias = (predicted - true).nanmean(0)
+    return {
+        "ece": ece(estimate, label),
+        "binary_kl": binary_kl(estimate, label),
+        "survival_bias": float((predicted - true).nanmean()),
+        "survival_bias_by_position": bias.tolist(),
+    }
+
+
+def survival(values: Tensor, index: Tensor) -> Tensor:
+    """Cumulative products `[chains, longest]` of values `[n]` along each chain; NaN past a chain's end."""
+    chain = (index == 0).cumsum(0) - 1
+    table = torch.full((int(chain[-1]) + 1, int(index.max()) + 1), float("nan"), dtype=torch.float64)
+    table[chain, index] = values.double()
+    return table.cumprod(1)
+
+
+def _bce(log_odds: Tensor, label: Tensor) -> float:
+    return float(F.binary_cross_entropy_with_logits(log_odds, label))

@@ -1,0 +1,152 @@
+"""Chains drafted at places of the held-out texts, with the chance that the verifier accepts each candidate.
+
+Teacher-forced features (`features.py`) are all at the first position of a round. Calibration and evaluation need later
+positions too, and the candidates after one that would be rejected: what a stopping rule sees when it has to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.drafting.drafter import LEARNED_POSITIONS, Drafter
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import load_tensors, save_tensors
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.texts.branches import draft_chains, target_probabilities, together
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.head.features import cache_folder, to_half
+from hf_specdecpp.training.head.stage import batch_log_odds
+from hf_specdecpp.training.models import fingerprint
+from hf_specdecpp.training.rollouts import stage as rollouts
+
+MAX_TOKENS = 20  # candidates a chain, the paper's largest
+STARTS = 12  # chains a text
+MEASURED = 200  # texts, evenly spaced among the rollouts
+TEXTS_PER_SHARD = 32
+
+
+def record(
+    config: TrainingConfig, split: str, assistant: SpecDecPPAssistant, target: CausalLM, sampling: Sampling
+) -> dict[str, Tensor]:
+    """Rows of `chains_of_text` for rollouts of `split` that were written at the temperature of `sampling`.
+
+    Cached in `work/chains` like features; `text` is a row's text: its number in `texts_at`.
+
+    Raises:
+        ValueError: there are no such rollouts, their answers are too short, or a shard is damaged.
+    """
+    texts = texts_at(config, split, sampling)
+    wanted = {"inputs": config.head.inputs, **sampling.to_dict(), "seed": config.seed, **fingerprint(config)}
+    folder = cache_folder(config.work / "chains", wanted)
+    chosen = sorted({round(i * (len(texts) - 1) / (MEASURED - 1)) for i in range(MEASURED)})
+    shards = []
+    with logging.tqdm(total=len(chosen), desc=f"chains of {split} texts, temperature {sampling.temperature:g}") as bar:
+        for start in range(0, len(chosen), TEXTS_PER_SHARD):
+            rows = chosen[start : start + TEXTS_PER_SHARD]
+            path = folder / f"{split}-{start // TEXTS_PER_SHARD:05d}.safetensors"
+            if not path.is_file():
+                save_tensors(_shard(config, texts, rows, assistant, target, sampling, bar), path)
+            else:
+                bar.update(len(rows))
+            shards.append(path)
+    parts = [part for part in map(load_tensors, shards) if part]  # a shard of empty answers has no rows
+    if not parts:
+        raise ValueError(
+            f"No chain could be drafted: the {len(texts)} answers of the {split} rollouts are shorter than two tokens. "
+            "Write longer ones (rollouts.max_new_tokens)."
+        )
+    return {field: torch.cat([part[field] for part in parts]) for field in parts[0]}
+
+
+def texts_at(config: TrainingConfig, split: str, sampling: Sampling) -> Dataset:
+    """The rollouts of `split` that were written at the temperature of `sampling`."""
+    return rollouts.written_at(rollouts.load(config.work, split), sampling.temperature)
+
+
+def chains_of_text(
+    ids: list[int],
+    starts: Sequence[int],
+    assistant: SpecDecPPAssistant,
+    target: CausalLM,
+    sampling: Sampling,
+    inputs: str,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Draft a chain after `ids[:start]` for every start.
+
+    Args:
+        ids: prompt and answer.
+        starts: ascending, each at least 1.
+        inputs: which hidden state to keep, `AcceptanceHead.inputs`.
+
+    Returns:
+        One row a candidate, in order: `start`, `index` in the chain, `token`, `hidden` `[rows, hidden_size]`,
+        `scalars` `[rows, 6]`, `label`. A chain ends with the first token that ends a text.
+    """
+    drafter, reader = assistant.ready_drafter(), Drafter(target, shares_target=True)
+    vocab_size = int(assistant.config.vocab_size or 0)
+    drawn_by = None if sampling.greedy else generator
+    parts = []
+    for group in together(starts, drafter.model, target):
+        drafted = draft_chains(drafter, ids, group, MAX_TOKENS, sampling.q, vocab_size, drawn_by)
+        p = target_probabilities(reader, ids, group, drafted.tokens, sampling.p, vocab_size).to(drafter.device)
+        q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
+        rows = {
+            "start": drafted.starts[:, None].expand(-1, MAX_TOKENS),
+            "index": torch.arange(MAX_TOKENS, device=p.device).expand(len(group), -1),
+            "token": drafted.tokens,
+            "hidden": to_half(drafted.hidden[:, :-1] if inputs == "before" else drafted.hidden[:, 1:]),
+            "scalars": drafted.scalars,
+            "label": (p / q).clamp_max(1.0).float(),
+        }
+        ends = torch.isin(drafted.tokens, torch.tensor(sorted(eos_ids(target.generation_config)), device=p.device))
+        drafted_at_all = ends.cumsum(1) - ends.long() == 0
+        parts.append({name: value[drafted_at_all].cpu() for name, value in rows.items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Drafter) -> Tensor:
+    """Log-odds `[rows]` of recorded candidates, calibration left out."""
+    rows = {"hidden": chains["hidden"], "tokens": chains["token"][:, None]}
+    if head.inputs == "before":
+        rows["scalars"] = chains["scalars"][:, None]
+    with torch.no_grad():
+        parts = [
+            batch_log_odds(head, {name: value[chunk] for name, value in rows.items()}, drafter)
+            for chunk in torch.arange(len(chains["token"])).split(4096)
+        ]
+    return torch.cat(parts)[:, 0]
+
+
+def _shard(
+    config: TrainingConfig, texts: Any, rows: Sequence[int], assistant: SpecDecPPAssistant, target: CausalLM,
+    sampling: Sampling, bar: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    parts = []
+    for row in rows:
+        text = texts[row]
+        bar.update()
+        generator = torch.Generator(assistant.device).manual_seed(config.seed * 1_000_003 + row)
+        last = min(len(text["input_ids"]), _longest(assistant.ready_drafter().model, target) - MAX_TOKENS)
+        # A round never begins right after the prompt: the first token comes from the target's pass over it.
+        places = torch.arange(text["prompt_length"] + 1, max(last, text["prompt_length"] + 1))
+        order = torch.randperm(len(places), generator=torch.Generator().manual_seed(config.seed * 1_000_003 + row))
+        starts = sorted(places[order[:STARTS]].tolist())
+        if starts:
+            part = chains_of_text(text["input_ids"], starts, assistant, target, sampling, config.head.inputs, generator)
+            parts.append({"text": torch.full_like(part["start"], row), **part})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _longest(*models: CausalLM) -> int:
+    """Most tokens that all of the models can read."""
+    configs = [model.config.get_text_config(decoder=True) for model in models]
+    return min([c.max_position_embeddings for c in configs if c.model_type in LEARNED_POSITIONS], default=1_000_000)

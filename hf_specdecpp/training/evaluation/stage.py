@@ -1,0 +1,225 @@
+"""Stage `eval`: the head and every training-free rule on the same held-out chains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.stopping import ADAEDL_GAMMA, SVIP_GAMMA, StoppingRule
+from hf_specdecpp.estimation.estimators import MODES, DraftProbability
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import save_text
+from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.provenance import device_name
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.evaluation import chains, plots
+from hf_specdecpp.training.evaluation.calibration import calibration_half, fitted_head, quality
+from hf_specdecpp.training.head import features
+from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
+from hf_specdecpp.training.models import load_assistant, load_target
+from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.temperatures import sampling_at
+
+LENGTHS = range(1, 15)  # fixed lengths
+THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
+# A draft token's price in target passes, for naming the best fixed length: that of the paper's pair of models.
+COST_RATIO = 0.2
+# For each rule, the field of `SpeculationConfig` that is its threshold, and which signal it reads.
+RULES = {
+    "head": ("threshold", "threshold", "head"),
+    "draft probability": ("threshold", "threshold", "q"),
+    "confidence": ("confidence", "confidence_threshold", "q"),
+    "svip": ("svip", "svip_threshold", "entropy"),
+    "adaedl": ("adaedl", "adaedl_threshold", "entropy"),
+}
+
+
+def run(config: TrainingConfig) -> dict[str, Any]:
+    """Evaluate the calibrated head on the held-out prompts and on every test set, at each temperature of the rollouts.
+
+    The report is also in `work/evaluation/evaluation.json`, with two pictures each. Of the held-out prompts only those
+    count that the calibration did not use.
+
+    Raises:
+        ValueError: there is no head, or there are no rollouts to evaluate on.
+    """
+    folder = config.work / "evaluation"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = load_target(config).to(process_state().device)
+    assistant = load_assistant(config, target)
+    sets = {
+        split: {
+            f"{temperature:g}": _evaluate(config, split, sampling_at(config, temperature), assistant, target, folder)
+            for temperature in config.rollouts.temperatures
+        }
+        for split in ("heldout", *rollouts.test_sets(config))
+    }
+    measured_on = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    ranks = acceptance_by_rank(config, assistant, target)
+    report = {"cost_ratio": COST_RATIO, **measured_on, "acceptance_by_rank": ranks, "sets": sets}
+    save_text(json.dumps(report, indent=2) + "\n", folder / "evaluation.json")
+    return report
+
+
+def acceptance_by_rank(
+    config: TrainingConfig, assistant: SpecDecPPAssistant, target: CausalLM
+) -> dict[str, list[float]]:
+    """How often each of the siblings that the head was fitted with is the accepted one, on the held-out answers.
+
+    For `"sampled"` and `"greedy"` targets; what a static tree's best shape depends on (`tree_shapes.best_shape`). Empty
+    for heads that know nothing of siblings.
+    """
+    if config.head.inputs != "before":
+        return {}
+    texts = features.build(config, "heldout", assistant.ready_drafter(), target)
+    rows: dict[str, list[Tensor]] = {}
+    for text in map(texts.__getitem__, range(len(texts))):
+        mode = MODES[bool(text["scalars"][0, 0, -1])]
+        rows.setdefault(mode, []).append(text["mask"] * text["label"])
+    return {mode: torch.cat(accepted).mean(0).tolist() for mode, accepted in rows.items()}
+
+
+def _evaluate(
+    config: TrainingConfig,
+    split: str,
+    sampling: Sampling,
+    assistant: SpecDecPPAssistant,
+    target: CausalLM,
+    folder: Path,
+) -> dict[str, Any]:
+    """One set at one temperature: report and pictures."""
+    rows = _rows(config, split, assistant, target, sampling)
+    estimates = all_estimates(fitted_head(assistant.head, config).cpu(), rows, assistant, sampling.greedy)
+    report, curves = assess(rows, estimates, assistant.head)
+    sources = chains.texts_at(config, split, sampling)["source"]
+    report["sources"] = {
+        source: assess(*_select(rows, estimates, here), assistant.head)[0]
+        for source, here in _by_source(rows["text"], sources)
+    }
+    where, name = f"{split}, temperature {sampling.temperature:g}", f"{split}-{sampling.temperature:g}"
+    plots.plot_curves(curves, folder / f"curve-{name}.png", f"Where to stop drafting ({where})")
+    shown = {key: estimates[key] for key in ("head", "draft probability")}
+    plots.plot_reliability(shown, rows["label"], folder / f"reliability-{name}.png", f"Reliability ({where})")
+    return report
+
+
+def all_estimates(
+    head: AcceptanceHead, rows: dict[str, Tensor], assistant: SpecDecPPAssistant, greedy: bool
+) -> dict[str, Tensor]:
+    """Acceptance probabilities `[n]` by the head and by every training-free estimator, in (0, 1)."""
+    log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
+    if (calibration := head.calibration.get(MODES[greedy])) is not None:
+        log_odds = calibration.apply(log_odds, rows["index"])
+    q, entropy = rows["scalars"][:, 0].exp(), rows["scalars"][:, 1].clamp_min(0.0)
+    estimates = {
+        "head": log_odds.sigmoid(),
+        "draft probability": q,  # also what `confidence` looks at
+        "svip": 1.0 - (SVIP_GAMMA * entropy).sqrt(),
+        "adaedl": 1.0 - (ADAEDL_GAMMA * entropy).sqrt(),
+    }
+    return {name: estimate.double().clamp(1e-6, 1.0 - 1e-6) for name, estimate in estimates.items()}
+
+
+def assess(
+    rows: dict[str, Tensor], estimates: dict[str, Tensor], head: AcceptanceHead | None
+) -> tuple[dict[str, Any], dict[str, list[Outcome]]]:
+    """Everything that is measured on one set of chains, and the curves as they are plotted."""
+    label, index = rows["label"].double(), rows["index"]
+    recorded = list(recorded_chains(rows, estimates, "before" if head is None else head.inputs))
+    curves = rule_curves(recorded)
+    judged = {name: {"auc": auc(e, label), **quality(e, label, index)} for name, e in estimates.items()}
+    report = {
+        "texts": len(rows["text"].unique()),
+        "chains": len(recorded),
+        "candidates": len(label),
+        "mean_acceptance": float(label.mean()),
+        "estimators": judged,
+        "equal_verification": equal_verification(curves),
+        "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
+    }
+    return report, curves
+
+
+def recorded_chains(rows: dict[str, Tensor], estimates: Mapping[str, Tensor], inputs: str) -> Iterator[RecordedChain]:
+    """The rows, a chain at a time, with what each rule reads after each candidate."""
+    begins = (rows["index"] == 0).nonzero()[:, 0].tolist()
+    columns = {"head": estimates["head"], "q": rows["scalars"][:, 0].exp(), "entropy": rows["scalars"][:, 1]}
+    lists = {name: values.tolist() for name, values in columns.items()}
+    labels, texts = rows["label"].tolist(), rows["text"].tolist()
+    for begin, end in zip(begins, [*begins[1:], len(labels)], strict=True):
+        signals: dict[str, list[float | None]] = {name: values[begin:end] for name, values in lists.items()}
+        if inputs == "after":  # the verdict on a candidate comes with the next one
+            signals["head"] = [None, *signals["head"][:-1]]
+        yield RecordedChain(texts[begin], labels[begin:end], signals)
+
+
+def rule_curves(recorded: list[RecordedChain]) -> dict[str, list[Outcome]]:
+    """Every rule over its thresholds, and fixed lengths."""
+    curves = {}
+    for name, (rule, field, signal) in RULES.items():
+
+        def make(setting: float, rule: str = rule, field: str = field) -> StoppingRule:
+            knobs: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": chains.MAX_TOKENS}
+            return make_rule(SpeculationConfig(**knobs), DraftProbability())
+
+        curves[name] = curve(make, THRESHOLDS, recorded, signal)
+
+    def fixed(length: float) -> StoppingRule:
+        return make_rule(SpeculationConfig(rule="fixed", num_tokens=int(length)), DraftProbability())
+
+    curves["fixed"] = curve(fixed, LENGTHS, recorded, "q")
+    return curves
+
+
+def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+    """Discards of every rule at the verification rate of each fixed length; `None` where its curve does not reach."""
+    table = []
+    for point in curves["fixed"]:
+        at = {name: discards_at(points, point.verification_rate) for name, points in curves.items() if name != "fixed"}
+        fewer = {
+            name: 1.0 - rate / point.discard_rate if rate is not None and point.discard_rate > 0 else None
+            for name, rate in at.items()
+        }
+        table.append({**asdict(point), "length": int(point.setting), "discard_rate_of": at, "fewer_discards": fewer})
+    best = min(range(len(table)), key=lambda i: time_per_token(curves["fixed"][i], COST_RATIO))
+    return {"best_fixed_length": table[best]["length"], "at_best": table[best], "all": table}
+
+
+def time_per_token(point: Outcome, cost_ratio: float) -> float:
+    """Time of a generated token in target passes (SpecDec++, equation 2.1 and N + N_discarded = N_draft + N_target)."""
+    return cost_ratio * (1.0 + point.discard_rate - point.verification_rate) + point.verification_rate
+
+
+def _rows(
+    config: TrainingConfig, split: str, assistant: SpecDecPPAssistant, target: CausalLM, sampling: Sampling
+) -> dict[str, Tensor]:
+    rows = chains.record(config, split, assistant, target, sampling)
+    if split != "heldout":
+        return rows
+    measuring = ~calibration_half(config, sampling, rows["text"])
+    return {name: value[measuring] for name, value in rows.items()}
+
+
+def _by_source(text: Tensor, sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Which of the candidates (`[n]`) are from each source, where there are several."""
+    of_row = [sources[index] for index in text.tolist()]
+    names = sorted(set(of_row))
+    for name in names if len(names) > 1 else []:
+        yield name, torch.tensor([source == name for source in of_row])
+
+
+def _select(
+    rows: dict[str, Tensor], estimates: dict[str, Tensor], here: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return {name: v[here] for name, v in rows.items()}, {name: e[here] for name, e in estimates.items()}

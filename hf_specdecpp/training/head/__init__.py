@@ -1,0 +1,1 @@
+"""The acceptance head is fitted."""

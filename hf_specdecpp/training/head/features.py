@@ -1,0 +1,204 @@
+"""What the head is fitted on: one teacher-forced pass over each rollout, cached in safetensors shards.
+
+`inputs="after"` is the paper's recipe (section 3.2): the draft proposes a token Y_i at each position of the target's
+text X; it then reads a mixture Z of both texts, and its states at the positions where Z is Y are the examples.
+`inputs="before"` takes the state that q came from, and any number of siblings drawn from that q.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers.utils import logging
+
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.files import load_tensors, save_tensors, save_text
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
+from hf_specdecpp.training.head.labels import analytic_label, sampled_label, sibling_labels, siblings
+from hf_specdecpp.training.models import fingerprint
+from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
+
+TEXTS_PER_SHARD = 64
+ROWS_AT_ONCE = 64  # positions whose laws [rows, vocab] are in memory together
+
+
+def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM) -> FeatureSet:
+    """Cache the features of every rollout of `split` in `work/features`; what is there already is not made again.
+
+    Raises:
+        ValueError: there are no rollouts, or a shard is damaged.
+    """
+    texts = rollouts.load(config.work, split)
+    if config.head.temperature is not None:
+        texts = rollouts.written_at(texts, config.head.temperature)
+    if split == "train" and config.head.max_texts is not None:
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
+        texts = texts.select(sorted(order[: config.head.max_texts].tolist()))
+    folder = cache_folder(config.work / "features", settings(config))
+    starts = range(0, len(texts), TEXTS_PER_SHARD)
+    shards = [folder / f"{split}-{number:05d}.safetensors" for number in range(len(starts))]
+    with logging.tqdm(total=len(texts), desc=f"features of {split} texts", unit="text") as bar:
+        for path, start in zip(shards, starts, strict=True):
+            rows = range(start, min(start + TEXTS_PER_SHARD, len(texts)))
+            if not path.is_file():
+                save_tensors(_shard(config, texts, rows, drafter, target, bar), path)
+            else:
+                bar.update(len(rows))
+    return FeatureSet(shards)
+
+
+def settings(config: TrainingConfig) -> dict[str, Any]:
+    """What features depend on."""
+    head = config.head
+    names = ("inputs", "label", "mixing") if head.inputs == "after" else ("inputs", "label", "siblings")
+    chosen = {name: getattr(head, name) for name in names}
+    sampling = {"temperatures": head_temperatures(config), "top_k": sampling_at(config, 1.0).top_k}
+    return {**chosen, **sampling, "max_texts": head.max_texts, "seed": config.seed, **fingerprint(config)}
+
+
+def cache_folder(parent: Path, wanted: dict[str, Any]) -> Path:
+    """The folder of what is made with these settings: other settings have another, so that nothing old is trusted."""
+    text = json.dumps(wanted, indent=2) + "\n"
+    folder = parent / hashlib.sha256(text.encode()).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    save_text(text, folder / "settings.json")
+    return folder
+
+
+@torch.no_grad()
+def text_features(
+    input_ids: Tensor, prompt_length: int, head: HeadConfig, sampling: Sampling, drafter: Drafter, target: CausalLM,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Examples from one text, one row a position of its answer (n rows), s candidates a row.
+
+    Args:
+        input_ids: `[1, length]`, prompt and answer.
+        generator: on the draft's device.
+
+    Returns:
+        `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (`"before"`), `label` `[n, s]`, and
+        `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
+    """
+    ids = input_ids.to(drafter.device)
+    states = drafter.hidden_states(ids)[0]
+    logits = target_logits(target, input_ids, prompt_length)
+    before = states[prompt_length - 1 : -1]
+    chunks = [
+        _candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), head, sampling, generator)
+        for p, hidden in zip(logits.split(ROWS_AT_ONCE), before.split(ROWS_AT_ONCE), strict=True)
+    ]
+    rows = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    if head.inputs == "before":
+        return {"hidden": before, **rows}
+    answer, drafted = ids[0, prompt_length:], rows["tokens"][:, 0]
+    keeps_target = torch.rand(answer.shape, generator=generator, device=answer.device) < head.mixing
+    mixed = torch.cat((ids[0, :prompt_length], answer.where(keeps_target, drafted)))
+    after = drafter.hidden_states(mixed[None])[0, prompt_length:]
+    # As in the released code, what was mixed in does not count, not even where it happens to be the draft's token.
+    return {"hidden": after, **rows, "mask": (~keeps_target)[:, None].float()}
+
+
+def target_logits(target: CausalLM, input_ids: Tensor, prompt_length: int) -> Tensor:
+    """The target's logits `[n, vocab]` for each of the n tokens after the prompt, given what is before it."""
+    count = input_ids.shape[1] - prompt_length + 1
+    kept = {"logits_to_keep": count} if target._supports_logits_to_keep() else {}
+    return target(input_ids.to(target.device), use_cache=False, **kept).logits[0, -count:-1]
+
+
+def _candidates(
+    p_logits: Tensor, q_logits: Tensor, head: HeadConfig, sampling: Sampling, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Candidates for n positions, and their labels, from logits `[n, vocab]`."""
+    p, q = sampling.p(p_logits), sampling.q(q_logits)
+    analytic = head.label == "analytic"
+    drawn = siblings(q, head.siblings if head.inputs == "before" else 1, generator, sampling.greedy)
+    columns = drawn.tokens.unbind(-1)
+    laws = [sampling.drawn_from(law, token) for law, token in zip(drawn.laws, columns, strict=True)]
+    if head.inputs == "after":
+        label = analytic_label(p, laws[0]) if analytic else sampled_label(p, laws[0], columns[0])
+        return {"tokens": drawn.tokens, "label": label[:, None]}
+    label, reach = sibling_labels(p, laws, drawn.tokens, analytic)
+    scalars = [
+        scalar_features(law, token, sampling.greedy, mass, index)
+        for law, token, mass, index in zip(
+            drawn.laws, columns, drawn.mass.unbind(-1), drawn.index.unbind(-1), strict=True
+        )
+    ]
+    mask = torch.where(drawn.valid, reach, 0.0)
+    label = torch.where(drawn.valid, label, 0.0)
+    return {"tokens": drawn.tokens, "scalars": torch.stack(scalars, 1), "label": label, "mask": mask}
+
+
+def _shard(
+    config: TrainingConfig, texts: Any, rows: range, drafter: Drafter, target: CausalLM, bar: Any
+) -> dict[str, Tensor]:
+    parts: list[dict[str, Tensor]] = []
+    for row in rows:
+        text = texts[row]
+        ids = torch.tensor([text["input_ids"]])[:, : int(min(drafter.max_length, len(text["input_ids"])))]
+        bar.update()
+        if ids.shape[1] <= text["prompt_length"]:
+            continue  # an empty answer, or a prompt that the draft cannot read
+        # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
+        generator = torch.Generator(drafter.device).manual_seed(config.seed * 1_000_003 + row)
+        sampling = sampling_at(config, text["temperature"])
+        part = text_features(ids, text["prompt_length"], config.head, sampling, drafter, target, generator)
+        parts.append(
+            {**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": _length(part)}
+        )
+    if not parts:
+        raise ValueError(f"Texts {rows.start} to {rows.stop - 1} have no answers that the draft can read.")
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _length(part: dict[str, Tensor]) -> Tensor:
+    return torch.tensor([part["hidden"].shape[0]], device=part["hidden"].device)
+
+
+def to_half(hidden: Tensor) -> Tensor:
+    """In float16; what would overflow is cut off."""
+    largest = torch.finfo(torch.float16).max
+    return hidden.clamp(-largest, largest).half()
+
+
+class FeatureSet(Dataset[dict[str, Tensor]]):
+    """Cached features, an item a text (see `text_features`); read from disk when asked for.
+
+    Raises:
+        ValueError: a shard is damaged.
+    """
+
+    def __init__(self, shards: list[Path]) -> None:
+        self.shards = shards
+        self.places = list(self._places())
+        self._open: dict[Path, Any] = {}
+
+    def _places(self) -> Iterator[tuple[Path, int, int]]:
+        for path in self.shards:
+            begin = 0
+            for length in load_tensors(path)["lengths"].tolist():
+                yield path, begin, begin + length
+                begin += length
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        path, begin, end = self.places[index]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        file = self._open[path]
+        return {name: file.get_slice(name)[begin:end] for name in file.keys() if name != "lengths"}  # noqa: SIM118

@@ -1,0 +1,1 @@
+"""The target writes answers to prompts."""

@@ -1,0 +1,280 @@
+"""Stage `rollouts`: the target's answers to the prompts, as parquet shards.
+
+Each shard depends on the settings and its number alone, and appears whole or not at all; so a run that was killed goes
+on with the shards that are missing, and ends with the answers of a run that was not. Several processes (`accelerate
+launch`) share the shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+from transformers.utils import logging
+
+from hf_specdecpp.files import differences, read_json, replacing, save_text
+from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.sampling.randomness import seed_of
+from hf_specdecpp.texts.encoding import Codec, Encoded
+from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts, split_prompts
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.rollouts.local_target import LocalTarget
+from hf_specdecpp.training.rollouts.server_target import ServerTarget
+
+logger = logging.get_logger(__name__)
+
+FOLDER, RECORD = "rollouts", "rollouts.json"
+FEATURES = datasets.Features(
+    {
+        "prompt_id": datasets.Value("string"),
+        "source": datasets.Value("string"),
+        "sample": datasets.Value("int32"),
+        "temperature": datasets.Value("float32"),
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "prompt_length": datasets.Value("int32"),
+        "finished": datasets.Value("bool"),
+    }
+)
+
+# Prompts, a temperature and a seed to indices, new tokens, and whether the target ended them.
+Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, list[int], bool]]]
+
+
+class Row(NamedTuple):
+    """An answer that is wanted."""
+
+    item: Encoded
+    sample: int
+    temperature: float
+
+
+def run(config: TrainingConfig) -> None:
+    """Answer all prompts that have no answer yet; does nothing if all have.
+
+    Raises:
+        ValueError: prompts or settings make no sense, or there are answers from other settings.
+        ConnectionError, OSError: the server is gone, or the disk is full; finished shards are kept.
+    """
+    folder = config.work / FOLDER
+    state = process_state()
+    prompts = _prompts(config)
+    codec = Codec.from_pretrained(config.target)
+    settings = _settings(config, codec, prompts)
+    record = _earlier(folder, settings)
+    if record.get("complete"):
+        logger.info(f"{folder} is complete.")
+        return
+    if state.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_text(json.dumps({"settings": settings, "complete": False}, indent=2) + "\n", folder / RECORD)
+    state.wait_for_everyone()
+    shards = _plan(config, {split: codec.encode_all(prompts[split]) for split in prompts})
+    _answer(config, codec, dict(list(shards.items())[state.process_index :: state.num_processes]))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        summary = {split: _summary([path for path in shards if path.parent.name == split]) for split in prompts}
+        done = {"settings": settings, "complete": True, **summary}
+        save_text(json.dumps(done, indent=2) + "\n", folder / RECORD)
+
+
+def load(work: Path, split: str) -> datasets.Dataset:
+    """The answers of `train`, `heldout` or a test set.
+
+    Raises:
+        ValueError: the stage has not ended yet, or nothing is held out.
+    """
+    record = work / FOLDER / RECORD
+    if not record.is_file() or not read_json(record).get("complete"):
+        raise ValueError(f"{work / FOLDER} is not complete. Run the stage rollouts first; it goes on where it stopped.")
+    shards = sorted((work / FOLDER / split).glob("shard-*.parquet"))
+    if not shards:
+        advice = "Set rollouts.heldout above 0" if split == "heldout" else f"Give prompts for {split}"
+        raise ValueError(f"{work / FOLDER / split} has no answers. {advice} and run rollouts anew.")
+    return datasets.Dataset.from_parquet([str(path) for path in shards], cache_dir=str(work / "cache"))
+
+
+def written_at(answers: datasets.Dataset, temperature: float) -> datasets.Dataset:
+    """Those answers that the target wrote at a temperature.
+
+    Raises:
+        ValueError: there are none.
+    """
+    rows = [row for row, own in enumerate(answers["temperature"]) if math.isclose(own, temperature, rel_tol=1e-6)]
+    if not rows:
+        known = ", ".join(f"{own:g}" for own in sorted(set(answers["temperature"])))
+        raise ValueError(
+            f"No rollouts were written at temperature {temperature:g}, only at {known}. Choose one of these, or add it "
+            "to rollouts.temperatures and make them anew."
+        )
+    return answers.select(rows)
+
+
+def test_sets(config: TrainingConfig) -> dict[str, str]:
+    """The name of each test set, and its file or data set.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    named = {Path(source).stem.partition(":")[0]: source for source in config.evaluation.data}
+    if len(named) < len(config.evaluation.data) or {"train", "heldout"} & set(named):
+        raise ValueError(
+            f"The test sets {config.evaluation.data} need names of their own, which are those of their files, other "
+            "than train and heldout. Rename the files."
+        )
+    return named
+
+
+def prompts_of(config: TrainingConfig) -> list[Prompt]:
+    """All that may be trained on: the prompts that are neither held out nor in a test set, answered or not."""
+    if not config.rollouts.data:
+        return []
+    unseen = {prompt.opening for source in config.evaluation.data for prompt in read_prompts(source)}
+    return split_prompts(config.rollouts.data, config.rollouts.heldout, unseen=unseen)["train"]
+
+
+def _prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
+    """The prompts of `train`, `heldout` and every test set."""
+    rollouts = config.rollouts
+    whole = {name: read_prompts(source) for name, source in test_sets(config).items()}
+    unseen = {prompt.opening for prompts in whole.values() for prompt in prompts}  # also those that are not measured
+    prompts = split_prompts(rollouts.data, rollouts.heldout, rollouts.max_prompts, config.seed, unseen)
+    tests = {name: sample_prompts(each, config.evaluation.max_prompts, config.seed) for name, each in whole.items()}
+    return {**prompts, **tests}
+
+
+def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
+    """What the answers depend on.
+
+    Not the address of the server. Nor the size of batches: another draws other answers, but from the same distribution,
+    and a run that ran out of memory must be able to go on with a smaller one.
+    """
+    rollouts = config.rollouts
+    texts = json.dumps([[[prompt.id, prompt.messages] for prompt in prompts[split]] for split in prompts])
+    return {
+        "target": config.target,
+        "revision": commit_of(SimpleNamespace(config=codec.config)),
+        "answered_by": "server" if rollouts.server else "local",
+        "prompts": f"{sum(map(len, prompts.values()))} with hash {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
+        "temperatures": [float(temperature) for temperature in rollouts.temperatures],
+        "top_k": rollouts.top_k,
+        "max_new_tokens": rollouts.max_new_tokens,
+        "dtype": config.dtype,
+        "samples_per_prompt": rollouts.samples_per_prompt,
+        "heldout": float(rollouts.heldout),
+        "shard_size": rollouts.shard_size,
+        "seed": config.seed,
+    }
+
+
+def _earlier(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The record of an earlier run with the same settings, or nothing.
+
+    Raises:
+        ValueError: its settings were others, or are unknown.
+    """
+    advice = f"Go on with the earlier settings, choose another work_dir, or delete {folder} to begin anew."
+    if not (folder / RECORD).is_file():
+        if any(folder.glob("*/shard-*.parquet")):
+            raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
+        return {}
+    record = read_json(folder / RECORD)
+    if different := differences(record["settings"], settings):
+        raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
+    return record
+
+
+def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path, list[Row]]:
+    """Each shard's file with its rows, all of one temperature.
+
+    Every shard is a fair sample of the prompts, and all prompts have an answer before one has two.
+    """
+    size, plan = config.rollouts.shard_size, {}
+    for split, encoded in items.items():
+        shuffled = random.Random(config.seed).sample(encoded, len(encoded))  # noqa: S311 - no secret
+        for sample in range(config.rollouts.samples_per_prompt):
+            for temperature in config.rollouts.temperatures:
+                rows = [Row(item, sample, temperature) for item in shuffled if temperature > 0 or sample == 0]
+                for start in range(0, len(rows), size):
+                    name = f"shard-{sample}-{temperature:g}-{start // size:05d}.parquet"
+                    plan[config.work / FOLDER / split / name] = rows[start : start + size]
+    return plan
+
+
+def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]]) -> None:
+    """Make the shards that are missing."""
+    missing = {path: rows for path, rows in shards.items() if not _is_whole(path, len(rows))}
+    if not missing:
+        return
+    target: Target = (ServerTarget if config.rollouts.server else LocalTarget)(config, codec)
+    total, left = sum(map(len, shards.values())), sum(map(len, missing.values()))
+    begin, tokens = time.perf_counter(), 0
+    quiet = not process_state().is_main_process
+    with logging.tqdm(total=total, initial=total - left, desc="rollouts", unit="answer", disable=quiet) as bar:
+        for path, rows in missing.items():
+            finished: dict[int, dict[str, Any]] = {}
+            seed = seed_of(config.seed, path.parent.name, path.name)
+            for index, answer, ended in target([row.item for row in rows], rows[0].temperature, seed):
+                finished[index] = _record(rows[index], answer, ended)
+                tokens += len(answer)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
+                bar.update()
+            _write([finished[index] for index in range(len(rows))], path)
+
+
+def _record(row: Row, answer: list[int], finished: bool) -> dict[str, Any]:
+    return {
+        "prompt_id": row.item.prompt.id,
+        "source": row.item.prompt.source,
+        "sample": row.sample,
+        "temperature": row.temperature,
+        "input_ids": row.item.input_ids + answer,
+        "prompt_length": len(row.item.input_ids),
+        "finished": finished,
+    }
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write a shard, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noisy = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # one bar is enough
+    try:
+        with replacing(path) as temporary:
+            datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(str(temporary))
+    finally:
+        if noisy:
+            datasets.enable_progress_bars()
+
+
+def _is_whole(path: Path, num_rows: int) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        if pyarrow.parquet.read_metadata(path).num_rows == num_rows:
+            return True
+    except (pyarrow.ArrowInvalid, OSError):
+        pass
+    logger.warning(f"{path} is damaged, and is made again.")
+    return False
+
+
+def _summary(paths: list[Path]) -> dict[str, Any]:
+    """How much was answered."""
+    rows = tokens = finished = 0
+    for path in paths:
+        table = pyarrow.parquet.read_table(path, columns=["input_ids", "prompt_length", "finished"])
+        rows += table.num_rows
+        tokens += sum(map(len, table["input_ids"].to_pylist())) - sum(table["prompt_length"].to_pylist())
+        finished += sum(table["finished"].to_pylist())
+    return {"answers": rows, "answer_tokens": tokens, "finished": finished}

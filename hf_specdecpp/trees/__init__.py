@@ -1,0 +1,1 @@
+"""Token trees: growth, shapes, attention and verification."""

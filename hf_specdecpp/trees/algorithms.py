@@ -1,0 +1,163 @@
+"""How a token tree grows: DySpec (arXiv 2410.11744), Algorithms 1 and 2, and given shapes. No model inside.
+
+Explained with an example in `docs/dyspec.md`.
+
+In the paper's notation: Tr the tree, D(.|x) the draft's law after x, R what is left of it once siblings have been
+drawn, v the value of a slot, t the threshold. A node whose law is known has one open slot, its next child. A slot of
+value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's first child, v * a(y), and y's next
+sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
+
+Losslessness: whether to draw at a slot depends on its value, which is known before the draw. What was drawn stays.
+For a greedy target nothing is drawn: the next sibling is the next likeliest token, known before it is taken. So there
+the slots compete with v * a(y), the chance that taking y adds a token, instead of the paper's v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from hf_specdecpp.trees.shapes import Shape
+from hf_specdecpp.trees.slots import SMALLEST, Growth
+from hf_specdecpp.trees.tree import DraftTree
+
+# A level that takes too little of the budget leaves it to the next one; one that takes too much cannot give it back.
+# With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/trees/test_tree_growth.py).
+CAUTION = 0.85
+LATEST = 0.1  # share of the latest round in the running means of `ThresholdSchedule`, once there are many
+
+
+def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
+    """Algorithm 1: always draw at the slot of the highest value. A draft pass for every node that gets a child."""
+    leaves = [(-v, node) for node, v in growth.leaves.items()]
+    while len(growth.tree) < budget:
+        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf competes with more
+        if max(promised, growth.best) < max(threshold, 0.0):
+            break
+        if promised >= growth.best:
+            growth.expand([heappop(leaves)[1]])
+        elif (child := growth.draw_best()) in growth.leaves:
+            heappush(leaves, (-growth.leaves[child], child))
+
+
+def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshold: float = 0.0) -> None:
+    """Algorithm 2: one draft pass a level, then a draw at every slot above t, best first.
+
+    The paper fixes t, and where the draft is unsure most of the budget stays unused. Here `pace` chooses t anew for
+    each level, and what is left in the end goes to the best slots that are still open.
+
+    Args:
+        threshold: lower bound of t, also in the end. 0 uses the whole budget.
+    """
+    tree, done = growth.tree, False
+    usual = pace.estimate if growth.greedy else 1.0  # a(y) of a leaf's child, which is not known yet
+    while not done and len(tree) < budget:
+        level = {node: v * usual for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+        t = max(threshold, pace.threshold([*level.values(), *growth.open.values()], budget - len(tree)))
+        worth = [node for node, v in level.items() if v >= t]
+        if worth:
+            growth.expand(worth)
+            growth.draw(max(worth, key=growth.open.__getitem__))  # first, so that no pass is in vain
+        done = not worth and growth.best < t
+        while len(tree) < budget and growth.best >= t:
+            growth.draw_best()
+    while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
+        growth.draw_best()
+    pace.learn(tree)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next with a tree: draw, where there is a slot that is worth it, or else read a level.
+
+    Args:
+        threshold: t.
+        size: candidates that the tree may have.
+        levels: how many more are to be read.
+    """
+
+    threshold: float
+    size: int
+    levels: int
+
+
+def grow_by_plan(growth: Growth, plan: Callable[[Growth], Step | None], threshold: float = 0.0) -> None:
+    """Algorithm 2 with `plan` choosing t, the size and the depth anew before each level and each row of draws.
+
+    Args:
+        plan: `None` ends the growth.
+        threshold: lower bound of t.
+    """
+    tree = growth.tree
+    while (step := plan(growth)) is not None:
+        t, before = max(step.threshold, threshold), len(tree)
+        size = step.size if growth.greedy or step.levels else (before + step.size + 1) // 2
+        while len(tree) < size and growth.best >= t:
+            growth.draw_best()
+        level = {node: v * growth.usual for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+        worth = [node for node, v in level.items() if v >= t] if step.levels else []
+        if worth:
+            growth.expand(worth)
+        elif len(tree) == before:
+            if step.levels and growth.best >= max(threshold, SMALLEST):
+                growth.draw_best()
+            else:
+                return
+
+
+class ThresholdSchedule:
+    """Chooses the thresholds of `grow_by_level` so that the budget is used up, and used well.
+
+    The best tree of a budget holds every slot above one threshold t, the one that Algorithm 1 ends at. Level by level,
+    t must be known before the deeper slots are. A slot of value v is split by a draw, v = v a + v (1 - a), so it takes
+    about 1 + (v / t - 1) / h draws until all its parts are below t, h being the mean entropy of a split (renewal
+    theory: exact in the limit of small t where a does not depend on v). t is where these add up to the budget. For
+    greedy targets the same holds with v times the mean a in the place of v.
+
+    Attributes:
+        split_entropy: h in nats, a running mean over the draws of all rounds. What it begins with counts as a round.
+        estimate: the mean a, likewise.
+    """
+
+    def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
+        self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
+
+    def threshold(self, values: list[float], budget: int) -> float:
+        """t, given the values of the slots and what is left of the budget. The best slot always passes."""
+        ranked = sorted(values, reverse=True)[:budget]
+        h = CAUTION * self.split_entropy
+        total, t = 0.0, math.inf
+        for k, v in enumerate(ranked, 1):
+            if v < t and k > 1:
+                break
+            total += v
+            t = min(total / (h * (budget - k) + k), ranked[0])
+        return t
+
+    def learn(self, tree: DraftTree) -> None:
+        """Take note of a finished tree."""
+        if len(tree):
+            self.rounds += 1
+            share = max(1.0 / self.rounds, LATEST)
+            entropy = sum(_entropy(a) for a in tree.estimates[1:]) / len(tree)
+            self.split_entropy += share * (entropy - self.split_entropy)
+            self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
+
+
+def grow_shape(growth: Growth, shape: Shape) -> None:
+    """A given shape, one draft pass a level, as far as depth, ends of sequences and the laws' supports allow."""
+    tree = growth.tree
+    ranks: dict[int, tuple[int, ...]] = {0: ()}
+    while level := [node for node in growth.leaves if tree.depths[node] == tree.passes and shape.get(ranks[node])]:
+        growth.expand(level)
+        for node in level:
+            for rank in range(shape[ranks[node]]):
+                if (child := growth.draw(node)) is None:
+                    break
+                ranks[child] = (*ranks[node], rank)
+
+
+def _entropy(a: float) -> float:
+    return -sum(x * math.log(x) for x in (a, 1.0 - a) if x > 0.0)

@@ -1,0 +1,120 @@
+"""What a model needs to read a token tree in one pass: who sees whom (the mask), and who stands where (the positions).
+
+A node sees the text and its own ancestors, and stands behind them as if no other node were there. Windows are measured
+between places in the text (number of tokens before), not between rows of the cache, where siblings lie in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.kv_cache import grow_in, shown_rows
+
+
+def tree_inputs(
+    model: CausalLM,
+    cache: Cache,
+    ancestors: Tensor,
+    depths: Tensor,
+    num_prefix: int,
+    prefix_mask: Tensor | None = None,
+) -> dict[str, Any]:
+    """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
+
+    Args:
+        model: target or draft.
+        cache: holds `num_prefix` tokens of text, then the n - n_query nodes fed earlier in this round (the levels of a
+            growing tree).
+        ancestors: bool `[n_query, n]`: which nodes, in feeding order and itself included, a query sees.
+        depths: int `[n]`: node i stands at place `num_prefix + depths[i]`. The root, which is the last emitted token
+            and not yet in the cache, has depth 0.
+        num_prefix: tokens of text in the cache, masked ones included.
+        prefix_mask: bool `[num_prefix]`: false where a token is padding, which nobody sees. `None` if none is.
+
+    Returns:
+        `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
+        model's dtype where it is eager; or a dict of such masks by layer type where layers differ.
+        `position_ids`: `[1, n_query]`.
+    """
+    config = model.config.get_text_config(decoder=True)
+    num_queries = ancestors.shape[0]
+    if num_queries < ancestors.shape[1]:
+        grow_in(cache)
+    ancestors, depths = ancestors.to(model.device), depths.to(model.device)
+    if prefix_mask is not None:
+        prefix_mask = prefix_mask.to(model.device)
+    dtype = model.dtype if config._attn_implementation == "eager" else torch.bool
+    masks = {}
+    for kind, layer in _kinds(config, cache).items():
+        num_rows = shown_rows(layer, num_queries) if layer is not None else num_queries
+        seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
+        _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
+        masks[kind] = _as_mask(seen, dtype)
+    before = num_prefix if prefix_mask is None else prefix_mask.sum()
+    return {
+        "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+        "position_ids": (before + depths[-num_queries:])[None],
+    }
+
+
+def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
+    """The kinds of attention layer in a model, each with the first cache layer of its kind (`None` before any pass)."""
+    kinds: dict[str, Any] = {}
+    for index, kind in enumerate(layer_types(config, config.num_hidden_layers)):
+        layer: Any = cache.layers[index] if index < len(cache.layers) else None
+        held = layer is not None and layer.keys is not None  # else it is new, or shares another layer's keys
+        if kinds.get(kind) is None:
+            kinds[kind] = layer if held else None
+    return kinds
+
+
+def layer_types(config: Any, num_layers: int) -> list[str]:
+    """The kind of each layer, as transformers' caches infer it."""
+    if (types := getattr(config, "layer_types", None)) is not None:
+        return types
+    if getattr(config, "sliding_window", None) is not None:
+        return ["sliding_attention"] * num_layers
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return ["chunked_attention" if chunked else "full_attention"] * num_layers
+
+
+def _seen(ancestors: Tensor, num_prefix: int, num_rows: int, prefix_mask: Tensor | None) -> Tensor:
+    """Bool `[n_query, num_rows]`: what each query would see without any window."""
+    num_queries, num_nodes = ancestors.shape
+    num_text = num_rows - num_nodes
+    seen = ancestors.new_ones((num_queries, num_rows))
+    seen[:, num_text:] = ancestors
+    if prefix_mask is not None:
+        seen[:, :num_text] = prefix_mask[num_prefix - num_text :]
+    return seen
+
+
+def _restrict(
+    seen: Tensor, config: Any, kind: str, depths: Tensor, num_prefix: int, prefix_mask: Tensor | None
+) -> None:
+    """Hide, in place, what lies outside the window or chunk of each query."""
+    if kind not in ("sliding_attention", "chunked_attention"):
+        return
+    num_queries, num_rows = seen.shape
+    text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=depths.device)
+    places = torch.cat((text, num_prefix + depths))
+    queries = places[-num_queries:, None]
+    if kind == "sliding_attention":
+        seen &= places > queries - config.sliding_window
+    else:
+        padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
+        size = config.attention_chunk_size
+        seen &= (places - padding) // size == (queries - padding) // size
+
+
+def _as_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[1, 1, n_query, kv]` of `dtype`. Eager attention adds its mask to the scores: a bool one would hide nothing."""
+    if dtype is torch.bool:
+        return seen[None, None]
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]

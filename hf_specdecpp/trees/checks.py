@@ -1,0 +1,157 @@
+"""Which models can read a token tree, refused with the reason."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.trees.attention import layer_types, tree_inputs
+
+CHAIN = "Draft chains instead (tree=None)"
+TREE_ATTENTION = ("sdpa", "eager")
+# Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
+TREE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Relative error of the logits that rounding alone does not reach; wrong masks and positions are far above it. Some
+# families compute partly in float32 whatever their dtype.
+TREE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
+HALF_TREE_TOLERANCE = 0.1
+# Config fields of families that attend to a choice of earlier tokens, made over rows or blocks of rows of the cache.
+SPARSE = ("keep_window_size", "index_topk_blocks", "num_random_blocks")
+# Kinds of layer with a window, the config field of its size, and transformers' function that makes its mask.
+WINDOWS = (
+    ("sliding_attention", "sliding_window", "create_sliding_window_causal_mask"),
+    ("chunked_attention", "attention_chunk_size", "create_chunked_causal_mask"),
+)
+
+# Attention implementation and dtype with which a model has passed the test of `tree_error`.
+_passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionary()
+
+
+def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
+    """Raise `ValueError` unless `target` reads a token tree in one pass as it reads each path of it.
+
+    What is known not to work is refused by name; then the model itself is tried on a small tree, once.
+
+    Args:
+        target: the target, or the draft.
+        role: what to call it in messages.
+        cache: the one that it will use, where it is not the model's own kind.
+    """
+    check_target(target)
+    subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
+    if (implementation := config._attn_implementation) not in TREE_ATTENTION:
+        raise ValueError(
+            f"{subject} runs attn_implementation={implementation!r}, which takes no mask of a tree's shape. Load it "
+            f'with attn_implementation="sdpa", or call its set_attn_implementation("sdpa"). {CHAIN} otherwise.'
+        )
+    layers = [*DynamicCache(config=config).layers, *(cache.layers if cache is not None else [])]
+    if (reason := _no_tree(target, config, layers)) is not None:
+        raise ValueError(f"{subject} {reason}, so it cannot read a token tree. {CHAIN}.")
+    if _passed.get(target) == (implementation, target.dtype):
+        return
+    try:
+        error = tree_error(target)
+    except Exception as failure:  # whatever goes wrong in a foreign forward, trees are refused
+        raise ValueError(f"{subject} fails on a token tree ({failure}). {CHAIN}.") from failure
+    tolerance = TREE_TOLERANCE.get(target.dtype, HALF_TREE_TOLERANCE)
+    if not error <= tolerance:
+        raise ValueError(
+            f"{subject} reads a token tree differently from each of its paths: its logits are off by {error:.2g} of "
+            f"their spread (rounding explains {tolerance:g}), so the output would be wrong. {CHAIN}."
+        )
+    _passed[target] = (implementation, target.dtype)
+
+
+def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
+    """What is known about the model, without running it, that rules out trees."""
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "measures distances along the rows of its cache (ALiBi)"
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        return "takes no position_ids, but siblings in a tree stand at one position"
+    if getattr(config, "attn_temperature_tuning", False):
+        return "scales its attention by the row of the cache that a token lies in (attn_temperature_tuning)"
+    if name := next((name for name in SPARSE if hasattr(config, name)), None):
+        return f"chooses by their place which rows of its cache it reads ({name})"
+    if "local" in getattr(config, "attention_layers", ()):
+        return "measures its local attention along the rows of its cache"
+    if getattr(config, "cross_attention_layers", None):
+        return "keeps rows of another length in its cache (cross-attention)"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if any("mrope_section" in part for part in (rope, *rope.values()) if isinstance(part, dict)):
+        return "has positions in several dimensions (mrope)"
+    types = set(getattr(config, "layer_types", None) or ())
+    if unknown := types - TREE_LAYER_TYPES:
+        return f"has layers of type {', '.join(sorted(unknown))}"
+    if unknown := {type(layer).__name__ for layer in layers if type(layer) not in TREE_LAYERS}:
+        return f"keeps {', '.join(sorted(unknown))} in its cache"
+    return _unknown_window(target, config)
+
+
+def _unknown_window(target: CausalLM, config: Any) -> str | None:
+    """Whether some window may be measured in another way than `tree_inputs` does: no short test reaches past it."""
+    module = sys.modules[type(target.base_model).__module__]
+    layers = DynamicCache(config=config).layers
+    for kind, size, maker in WINDOWS:
+        windows = {
+            layer.sliding_window
+            for layer, layer_type in zip(layers, layer_types(config, len(layers)), strict=True)
+            if layer_type == kind and isinstance(layer, DynamicSlidingWindowLayer)
+        }
+        if windows and (windows != {getattr(config, size, None)} or not hasattr(module, maker)):
+            return f"has {kind.replace('_', ' ')} over {sorted(windows)} tokens whose mask hf_specdecpp does not know"
+    return None
+
+
+# The tree of `tree_error`: each node's parent, in depth-first order, and the paths to its leaves, equally long.
+TEST_PARENTS = [-1, 0, 1, 1, 0, 4]
+TEST_PATHS = [[0, 1, 2], [0, 1, 3], [0, 4, 5]]
+
+
+@torch.no_grad()
+def tree_error(model: CausalLM) -> float:
+    """How far the model's logits on a small tree are from those of its paths read one by one, relative to how much
+    the logits vary from node to node. Three passes, of at most 18 tokens; leaves the random number generators alone.
+    """
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=model.device)) % _vocabulary(model)
+        text, nodes = tokens[:3], tokens[3:]
+        paths = torch.stack([torch.cat((text, nodes[path])) for path in TEST_PATHS])
+        one_by_one = model(input_ids=paths, use_cache=False, return_dict=True).logits[:, len(text) :].double()
+        expected = one_by_one.new_empty((len(nodes), one_by_one.shape[-1]))
+        for path, logits in zip(TEST_PATHS, one_by_one, strict=True):
+            expected[path] = logits
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        model(input_ids=text[None], past_key_values=cache, use_cache=True, return_dict=True)
+        cache.activate_past_recording()
+        inputs = tree_inputs(model, cache, *relations(TEST_PARENTS), num_prefix=len(text))
+        read = model(input_ids=nodes[None], past_key_values=cache, use_cache=True, return_dict=True, **inputs)
+    difference = (read.logits[0].double() - expected).norm(dim=-1).max()
+    return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())
+
+
+def relations(parents: list[int]) -> tuple[Tensor, Tensor]:
+    """`ancestors` `[n, n]` and `depths` `[n]` of a tree, given each node's parent (-1 for the root), parents first."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+    return ancestors, ancestors.sum(dim=1) - 1
+
+
+def _vocabulary(model: CausalLM) -> int:
+    return model.get_input_embeddings().weight.shape[0]

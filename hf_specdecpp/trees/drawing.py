@@ -1,0 +1,87 @@
+"""A verified tree as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hf_specdecpp.trees.tree import DraftTree
+
+ACCEPTED = "*"
+
+
+class DrawnTree:
+    """A tree and what became of it. `str()` draws it with token ids.
+
+    Attributes:
+        tree: its nodes; node 0 is the last token before it.
+        path: the accepted nodes, from below the root.
+    """
+
+    def __init__(self, tree: DraftTree, path: list[int]) -> None:
+        self.tree, self.path = tree, path
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, decode: Callable[[int], str] = str) -> str:
+        """One line a node: `*` where it was accepted, the token, its estimate a and the value v of its slot.
+
+        Args:
+            decode: how to write a token id.
+        """
+        tree, accepted = self.tree, set(self.path)
+        lines = [
+            f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, width {tree.width}, "
+            f"{tree.passes} draft passes; {len(accepted)} accepted: {ACCEPTED})"
+        ]
+        indents = {0: ""}
+        for node in tree.depth_first()[1:]:
+            parent = tree.parents[node]
+            is_last = tree.children[parent][-1] == node
+            indents[node] = indents[parent] + ("   " if is_last else "│  ")
+            mark = ACCEPTED if node in accepted else " "
+            branch = "└─" if is_last else "├─"
+            label = f"{decode(tree.tokens[node])}   a={tree.estimates[node]:.2f} v={tree.values[node]:.3f}"
+            lines.append(f"{indents[parent]}{branch}{mark}{label}")
+        return "\n".join(lines)
+
+    def save(self, file: str | Path, decode: Callable[[int], str] = str) -> None:
+        """Write a picture (format by the file's ending): accepted nodes filled, others the paler the lower their value.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        tree, accepted = self.tree, {0, *self.path}
+        places = self._places()
+        leaves = 1 + max(x for x, _ in places)
+        figure = Figure(figsize=(max(4.0, 0.55 * leaves), 1.0 + 0.8 * tree.depth), dpi=120)
+        axes = figure.add_axes((0.02, 0.02, 0.96, 0.96))
+        axes.axis("off")
+        for node, (x, y) in enumerate(places):
+            stays = node in accepted
+            colour = "tab:green" if stays else "black"
+            opacity = 1.0 if stays else 0.3 + 0.7 * tree.values[node]
+            if node > 0:
+                above = places[tree.parents[node]]
+                axes.plot([above[0], x], [above[1], y], color=colour, lw=2.0 if stays else 0.8, alpha=opacity, zorder=1)
+            box = {"boxstyle": "round", "fc": "palegreen" if stays else "white", "ec": colour, "alpha": opacity}
+            label = decode(tree.tokens[node]).replace("$", r"\$")
+            axes.text(x, y, label, ha="center", va="center", fontsize=7, bbox=box, zorder=2)
+        axes.set(xlim=(-0.8, leaves - 0.2), ylim=(-tree.depth - 0.5, 0.5))
+        figure.savefig(file)
+
+    def _places(self) -> list[tuple[float, float]]:
+        """Where each node is drawn: leaves side by side, parents above the middle of their children."""
+        tree, leaves = self.tree, 0
+        across = [0.0] * len(tree.tokens)
+        for node in tree.depth_first()[::-1]:
+            if children := tree.children[node]:
+                across[node] = (across[children[0]] + across[children[-1]]) / 2
+            else:
+                across[node] = leaves
+                leaves += 1
+        most = max(leaves - 1, 0)
+        return [(most - x, -float(depth)) for x, depth in zip(across, tree.depths, strict=True)]

@@ -1,0 +1,193 @@
+"""The siblings of a level of a tree, each with its estimated chance of acceptance once those before it have failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.estimation.estimators import MODES, Estimator
+from hf_specdecpp.estimation.features import NUM_SCALARS
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.sampling.without_replacement import Siblings, likeliest
+
+# How many siblings of a node a head judges at once. A forward of the head costs the same for one as for a few.
+AHEAD = 4
+
+Draw = Callable[[Tensor], Siblings]
+
+
+@dataclass
+class Level:
+    """What the draft says after some nodes of a tree.
+
+    Attributes:
+        scores: `[n, vocab]` float32, logits after all processors: q is their softmax.
+        hidden: `[n, hidden_size]`, the states that they were computed from (for a head).
+        embed: maps token ids to their input embeddings in the draft (for a head).
+    """
+
+    scores: Tensor
+    hidden: Tensor
+    embed: Callable[[Tensor], Tensor]
+
+
+class JudgedSiblings:
+    """The siblings of each node of a level, drawn one by one, judged by the draft: a(y) = q(y) / (1 - q of earlier)."""
+
+    def __init__(self, siblings: Siblings, num_rows: int) -> None:
+        self.siblings = siblings
+        self.mass = [0.0] * num_rows
+
+    def next(self, row: int) -> tuple[int, float] | None:
+        """The next sibling and its estimate, `None` when no token is left."""
+        drawn = self.siblings.next(row)
+        if drawn is None:
+            return None
+        token, q = drawn
+        left = 1.0 - self.mass[row]
+        self.mass[row] += q
+        return token, min(q / left, 1.0) if left > 0.0 else 1.0
+
+
+class HeadJudgedSiblings:
+    """The same, judged by a head with `inputs="before"`.
+
+    A few siblings are drawn ahead for every node, so that one pass of the head serves a level. That is harmless: the
+    growth does not see a sibling before it has decided to take it, and those that it does not take are forgotten.
+    """
+
+    def __init__(
+        self, q: Tensor, draw: Draw, head: AcceptanceHead, level: Level, depths: Sequence[int], greedy: bool, ahead: int
+    ) -> None:
+        self.head, self.level, self.greedy = head, level, greedy
+        self.depths = torch.tensor(depths, device=q.device)
+        self.laws = [SiblingDistribution(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
+        self.tops = _likeliest(q, ahead + 1)
+        self.siblings = draw(q)  # from here on q may be overwritten
+        self.ahead = [ahead] * len(depths)
+        self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
+        self.taken = [0] * len(depths)
+
+    def next(self, row: int) -> tuple[int, float] | None:
+        """The next sibling and its estimate, `None` when no token is left."""
+        place = self.taken[row]
+        if place == len(self.judged[row]):
+            self._judge(range(len(self.judged)) if place == 0 else range(row, row + 1))
+        if place == len(self.judged[row]):
+            return None
+        self.taken[row] += 1
+        return self.judged[row][place]
+
+    @torch.inference_mode()
+    def _judge(self, rows: range) -> None:
+        """Draw and judge some siblings in each of `rows`, all of which have as many already."""
+        ahead, span = self.ahead[rows[0]], slice(rows.start, rows.stop)
+        tops = self.tops
+        if (num_judged := len(self.judged[rows[0]])) > 0:
+            tops = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
+        scalars = torch.zeros((len(rows), ahead, NUM_SCALARS))
+        tokens = torch.zeros((len(rows), ahead), dtype=torch.long)
+        drawn: list[list[int]] = []
+        for place, row in enumerate(rows):
+            found = [each for each in (self.siblings.next(row) for _ in range(ahead)) if each is not None]
+            drawn.append([token for token, _ in found])
+            if found:
+                tokens[place, : len(found)] = torch.tensor(drawn[-1])
+                scalars[place, : len(found)] = torch.tensor(self.laws[row].scalars_of(found, tops[place]))
+            self.ahead[row] = 2 * ahead
+        hidden = self.level.hidden[span, None]
+        log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
+        if (calibration := self.head.calibration.get(MODES[self.greedy])) is not None:
+            log_odds = calibration.apply(log_odds, self.depths[span, None])
+        for row, row_tokens, estimates in zip(rows, drawn, log_odds.sigmoid().tolist(), strict=True):
+            self.judged[row] += zip(row_tokens, estimates, strict=False)
+
+
+class SiblingDistribution:
+    """What a head is told about q without the siblings drawn so far, kept up to date from one sibling to the next.
+
+    Args:
+        entropy: of q, in nats.
+    """
+
+    def __init__(self, entropy: float, greedy: bool) -> None:
+        self.entropy, self.greedy = entropy, float(greedy)
+        self.gone: set[int] = set()
+        self.mass, self.part = 0.0, 0.0  # of the drawn siblings: the sums of q and of -q log q
+
+    def scalars_of(
+        self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
+    ) -> list[tuple[float, ...]]:
+        """`acceptance.scalar_features` of further siblings, each under the law that it was drawn from.
+
+        Args:
+            drawn: tokens and their q, in order.
+            likeliest: tokens and their q, likeliest first, two more than will have been drawn by the last sibling.
+        """
+        rows: list[tuple[float, ...]] = []
+        place = 0
+        for token, q in drawn:
+            while place < len(likeliest) and likeliest[place][0] in self.gone:
+                place += 1
+            left = list(islice((q_of for other, q_of in islice(likeliest, place, None) if other not in self.gone), 2))
+            margin = sum(left[:1]) - sum(left[1:])  # the only token left has no rival
+            rest = max(1.0 - self.mass, 1e-12)
+            entropy = max((self.entropy - self.part) / rest + math.log(rest), 0.0)
+            log_q = math.log(min(max(q / rest, 1e-30), 1.0))
+            rows.append((log_q, entropy, margin / rest, self.mass, float(len(self.gone)), self.greedy))
+            self.gone.add(token)
+            self.mass += q
+            self.part -= q * math.log(q)
+        return rows
+
+
+def judge(
+    q: Tensor,
+    draw: Draw,
+    estimator: Estimator,
+    level: Level,
+    depths: Sequence[int],
+    greedy: bool,
+    ahead: int = AHEAD,
+) -> JudgedSiblings | HeadJudgedSiblings:
+    """The siblings of a level with the estimates of `estimator`.
+
+    Args:
+        q: `[n, vocab]`, softmax of the level's scores; may be overwritten.
+        draw: what the siblings are drawn with.
+        depths: of the nodes whose children they are.
+        ahead: how many siblings of a node a head may judge before they are asked for.
+    """
+    if isinstance(estimator, AcceptanceHead):
+        return HeadJudgedSiblings(q, draw, estimator, level, depths, greedy, ahead)
+    return JudgedSiblings(draw(q), len(depths))
+
+
+def _entropies(q: Tensor, scores: Tensor) -> Tensor:
+    """`[n]`, of each row in nats, q being the softmax of `scores`: log of the normaliser, less the mean score."""
+    log_normaliser = scores.amax(-1) - q.amax(-1).log()
+    # Scores of -inf have q = 0 and add nothing, but 0 * -inf would be nan.
+    finite = scores.clamp_min(torch.finfo(scores.dtype).min)
+    return log_normaliser - torch.linalg.vecdot(q, finite)
+
+
+def _likeliest(q: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """For each row of `q`, the likeliest tokens and their q, as `SiblingDistribution.scalars_of` takes them."""
+    ranked = likeliest(q.clone())
+    rows = [[ranked.next(row) for _ in range(count)] for row in range(q.shape[0])]
+    return [[each for each in row if each is not None] for row in rows]
+
+
+def check_estimator(estimator: Estimator) -> None:
+    """Raise `ValueError` if `estimator` cannot value slots."""
+    if estimator.inputs != "before":
+        raise ValueError(
+            'This acceptance head judges a candidate after the draft has read it (inputs="after"), but a tree must '
+            'know what a slot is worth before it draws there. Use a head with inputs="before", tree="static", or '
+            "assistant.head = None to value slots with the draft's own probability."
+        )

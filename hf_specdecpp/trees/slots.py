@@ -1,0 +1,169 @@
+"""A growing token tree and its open slots: what `algorithms` decides about. No model inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from heapq import heappop, heappush
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.estimation.estimators import Estimator
+from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.without_replacement import likeliest
+from hf_specdecpp.trees.siblings import AHEAD, HeadJudgedSiblings, JudgedSiblings, Level, judge
+from hf_specdecpp.trees.tree import DraftTree
+
+# Nobody gets to a slot of a smaller value: q has no token left but for rounding.
+SMALLEST = 1e-12
+
+Expand = Callable[[DraftTree, list[int]], Level]
+
+
+class Growth:
+    """A growing tree, its open slots, and its leaves: nodes that may get children but whose law is not known yet.
+
+    Args:
+        expand: runs the draft on nodes of the tree (the root first, then any whose parents it has run on): one pass.
+        estimator: judges what is drawn.
+        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
+        root: token of the root.
+        max_depth: nodes of this depth get no children.
+        eos_token_ids: nor do these tokens.
+        ahead: see `tree_estimates.judge`.
+        room: for the laws; trees that are grown one after another may share it.
+        trust: how estimates are taken.
+
+    Attributes:
+        tree: Tr.
+        open: what the open slot of each node whose law is known competes with: v, or v * a(y) for a greedy target.
+        leaves: value v of the first child's slot of each other node that may have children.
+        greedy: whether the target is.
+    """
+
+    def __init__(
+        self,
+        expand: Expand,
+        estimator: Estimator,
+        randomness: TreeRandomness | None,
+        root: int,
+        max_depth: int,
+        eos_token_ids: Collection[int] = (),
+        ahead: int = AHEAD,
+        room: SoftmaxBuffer | None = None,
+        trust: SlotValuation | None = None,
+    ) -> None:
+        self.tree = DraftTree(root)
+        self.open: dict[int, float] = {}
+        self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
+        self.max_depth, self.greedy = max_depth, randomness is None
+        self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
+        self._expand, self._estimator, self._randomness = expand, estimator, randomness
+        self._eos, self._ahead = eos_token_ids, ahead
+        self._room = room or SoftmaxBuffer(0)
+        self._room.clear()
+        self._trust = trust or SlotValuation()
+        self.usual = self._trust.expected(None)
+        self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
+        self._siblings: dict[int, tuple[JudgedSiblings | HeadJudgedSiblings, int]] = {}
+
+    def expand(self, nodes: list[int]) -> None:
+        """One draft pass: learn D(.|path to node) for `nodes`, which opens the slots of their first children."""
+        level = self._expand(self.tree, nodes)
+        self.tree.passes += 1
+        q = self._room.softmax(level.scores)
+        draw = likeliest if self._randomness is None else self._randomness.siblings
+        depths = [self.tree.depths[node] for node in nodes]
+        judged = judge(q, draw, self._estimator, level, depths, self.greedy, self._ahead)
+        for row, node in enumerate(nodes):
+            self.tree.scores[node] = level.scores[row]
+            self._siblings[node] = judged, row
+            self._open(node, self.leaves.pop(node))
+
+    @property
+    def best(self) -> float:
+        """The highest value of an open slot, -1 if there is none."""
+        while self._heap and self.open.get(self._heap[0][1]) != -self._heap[0][0]:
+            heappop(self._heap)
+        return -self._heap[0][0] if self._heap else -1.0
+
+    def draw_best(self) -> int | None:
+        """Draw at the open slot of the highest value; the new node, or `None` if no token was left there."""
+        if self.best < 0.0:  # also clears what is out of date from the top of the heap
+            return None
+        return self.draw(self._heap[0][1])
+
+    def draw(self, parent: int) -> int | None:
+        """Draw at the open slot of `parent`."""
+        del self.open[parent]
+        v, drawn = self._slots.pop(parent)
+        if (drawn := drawn or self._next(parent)) is None:  # R is all zero
+            return None
+        y, estimate = drawn
+        a = self._trust.calibrated(estimate)
+        child = self.tree.add(parent, y, v, estimate)
+        if self.tree.depths[child] < self.max_depth and y not in self._eos:
+            self.leaves[child] = v * a
+        self._open(parent, v * (1.0 - a))
+        return child
+
+    def slots(self) -> list[tuple[int, float, float | None]]:
+        """Of each open slot: the node, v, and for a greedy target the estimate of y, which is known."""
+        return [(node, v, y[1] if y else None) for node, (v, y) in self._slots.items()]
+
+    def last_estimate(self, node: int) -> float | None:
+        """Of the node's last child, if it has any."""
+        children = self.tree.children[node]
+        return self.tree.estimates[children[-1]] if children else None
+
+    def _next(self, node: int) -> tuple[int, float] | None:
+        judged, row = self._siblings[node]
+        return judged.next(row)
+
+    def _open(self, node: int, v: float) -> None:
+        known = self._next(node) if self.greedy else None
+        if self.greedy and known is None:  # no token is left
+            return
+        self._slots[node] = v, known
+        trust = self._trust
+        self.open[node] = v * (trust.calibrated(known[1]) if known else trust.expected(self.last_estimate(node)))
+        heappush(self._heap, (-self.open[node], node))
+
+
+class SlotValuation:
+    """How a growth takes estimates: this one at their word, and a slot for what the paper takes it for, v."""
+
+    def calibrated(self, estimate: float) -> float:
+        """a(y)."""
+        return estimate
+
+    def expected(self, _last: float | None, /) -> float:
+        """What a slot of value 1 competes with before y is drawn, given the estimate of the last sibling."""
+        return 1.0
+
+
+class SoftmaxBuffer:
+    """Memory for the laws of a tree's nodes, used again by the next tree.
+
+    On a CPU a softmax that has to ask the system for memory takes four times as long.
+
+    Args:
+        num_rows: of laws that find room; further ones get memory of their own.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.used = num_rows, 0
+        self.rows: Tensor | None = None
+
+    def clear(self) -> None:
+        """Nobody needs the laws any more."""
+        self.used = 0
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Of `[n, vocab]` logits, always of one width."""
+        begin, self.used = self.used, self.used + scores.shape[0]
+        if self.used > self.num_rows or scores.device.type != "cpu":
+            return scores.softmax(dim=-1)
+        if self.rows is None:
+            self.rows = scores.new_empty((self.num_rows, scores.shape[-1]))
+        return torch.softmax(scores, dim=-1, out=self.rows[begin : self.used])

@@ -1,0 +1,386 @@
+"""Timed runs: rounds, resuming, losslessness, disturbances, and the command from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_for, prompt, tiny
+from support.repos import TEXT, tokenizer
+from support.training_files import training_run
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.benchmark.contestants import (
+    PLAIN,
+    Contestant,
+    all_contestants,
+    choose,
+    quick_contestants,
+    untuned_contestants,
+)
+from hf_specdecpp.benchmark.live import clock, runner
+from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
+from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
+from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, rotated
+from hf_specdecpp.benchmark.replay import run as replaying
+from hf_specdecpp.benchmark.settings import RUNS, RunLog
+from hf_specdecpp.benchmark.summary import comparable, summarise, verdict
+from hf_specdecpp.cli import app
+from hf_specdecpp.generation import decoding
+
+SOME = ["plain", "fixed 3", "confidence*", "dyspec 4*", "transformers default", "prompt lookup"]
+QUESTIONS = [Question("set", f"prompt-{seed}", prompt(seed=seed)[0].tolist()) for seed in range(2)]
+
+
+def some_contestants() -> list[Contestant]:
+    return choose(all_contestants(has_head=False), SOME)
+
+
+def benchmark(folder: Path, target: Any = None, settings: dict[str, Any] | None = None) -> LiveBenchmark:
+    target = target or tiny("llama")
+    log = RunLog(folder, settings or {"seed": 0})
+    return LiveBenchmark(target, assistant_for(target), log, max_new_tokens=24, seed=0, attempts=1)
+
+
+# Rounds ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_add_up(tmp_path: Path, temperature: float) -> None:
+    live = benchmark(tmp_path)
+    live.run(QUESTIONS, some_contestants(), [temperature])
+    assert len(live.log.rows) == 2 * len(some_contestants())
+    for row in live.log.rows:
+        assert row["tokens"] == 24 == len(row["ids"]) - row["prompt_length"]
+        *rounds, last = row["rounds"]
+        emitted = 24 - sum(accepted + 1 for _, accepted, _, _ in rounds)
+        assert emitted in (last[1], last[1] + 1)  # a text may end with a candidate
+        assert all(0 <= accepted <= drafted for drafted, accepted, _, _ in row["rounds"])
+        spent = sum(between + target for _, _, between, target in row["rounds"])
+        assert 0.0 < spent <= row["seconds"]
+    drafted = {row["contestant"]: sum(each[0] for each in row["rounds"]) for row in live.log.rows}
+    assert drafted["plain"] == 0
+    assert min(count for name, count in drafted.items() if name not in ("plain", "prompt lookup")) > 0
+
+
+def test_rounds_are_those_that_the_assistant_counts() -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    for seed in range(3):
+        ids = prompt(seed=seed)
+        plain = target.generate(ids, max_new_tokens=30, do_sample=False)[0].tolist()
+        target.generation_config.eos_token_id = plain[-4]  # perhaps a candidate, perhaps not
+        with RoundClock(target) as watch:
+            text = target.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=assistant)[0].tolist()
+        rounds = watch.rounds(text, ids.shape[1])
+        assert len(rounds) == assistant.stats.target_passes
+        assert sum(each.drafted for each in rounds) == assistant.stats.drafted
+        assert sum(each.accepted for each in rounds) == assistant.stats.accepted
+        target.generation_config.eos_token_id = None
+
+
+def test_everyone_begins_once() -> None:
+    contestants = some_contestants()
+    firsts = [rotated(contestants, number)[0] for number in range(len(contestants))]
+    assert sorted(each.name for each in firsts) == sorted(each.name for each in contestants)
+
+
+def test_contestants_leave_the_assistant_as_it_was() -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    knobs, config = assistant.speculation, assistant.drafter.model.generation_config
+    memory = assistant.throughput
+    for contestant in all_contestants(has_head=False):
+        with contestant.arguments(assistant):
+            pass
+        assert assistant.speculation is knobs
+        assert assistant.throughput is memory
+        assert assistant.drafter.model.generation_config is config
+    assert len({contestant.name for contestant in all_contestants(True)}) == len(all_contestants(True))
+
+
+def test_patterns() -> None:
+    contestants = all_contestants(has_head=True)
+    assert [each.name for each in choose(contestants, ["svip"])] == ["plain", "svip 0.3"]
+    assert len(choose(contestants, ["fixed*"])) == 15
+    assert choose(contestants, []) == contestants
+    with pytest.raises(ValueError, match="No contestant is called 'fxied'"):
+        choose(contestants, ["fxied"])
+    assert {each.name for each in quick_contestants(False)} < {each.name for each in all_contestants(False)}
+
+
+# Resuming -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", [3, 7, 8, 11])  # plain generation comes last for the second prompt
+def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
+    live, left = benchmark(tmp_path), [answers + len(some_contestants())]  # the warm-up counts, too
+    generate = runner.answer
+
+    def killed(*args: Any) -> list[int]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return generate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "answer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            live.run(QUESTIONS, some_contestants(), [0.0])
+    with (tmp_path / RUNS).open("a") as file:
+        file.write('{"set": "torn')  # killed while it wrote
+    again = benchmark(tmp_path)
+    assert len(again.log.rows) == len(live.log.rows) == answers
+    again.run(QUESTIONS, some_contestants(), [0.0])
+    lines = [json.loads(line) for line in (tmp_path / RUNS).read_text().splitlines()]
+    assert lines == again.log.rows
+    assert {row["session"] for row in lines} == {1, 2}
+    compared = comparable(lines)
+    assert len({(row["prompt"], row["contestant"]) for row in compared}) == 2 * len(some_contestants())
+    plain = {(row["prompt"], row["session"]) for row in lines if row["contestant"] == "plain"}
+    assert {(row["prompt"], row["session"]) for row in compared} == plain  # every speed has something to compare with
+    assert len(lines) - len(compared) == max(0, answers - len(some_contestants()))
+    summarise(compared, some_contestants())
+    benchmark(tmp_path).run(QUESTIONS, some_contestants(), [0.0])
+    assert len((tmp_path / RUNS).read_text().splitlines()) == len(lines)
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    RunLog(tmp_path, {"seed": 0, "threads": 1})
+    with pytest.raises(ValueError, match="threads was 1 and is now 2"):
+        RunLog(tmp_path, {"seed": 0, "threads": 2})
+
+
+# Disturbances ---------------------------------------------------------------------------------------------------------
+
+
+def test_disturbed_runs_are_repeated_and_the_quietest_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter([0.3, 0.2, 0.25, 0.0])
+
+    def leave(self: Disturbance, *_: Any) -> None:
+        self.seconds, self.waited, self.others = 1.0, next(waits), 0.5
+
+    monkeypatch.setattr(Disturbance, "__exit__", leave)
+    live = benchmark(tmp_path)
+    live.attempts = 3
+    row = live._time(QUESTIONS[0], 0.0, PLAIN)
+    assert (row["attempts"], row["waited"], row["disturbed"]) == (3, 0.2, True)
+    row = live._time(QUESTIONS[0], 0.0, PLAIN)
+    assert (row["attempts"], row["waited"], row["disturbed"]) == (1, 0.0, False)
+
+
+def test_waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(0.0, 0.0, {"1": 1.0}, (0.0, 0.0)), (2.0, 1.0, {"1": 1.5, "2": 0.1}, (4.0, 0.0))])
+    monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: next(readings)))
+    with Disturbance() as load:
+        pass
+    assert (load.seconds, load.waited, load.others, load.disturbed) == (2.0, 0.25, 1.5, True)
+
+
+def test_where_the_system_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_delays", lambda: None)
+    monkeypatch.setattr(clock, "_machine", lambda: None)
+    with Disturbance() as load:
+        sum(range(1000))
+    assert load.others is None
+    assert 0.0 <= load.waited <= 1.0
+
+
+# Losslessness ---------------------------------------------------------------------------------------------------------
+
+
+def test_parting() -> None:
+    assert parting([1, 2, 3], [1, 2, 3]) is None
+    assert parting([1, 2, 3], [1, 4, 3]) == 1
+    assert parting([1, 2, 3], [1, 2]) == 2
+
+
+def test_rounding_excuses_half_precision_only() -> None:
+    target = tiny("llama")
+    ids = prompt()[0].tolist()
+    with torch.no_grad():
+        target.lm_head.weight[7] = target.lm_head.weight[5] * 1.001  # almost a tie, wherever 5 and 7 are likeliest
+        for token in range(48):
+            if token not in (5, 7):
+                target.lm_head.weight[token] = -target.lm_head.weight[5]
+        if float(target(torch.tensor([ids])).logits[0, -1, 5]) < 0:
+            target.lm_head.weight.neg_()
+    found = explain_parting(target, [*ids, 5], [*ids, 7], len(ids))
+    assert 0.0 < found["gap"] < 0.01
+    assert not found["near_tie"]
+    assert explain_parting(target.to(torch.bfloat16), [*ids, 5], [*ids, 7], len(ids))["near_tie"]
+    assert not explain_parting(target, [*ids, 5], [*ids, 8], len(ids))["near_tie"]
+    assert not explain_parting(target, [*ids, 5], ids, len(ids))["near_tie"]
+
+
+def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accepts_all(candidates: list[int], scores: torch.Tensor) -> tuple[int, int]:
+        return len(candidates), int(scores[-1].argmax())
+
+    monkeypatch.setattr(decoding, "verify_greedy", accepts_all)
+    live = benchmark(tmp_path)
+    contestants = choose(all_contestants(False), ["fixed 3", "prompt lookup"])
+    live.run(QUESTIONS, contestants, [0.0])
+    found = mismatches(live.log.rows, live.target)
+    assert {each["contestant"] for each in found} == {"fixed 3"}
+    assert all(each["place"] >= each["prompt_length"] and not each["near_tie"] for each in found)
+
+
+# Verdict --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speedup", "interval", "tokens", "says"),
+    [
+        (1.4, [1.3, 1.5], 2.0, "Speculation pays here: x"),
+        (1.4, [0.9, 1.5], 2.0, "neither pays nor costs"),
+        (1.0, [0.99, 1.01], 2.0, "neither pays nor costs"),
+        (0.8, [0.7, 0.9], 2.0, "does not pay here: even the best, x"),
+        (1.2, [1.1, 1.3], 1.0, "does not pay here: x all but stops it, and runs at 1.20 times"),
+        (1.2, [1.1, 1.3], 1.0, "since its passes themselves are faster"),
+        (0.8, [0.7, 0.9], 1.0, "does not pay here: even the best, x"),
+    ],
+)
+def test_verdict(speedup: float, interval: list[float], tokens: float, says: str) -> None:
+    row = {"contestant": "x", "speedup": speedup, "interval": interval, "disturbed": 0, "prompts": 9}
+    row["tokens_per_pass"] = tokens
+    assert says in verdict([row])
+    assert "quiet machine" not in verdict([row])
+    assert "quiet machine" in verdict([{**row, "disturbed": 1}])
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def run_command(target: PreTrainedModel, folder: Path, *options: str) -> Any:
+    data = folder / "questions.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")))
+    arguments = ["bench", "--target", str(target.config.name_or_path), "--layers", "1", "--data", str(data), *options]
+    return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
+
+
+def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
+    card = tmp_path / "speeds.json"
+    some = ",".join(SOME)
+    options = ("--max_new_tokens", "16", "--contestants", some, "--card", str(card), "--temperatures", "0,0.7")
+    result = run_command(target, tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 100 or "Written to" in result.output
+    assert "> " in result.output
+    assert "Speculation" in result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert results["replay_agreement"]["compared"] == results["replay_agreement"]["equal"] > 0
+    assert results["environment"]["threads"] == 1
+    assert not results["mismatches"]
+    assert {(each["set"], each["temperature"]) for each in results["replays"]} == {
+        ("questions", 0.0),
+        ("questions", 0.7),
+    }
+    assert set(results["costs"]) == {"measured", "paper"}
+    speeds = json.loads(card.read_text())
+    assert {"command", "device", "dtype", "rows"} == set(speeds)
+    fields = {"set", "temperature", "contestant", "tokens_per_second", "speedup", "tokens_per_pass", "prompts"}
+    assert all(set(row) == fields for row in speeds["rows"])
+    assert len(speeds["rows"]) == 2 * len(some_contestants())
+    assert {row["prompts"] for row in speeds["rows"]} == {2}
+    text = (tmp_path / "bench/report.md").read_text()
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (tmp_path / "bench" / line.partition("(")[2][:-1]).is_file()
+    assert "| oracle |" in text
+
+
+def test_slow_target_is_labelled(target: PreTrainedModel, tmp_path: Path) -> None:
+    options = ("--max_new_tokens", "8", "--contestants", "fixed 2", "--temperatures", "0", "--cost_ratio", "0.1")
+    result = run_command(target, tmp_path, *options, "--no-replay", "--pack_weights")
+    assert result.exit_code == 0, result.output
+    assert "SLOWED-DOWN TARGET" in result.output
+    assert "SLOWED-DOWN TARGET" in (tmp_path / "bench/report.md").read_text()
+
+
+def test_the_untuned_draft_is_a_rival(target: PreTrainedModel) -> None:
+    assistant, untuned = assistant_for(target), tiny("llama", seed=5)
+    for contestant in untuned_contestants(untuned):
+        with contestant.arguments(assistant) as arguments:
+            assert arguments["assistant_model"] is untuned
+            assert untuned.generation_config.num_assistant_tokens == (contestant.stock or {})["num_assistant_tokens"]
+        assert contestant.name.startswith("transformers untuned ")
+
+
+def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        decoding, "verify_greedy", lambda candidates, scores: (len(candidates), int(scores[-1].argmax()))
+    )
+    options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")
+    result = run_command(target, tmp_path, *options)
+    assert result.exit_code == 1
+    assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
+    assert "FAILED: not the texts of plain generate()" in result.output
+
+
+def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
+    options = ("--max_new_tokens", "12", "--no-live", "--temperatures", "0,1", "--draws", "2", "--costs", "0.1")
+    result = run_command(target, tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert results["costs"]["0.1"]["verify"] == [1.0]
+    assert [(each["temperature"], each["texts"]) for each in results["replays"]] == [(0.0, 2), (1.0, 4)]
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "bench" / replaying.RECORDS).rglob("*.*")}
+    assert len(files) == 2 + 2 + 2 + 4
+    run_command(target, tmp_path, *options)
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
+def test_replays_of_rollouts(tmp_path: Path) -> None:
+    training = training_run(tmp_path, tests=("sums", "tales"), temperatures=(1.0, 0.0))
+    record = training.work / "rollouts/rollouts.json"
+    record.write_text(json.dumps({"complete": True, "settings": {"top_k": 0, "max_new_tokens": 24}}))
+    target = AutoModelForCausalLM.from_pretrained(training.target)
+    tokenizer().save_pretrained(training.target)
+    result = run_command(target, tmp_path, "--no-live", "--rollouts", str(training.work), "--costs", "paper")
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    found = {(each["set"], each["temperature"]): each["texts"] for each in results["replays"]}
+    assert found == {("sums", 0.0): 2, ("tales", 0.0): 2, ("sums", 1.0): 4, ("tales", 1.0): 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--temperatures", "hot"), "must be numbers such as"),
+        (("--contestants", "nobody"), "No contestant is called"),
+        (("--cost_ratio", "2"), "must be between 0 and 1"),
+        (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
+        (("--rollouts", "nowhere"), "has no folder `rollouts`"),
+    ],
+)
+def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    result = run_command(target, tmp_path, "--max_new_tokens", "4", *options)
+    assert result.exit_code == 1
+    assert says in " ".join(result.output.split())
+
+
+def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
+    head = AcceptanceHead(32, num_blocks=1, inputs="before", rank=4)
+    SpecDecPPAssistant.from_draft(draft, target, head=head).save_pretrained(tmp_path / "assistant")
+    options = ("--max_new_tokens", "12", "--contestants", "transformers*,threshold*,throughput*", "--temperatures", "0")
+    result = run_command(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"))
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert {"threshold (head)", "threshold (q)", "transformers"} <= {row["family"] for row in results["summary"]}
+    assert {"threshold (head)", "threshold (q)"} <= {row["family"] for row in results["replays"][0]["rows"]}
+    assert results["replay_agreement"]["compared"] == results["replay_agreement"]["equal"] == 2 * 10
+
+
+def test_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
+    some = ("--contestants", "fixed 3,confidence*,dyspec 8*", "--max_new_tokens", "24")
+    result = run_command(target, tmp_path, *some, "--dtype", "bfloat16", "--no-replay")
+    assert result.exit_code == 0, result.output
+    result = run_command(target, tmp_path, *some, "--dtype", "bfloat16", "--costs", "paper")
+    assert result.exit_code == 0, result.output
+    assert "bfloat16" in (tmp_path / "bench/report.md").read_text()

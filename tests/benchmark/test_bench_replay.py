@@ -1,0 +1,258 @@
+"""Replays against live runs on tiny models, and the oracle against every other way to stop."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
+from torch import Tensor
+
+from hf_specdecpp import AcceptanceHead, SpeculationConfig
+from hf_specdecpp.benchmark.replay.oracle import oracle
+from hf_specdecpp.benchmark.replay.record import Record, Text, load, record, save
+from hf_specdecpp.benchmark.replay.sweep import PAPER, sweep
+from hf_specdecpp.benchmark.replay.tracks import Outcomes, Seen, Track, judge, replay_all
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.head import Calibration
+from hf_specdecpp.generation import candidate_generator, decoding
+from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.sampling.verification import verify_chain
+from hf_specdecpp.texts.sampling import Sampling
+
+NEW_TOKENS, PROMPT_LENGTH = 48, 12
+COSTS = {"draft": 0.02, "verify": [0.1, 0.1, 0.1, 0.16], "read": 0.001}
+RULES: list[dict[str, Any]] = [
+    {"rule": "fixed", "num_tokens": 3},
+    {"rule": "confidence", "confidence_threshold": 0.3, "max_tokens": 6},
+    {"rule": "svip", "svip_threshold": 0.4},
+    {"rule": "adaedl", "adaedl_threshold": 0.5},
+    {"rule": "threshold", "threshold": 0.7, "min_tokens": 2, "max_tokens": 5},
+    {"rule": "throughput", "costs": COSTS},
+]
+
+
+def head(inputs: str, hidden_size: int = 32) -> AcceptanceHead:
+    """With weights and a calibration that matter."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(5)
+        made = AcceptanceHead(hidden_size, num_blocks=1, inputs=inputs, rank=8)
+        for parameter in made.parameters():
+            parameter.normal_(std=0.2)
+    made.calibration = {mode: Calibration(0.3, [0.8, 1.5, 2.0]) for mode in ("sampled", "greedy")}
+    return made
+
+
+class Following:
+    """Live randomness that decides as a record says: its coins, its candidates, its text."""
+
+    def __init__(self, recorded: Record) -> None:
+        self.off_text, self.text = Track(recorded).off_text, recorded.text
+        self.start = recorded.text.prompt_length  # place in the text of what the round emits first
+        self.off: int | None = None  # place at which the round has left the text
+        self._begin_round()
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        if self.verifying:  # the token after the accepted candidates
+            token = self.text.ids[self.start + self.accepted]
+            self.start += self.accepted + 1
+            self._begin_round()
+            return torch.tensor(token)
+        place = self.start + self.drafted - self.text.first
+        if self.off is None and place in self.off_text:
+            self.off = place
+        self.drafted += 1
+        token = self.text.ids[self.text.first + place]
+        return torch.tensor(token if self.off is None else self.off_text[self.off][place - self.off].token)
+
+    def bernoulli(self, probability: float) -> bool:
+        stands = self.off is None or self.start + self.accepted - self.text.first < self.off
+        assert probability > 0.0 if stands else probability < 1.0
+        self.accepted += stands
+        return stands
+
+    def _begin_round(self) -> None:
+        self.drafted, self.accepted, self.off, self.verifying = 0, 0, None, False
+
+
+def live_rounds(
+    target: Any, assistant: Any, monkeypatch: pytest.MonkeyPatch, recorded: Record | None, **sampling: Any
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Text and rounds of a live run; a sampled one follows a record."""
+    with monkeypatch.context() as patch:
+        rounds = Rounds(patch)
+        if recorded is not None:
+            following = Following(recorded)
+
+            def verify(*args: Any) -> tuple[int, int]:
+                following.verifying = True
+                return verify_chain(*args)
+
+            patch.setattr(candidate_generator, "TorchRandomness", lambda: following)
+            patch.setattr(decoding, "verify_chain", verify)
+        ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, **sampling)[
+            0
+        ].tolist()
+    return ids, rounds.outcomes
+
+
+@pytest.mark.parametrize("judged_by", ["q", "before", "after"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny(family)
+    assistant = assistant_for(target)
+    assistant.head = None if judged_by == "q" else head(judged_by)
+    ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+    answer = ids[PROMPT_LENGTH:]
+    end = next((token for token in answer if answer.index(token) > NEW_TOKENS // 2), None)
+    target.generation_config.eos_token_id = end  # candidates may end a text, too
+    ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+    text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS, frozenset() if end is None else frozenset([end]))
+    track = Track(record(text, assistant, target, Sampling(0.0, 0), seed=0))
+    lengths = set()
+    for knobs in RULES:
+        assistant.speculation = SpeculationConfig(**knobs)
+        assistant.throughput.clear()
+        live, rounds = live_rounds(target, assistant, monkeypatch, None, do_sample=False)
+        estimator = judge("q" if judged_by == "q" else "head", assistant.head, greedy=True)
+        replayed = track.replay(make_rule(assistant.speculation, estimator))
+        assert live == ids
+        assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
+        lengths |= {drafted for drafted, _ in rounds}
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("judged_by", ["q", "before", "after"])
+def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    assistant.head = None if judged_by == "q" else head(judged_by)
+    torch.manual_seed(0)
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+    ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, **sampling)[0].tolist()
+    text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS)
+    fates = set()
+    for seed, knobs in enumerate(RULES):
+        recorded = record(text, assistant, target, Sampling(0.8, 0), seed)
+        assistant.speculation = SpeculationConfig(**knobs)
+        assistant.throughput.clear()
+        live, rounds = live_rounds(target, assistant, monkeypatch, recorded, **sampling)
+        estimator = judge("q" if judged_by == "q" else "head", assistant.head, greedy=False)
+        replayed = Track(recorded).replay(make_rule(assistant.speculation, estimator))
+        assert live == ids
+        assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
+        fates |= {(accepted > 0, accepted < drafted) for drafted, accepted in rounds if drafted > 1}
+    assert fates == {(True, True), (True, False), (False, True)}
+
+
+def test_labels_and_chances_are_those_of_the_verifier() -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    torch.manual_seed(1)
+    ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=20, do_sample=True, top_k=0)[0].tolist()
+    recorded = record(Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + 20), assistant, target, Sampling(1.0, 0), 0, length=3)
+    draft = assistant.drafter.model
+    chains = iter(recorded.off_text.tokens.tolist())
+    labels = iter(recorded.off_text.label.tolist())
+    for number, place in enumerate(range(PROMPT_LENGTH + 1, len(ids))):
+        p, q = (law_after(model, ids[:place]) for model in (target, draft))
+        assert float(recorded.accept[number]) == pytest.approx(min(1.0, float(q[ids[place]] / p[ids[place]])), rel=1e-4)
+        label = min(1.0, float(p[ids[place]] / q[ids[place]]))
+        assert float(recorded.on_text.label[number]) == pytest.approx(label, rel=1e-4)
+        if not recorded.stands[number]:
+            chain, found = next(chains), next(labels)
+            for i, token in enumerate(chain):
+                p, q = (law_after(model, ids[:place] + chain[:i]) for model in (target, draft))
+                assert found[i] == pytest.approx(min(1.0, float(p[token] / q[token])), rel=1e-4)
+    assert next(chains, None) is None
+    assert len(recorded.off_text.tokens) > 1
+
+
+def law_after(model: Any, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, -1].float().softmax(-1)
+
+
+def test_records_survive_the_disk(tmp_path: Path) -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=20, do_sample=False)[0].tolist()
+    text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + 20, frozenset([3, 5]))
+    recorded = record(text, assistant, target, Sampling(0.0, 0), 0)
+    save(recorded, tmp_path / "record.safetensors")
+    found = load(tmp_path / "record.safetensors")
+    assert found.text == text
+    config = SpeculationConfig(rule="confidence", confidence_threshold=0.3)
+    a, b = (Track(each).replay(make_rule(config, judge("q", None, True))) for each in (recorded, found))
+    assert a == b
+
+
+# Bounds, on made-up tracks --------------------------------------------------------------------------------------------
+
+
+def made_up(seed: int, length: int = 40, chain: int = 20) -> Track:
+    """A text whose candidates stand by chance."""
+    draw = random.Random(seed)
+    track = Track.__new__(Track)
+    track.text, track.greedy = Text(list(range(1, length + 2)), 1, length + 1), False
+
+    def seen(token: int, label: float) -> Seen:
+        return Seen(token, min(1.0, label * draw.uniform(0.8, 1.2)), draw.random(), label, 0.0)
+
+    labels = [draw.betavariate(3, 1) for _ in range(length)]
+    track.on_text = [seen(place, label) for place, label in enumerate(labels[:-1])]
+    track.off_text = {
+        place: [seen(VOCAB_SIZE, draw.random() * 0.8) for _ in range(chain)]
+        for place, label in enumerate(labels[:-1])
+        if draw.random() > label
+    }
+    return track
+
+
+@pytest.mark.parametrize("costs", [PAPER, Costs(0.05, (0.1, 0.1, 0.1, 0.18)), Costs(0.2, (0.1,), 0.01)])
+def test_no_rule_is_faster_than_the_oracle(costs: Costs) -> None:
+    tracks = [made_up(seed) for seed in range(12)]
+    bound = oracle(tracks, costs).speed(costs)
+    found = sweep(tracks, None, {"these": costs})
+    assert {row["family"] for row in found["best"]["these"]} >= {"oracle", "informed bound", "throughput (q)", "fixed"}
+    for row in found["best"]["these"]:
+        assert row["tokens_per_second"] <= bound * (1.0 + 1e-9), row
+        assert row["of_oracle"] == pytest.approx(row["tokens_per_second"] / bound)
+
+
+def test_oracle_drafts_exactly_what_stands_where_passes_cost_the_same() -> None:
+    track = made_up(3)
+    outcomes = oracle([track], PAPER)
+    start, rounds, end = track.text.first, 0, len(track.text.ids)
+    while start < end:
+        start, rounds = start + track.run_of(start) + 1, rounds + 1
+    assert (outcomes.rounds, outcomes.discard_rate) == (rounds, 0.0)
+    assert outcomes.drafted == sum(outcomes.accepted) == sum(outcomes.generated) - rounds
+
+
+def test_informed_bound_beats_the_drafts_own_probability() -> None:
+    tracks = [made_up(seed) for seed in range(30)]
+    best = {row["family"]: row for row in sweep(tracks, None, {"paper": PAPER})["best"]["paper"]}
+    assert best["informed bound"]["tokens_per_second"] > best["threshold (q)"]["tokens_per_second"]
+    assert best["fixed"]["gain_over_fixed"] == 0.0
+
+
+def test_outcomes_count_every_token_once() -> None:
+    tracks = [made_up(seed) for seed in range(5)]
+    for length in (1, 4):
+        config = SpeculationConfig(rule="fixed", num_tokens=length)
+        outcomes = replay_all(tracks, partial(make_rule, config, judge("q", None, False)))
+        assert sum(outcomes.generated) == sum(outcomes.accepted) + outcomes.rounds
+        times = outcomes.seconds(Costs(1.0, (10.0,)))
+        assert float(times.sum()) == pytest.approx(outcomes.drafted + 10.0 * outcomes.rounds)
+
+
+def test_pauses_cost_the_draft_its_reading() -> None:
+    outcomes = Outcomes()
+    outcomes.add([(0, 0, 5), (0, 0, 6), (2, 1, 7), (2, 2, 1), (1, 0, 2)], 8)
+    assert outcomes.read == [7]
+    assert float(outcomes.seconds(Costs(1.0, (10.0,), read=0.5))[0]) == 5 * 10.0 + 5 * 1.0 + 3.5

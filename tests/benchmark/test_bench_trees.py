@@ -1,0 +1,121 @@
+"""Replayed trees: greedy ones are the live rounds, and sampled ones count what the verifier accepts on average."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.exact_distribution import Replay, exact_law
+from support.models import assistant_for, prompt, tiny
+from support.repos import head_for
+from support.toy_rounds import Models
+from support.toy_trees import ToyTree
+from support.tree_generation import sharp
+
+from hf_specdecpp import SpeculationConfig
+from hf_specdecpp.benchmark.contestants import Contestant
+from hf_specdecpp.benchmark.replay.record import Text
+from hf_specdecpp.benchmark.replay.trees import TreeReplay, as_tree, chances, draw, replay_trees
+from hf_specdecpp.benchmark.settings import BenchmarkConfig, RunLog
+from hf_specdecpp.sampling.randomness import TorchRandomness
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.trees.tree import DraftTree
+
+LENGTH, NEW_TOKENS = 12, 60
+TREES: dict[str, dict[str, Any]] = {
+    "dyspec": {"tree": "dyspec", "tree_budget": 10},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6},
+    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "fixed": {"rule": "fixed", "num_tokens": 3},
+}
+
+
+def text_of(target: Any, **sampling: Any) -> Text:
+    ids = target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, **sampling)[0].tolist()
+    return Text(ids, LENGTH, LENGTH + NEW_TOKENS)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("kind", TREES)
+def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
+    target = sharp(tiny("llama"))
+    assistant = assistant_for(target, mix=0.9)
+    assistant.head = head_for(assistant.drafter.model, inputs="before")
+    text = text_of(target, do_sample=False)
+    wanted = as_tree(SpeculationConfig(**TREES[kind]))
+    assert wanted is not None
+    rounds = list(TreeReplay(text, assistant, target, Sampling(0.0), 0).rounds(wanted, with_head))
+    if not with_head:
+        assistant.head = None
+    assistant.speculation = SpeculationConfig(**TREES[kind])
+    live = target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
+    stats = assistant.stats
+    assert live[0].tolist() == text.ids
+    assert (len(rounds), sum(each[0] for each in rounds)) == (stats.rounds, stats.drafted)
+    assert sum(each[1] for each in rounds) == stats.accepted > 5
+
+
+def accepted_path(program: ToyTree, tree: DraftTree, randomness: Replay) -> tuple[int, ...]:
+    return tuple(program.verify(tree, randomness, ())[0])
+
+
+@pytest.mark.parametrize("algorithm", ["dyspec", "static"])
+def test_chances_are_those_of_the_verifier(algorithm: str) -> None:
+    """Against the enumerated law of `verify_tree` on trees drawn once."""
+    accepted = set()
+    for seed in range(4):
+        program = ToyTree(Models("plain", 4, seed), algorithm, "draft probability", budget=5, seed=seed)
+        torch.manual_seed(seed)
+        tree = program.draft(TorchRandomness(), ())
+        laws = {node: program.models.p(tuple(tree.path(node))) for node in range(len(tree.tokens))}
+        reached = chances(tree, laws)
+        law = exact_law(partial(accepted_path, program, tree))
+        for node in range(1, len(tree.tokens)):
+            assert reached[node] == pytest.approx(sum(p for path, p in law.items() if node in path), abs=1e-9)
+        lengths = [draw(tree, reached) for _ in range(2000)]
+        assert sum(lengths) / 2000 == pytest.approx(sum(reached[1:]), abs=0.1)
+        accepted |= set(lengths)
+    assert len(accepted) >= 2
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, mix=0.7)
+    assistant.speculation = SpeculationConfig(**TREES[kind])
+    wanted = as_tree(assistant.speculation)
+    assert wanted is not None
+    live, replayed = [0.0, 0.0], [0.0, 0.0]
+    for seed in range(12):
+        torch.manual_seed(seed)
+        text = text_of(target, do_sample=True, top_k=0)
+        for _, expected, _ in TreeReplay(text, assistant, target, Sampling(1.0), seed).rounds(wanted, with_head=False):
+            replayed[0] += 1
+            replayed[1] += expected
+        target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=True, top_k=0)
+        live[0] += assistant.stats.rounds
+        live[1] += assistant.stats.accepted
+    assert replayed[1] / replayed[0] == pytest.approx(live[1] / live[0], rel=0.12)
+
+
+def test_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = sharp(tiny("llama"))
+    assistant = assistant_for(target, mix=0.9)
+    text = text_of(target, do_sample=False)
+    contestants = [Contestant(name, name, SpeculationConfig(**knobs)) for name, knobs in TREES.items()]
+    contestants += [Contestant("other", "other", SpeculationConfig("throughput", tree="dyspec"))]
+    config = BenchmarkConfig("target", output=tmp_path)
+
+    def count(names: list[Contestant]) -> list[dict[str, Any]]:
+        log = RunLog(tmp_path, {}, "trees.jsonl")
+        return replay_trees(config, log, names, target, assistant, [("set", {"one": text}, Sampling(0.0))])
+
+    first = count(contestants[:2])
+    monkeypatch.setattr(TreeReplay, "__init__", None)
+    assert count(contestants[:2]) == first
+    monkeypatch.undo()
+    assert [row["contestant"] for row in count(contestants)] == list(TREES), "throughput depends on other texts"
+    assert all(row["accepted"] > 0 for row in first)

@@ -1,0 +1,266 @@
+"""Stopping rules: each against its formula, and the SpecDec++ round against a transcription of the authors' loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.exact_distribution import Replay, Tokens, exact_law
+from support.toy_rounds import EOS, Models, make_estimator
+from torch import Tensor
+
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.chain import draft_chain
+from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
+from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.rules import make_rule
+
+VOCAB = 3
+
+
+def make_step(seed: int, spread: float = 2.0) -> DraftStep:
+    generator = torch.Generator().manual_seed(seed)
+    scores = spread * torch.randn(8, generator=generator, dtype=torch.float64)
+    token = torch.randint(8, (), generator=generator)
+    return DraftStep(0, scores, torch.zeros(2), embed=lambda each: torch.zeros(2), token=token)
+
+
+def rule_for(**knobs: Any) -> StoppingRule:
+    return make_rule(SpeculationConfig(**knobs), DraftProbability())
+
+
+def decides(rule: StoppingRule, step: DraftStep) -> bool:
+    signal = rule.signal(step)
+    return rule.stops(None if signal is None else float(signal))
+
+
+def law_of(step: DraftStep) -> list[float]:
+    """q, computed by hand."""
+    weights = [math.exp(score) for score in step.scores.tolist()]
+    return [weight / sum(weights) for weight in weights]
+
+
+def entropy_of(step: DraftStep) -> float:
+    return -sum(q * math.log(q) for q in law_of(step))
+
+
+# Each rule's formula. -------------------------------------------------------------------------------------------------
+
+
+def test_fixed_never_stops() -> None:
+    rule = rule_for(rule="fixed", num_tokens=7, max_tokens=3)
+    assert rule.max_tokens == 7
+    assert not any(decides(rule, make_step(seed)) for seed in range(20))
+
+
+@pytest.mark.parametrize("bound", [0.05, 0.2, 0.5])
+def test_confidence_stops_after_an_unlikely_candidate(bound: float) -> None:
+    rule = rule_for(rule="confidence", confidence_threshold=bound)
+    answers = [decides(rule, make_step(seed)) for seed in range(50)]
+    assert answers == [law_of(step)[int(step.token)] < bound for step in map(make_step, range(50))]
+    assert {True, False} == set(answers)
+
+
+@pytest.mark.parametrize("bound", [0.3, 0.4])
+def test_svip_stops_at_high_entropy(bound: float) -> None:
+    rule = rule_for(rule="svip", svip_threshold=bound)
+    answers = [decides(rule, make_step(seed)) for seed in range(50)]
+    assert answers == [math.sqrt(0.15 * entropy_of(step)) > bound for step in map(make_step, range(50))]
+    assert {True, False} == set(answers)
+
+
+@pytest.mark.parametrize("bound", [0.4, 0.6])
+def test_adaedl_stops_when_its_bound_is_low(bound: float) -> None:
+    rule = rule_for(rule="adaedl", adaedl_threshold=bound)
+    answers = [decides(rule, make_step(seed)) for seed in range(50)]
+    assert answers == [1.0 - math.sqrt(0.2 * entropy_of(step)) < bound for step in map(make_step, range(50))]
+    assert {True, False} == set(answers)
+
+
+def test_a_certain_q_has_no_entropy() -> None:
+    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, token=torch.tensor(0))
+    for rule in ("svip", "adaedl", "confidence"):
+        assert not decides(rule_for(rule=rule), certain)
+
+
+def test_adaedl_follows_the_acceptance_rate() -> None:
+    rule = rule_for(rule="adaedl", adaedl_threshold=0.4)
+    assert isinstance(rule, AdaEDL)
+    bound, rate = 0.4, 0.9
+    moves = set()
+    for drafted, accepted in [(4, 4), (4, 4), (5, 0), (3, 1), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]:
+        rule.update(drafted, accepted)
+        rate = 0.5 * rate + 0.5 * accepted / drafted
+        wanted = bound + 0.01 if rate < 0.9 else bound - 0.01
+        before, bound = bound, 0.9 * bound + 0.1 * wanted
+        moves.add(bound > before)
+        assert rule.bound == pytest.approx(bound)
+    assert moves == {True, False}
+
+
+def test_adaedl_keeps_its_bound_a_probability_and_ignores_empty_rounds() -> None:
+    for start, accepted in ((0.0, 1), (1.0, 0)):
+        rule = AdaEDL(SpeculationConfig(rule="adaedl", adaedl_threshold=start))
+        rule.update(0, 0)
+        assert rule.bound == start
+        for _ in range(5):
+            rule.update(1, accepted)
+            assert rule.bound == start
+
+
+def test_threshold_multiplies_the_estimates_of_a_round() -> None:
+    rule = rule_for(rule="threshold", threshold=0.9)
+    for first in (0, 100):  # the second round starts afresh
+        rule.begin_round()
+        survival = 1.0
+        for seed in range(first, first + 10):
+            step = make_step(seed)
+            survival *= law_of(step)[int(step.token)]
+            assert decides(rule, step) == (1.0 - survival > 0.9)
+        assert survival < 0.1
+
+
+@pytest.mark.parametrize("signals", [[0.5], [1.0, 0.5], [None, 0.5]])
+def test_threshold_stops_above_h_not_at_h(signals: list[float | None]) -> None:
+    rule = rule_for(rule="threshold", threshold=0.5)
+    assert not any(rule.stops(signal) for signal in signals)  # 1 - 0.5 is exactly h
+    assert rule.stops(1.0 - 1e-12)
+
+
+def test_names_choose_rules() -> None:
+    kinds = {
+        "fixed": FixedLength, "threshold": Threshold, "confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        rule = rule_for(rule=name, min_tokens=2, max_tokens=9, num_tokens=4)
+        assert type(rule) is kind
+        assert (rule.min_tokens, rule.max_tokens) == ((1, 4) if name == "fixed" else (2, 9))
+
+
+def test_a_config_is_checked_again_when_it_is_used() -> None:
+    config = SpeculationConfig()
+    config.threshold = 1.5
+    with pytest.raises(ValueError, match="threshold=1.5 must be between 0 and 1"):
+        make_rule(config, DraftProbability())
+
+
+# Rounds. --------------------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """The draft of `models`, counting its forwards."""
+
+    def __init__(self, models: Models) -> None:
+        self.models, self.calls = models, 0
+
+    def __call__(self, candidates: list[int]) -> DraftStep:
+        self.calls += 1
+        _, scores, hidden = self.models.at(tuple(candidates))
+        return DraftStep(len(candidates), scores, hidden, embed=lambda token: self.models.embeddings[token])
+
+
+def authors_round(models: Models, head: Any, randomness: Replay, h: float, bounds: tuple[int, int]) -> Tokens:
+    """The loop of hf_generation.py in SpecDec_pp, from the pseudo-code in reference/specdecpp.md, section 1.5."""
+    least, most = bounds
+    drafted: list[int] = []
+    steps, cumulative = 0, 1.0
+    while True:
+        _, scores, last_hidden = models.at(tuple(drafted))  # of the last input position: the previous candidate
+        token = int(randomness.categorical(scores.softmax(dim=-1)))
+        drafted.append(token)
+        if token in models.eos:
+            break
+        steps += 1
+        accept = 1.0 if steps == 1 else float(two_logits(head, last_hidden).softmax(dim=-1)[1])
+        cumulative *= accept
+        stop = (1 - cumulative) > h
+        if steps >= most:
+            stop = True
+        elif steps < least:
+            stop = False
+        if stop:
+            break
+    return tuple(drafted)
+
+
+def two_logits(head: Any, x: Tensor) -> Tensor:
+    for index in range(head.num_blocks):
+        linear = head.blocks[0 if head.tied else index].linear
+        x = x + torch.nn.functional.silu(linear(x))
+    return head.output(x)
+
+
+@pytest.mark.parametrize("scenario", ["plain", "end of sequence"])
+@pytest.mark.parametrize("bounds", [(1, 4), (2, 4), (3, 4), (4, 4), (1, 1), (2, 2)])
+@pytest.mark.parametrize("h", [0.0, 0.3, 0.5, 0.7, 1.0])
+@torch.no_grad()
+def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str) -> None:
+    for seed in range(3):
+        models = Models(scenario, VOCAB, seed)
+        head = make_estimator("threshold/after, tied" if seed else "threshold/after, untied", seed)
+        assert isinstance(head, AcceptanceHead)
+        config = SpeculationConfig(rule="threshold", threshold=h, min_tokens=bounds[0], max_tokens=bounds[1])
+
+        def ours(randomness: Replay, models: Models = models, config: Any = config, head: Any = head) -> Tokens:
+            chain = draft_chain(Steps(models), make_rule(config, head), randomness, 10, models.eos)
+            return tuple(chain.tokens)
+
+        def theirs(randomness: Replay, models: Models = models, head: Any = head) -> Tokens:
+            return authors_round(models, head, randomness, h, bounds)
+
+        assert exact_law(ours) == exact_law(theirs)
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.4, 0.8])
+def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> None:
+    """The verdict on a candidate comes with the forward that has already drawn the next one."""
+    judged = []
+
+    class After:
+        inputs = "after"
+
+        def estimate(self, step: DraftStep) -> Tensor | None:
+            if step.index == 0:
+                return None
+            judged.append(step.index - 1)
+            return torch.tensor(probability)
+
+    steps = Steps(Models("plain", VOCAB, 0))
+    chain = draft_chain(steps, make_rule(SpeculationConfig(threshold=0.7), After()), Replay([]), max_tokens=20)
+    needed = math.floor(math.log(0.3) / math.log(probability)) + 1  # verdicts until 1 - probability^n > 0.7
+    assert judged == list(range(needed))
+    assert len(chain.tokens) == needed + 1 == steps.calls
+
+
+def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
+    """A token head can stop after the first candidate: one draft forward less than the paper's."""
+    steps = Steps(Models("plain", VOCAB, 0))
+    rule = rule_for(rule="threshold", threshold=0.0)
+    assert len(draft_chain(steps, rule, Replay([]), max_tokens=20).tokens) == 1
+    assert steps.calls == 1
+
+
+@pytest.mark.parametrize(("room", "length"), [(0, 0), (1, 1), (3, 3), (9, 5)])
+def test_room_and_the_rules_own_limit_bound_a_round(room: int, length: int) -> None:
+    steps = Steps(Models("plain", VOCAB, 0))
+    chain = draft_chain(steps, rule_for(rule="fixed", num_tokens=5), Replay([]), max_tokens=room)
+    assert len(chain.tokens) == len(chain.scores) == steps.calls == length
+
+
+def test_end_of_sequence_ends_a_round_below_the_minimum() -> None:
+    chain = draft_chain(
+        Steps(Models("plain", VOCAB, 0)), rule_for(min_tokens=4), Replay([1, EOS]), max_tokens=9, eos_token_ids={EOS}
+    )
+    assert chain.tokens == [1, EOS]
+
+
+def test_greedy_rounds_take_the_likeliest_token() -> None:
+    models = Models("plain", VOCAB, 0)
+    chain = draft_chain(Steps(models), rule_for(rule="fixed", num_tokens=4), None, max_tokens=9)
+    for place, token in enumerate(chain.tokens):
+        scores = models.at(tuple(chain.tokens[:place]))[1]
+        assert token == int(scores.argmax())
+        assert torch.equal(chain.scores[place], scores)

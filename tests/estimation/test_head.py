@@ -1,0 +1,278 @@
+"""Acceptance estimators: the paper's head against an independent copy of it, the token head, calibration, dtypes."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
+from hf_specdecpp.estimation.features import NUM_SCALARS, NUM_SIBLINGS, SIBLING_MASS, scalar_features
+from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
+
+SIZE, VOCAB = 6, 9
+
+
+def make_step(
+    index: int = 0, token: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32, greedy: bool = False
+) -> DraftStep:
+    generator = torch.Generator().manual_seed(seed)
+    scores = 2.0 * torch.randn(VOCAB, generator=generator)
+    hidden = torch.randn(SIZE, generator=generator).to(dtype)
+    table = torch.randn(VOCAB, SIZE, generator=generator).to(dtype)
+    return DraftStep(index, scores, hidden, lambda each: table[each], greedy, torch.tensor(token))
+
+
+def make_head(**arguments: Any) -> AcceptanceHead:
+    """A head whose every weight matters to its verdict (an untrained token head only repeats q(y))."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        head = AcceptanceHead(SIZE, **arguments)
+        for parameter in head.parameters():
+            parameter.normal_(std=0.5)
+    return head
+
+
+def probability(head: AcceptanceHead, step: DraftStep) -> float:
+    answer = head.estimate(step)
+    assert answer is not None
+    return answer.item()
+
+
+class PaperBlock(nn.Module):
+    """The paper's residual block, as reference/specdecpp.md describes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.linear(x))
+
+
+def paper_head(num_layers: int, tied: bool) -> nn.Sequential:
+    """The released code repeats one block object (`[ResBlock(h)] * num_layers`); its fork makes one a layer."""
+    blocks = [PaperBlock()] * num_layers if tied else [PaperBlock() for _ in range(num_layers)]
+    return nn.Sequential(*blocks, nn.Linear(SIZE, 2))
+
+
+# The paper's head ("after"). ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("depth", range(5))
+def test_the_after_head_is_the_papers(depth: int, tied: bool) -> None:
+    torch.manual_seed(depth)
+    paper, ours = paper_head(depth, tied), AcceptanceHead(SIZE, num_blocks=depth, tied=tied)
+    with torch.no_grad():
+        for index in range(depth):
+            block: Any = paper[index]
+            ours.blocks[0 if tied else index].load_state_dict(block.state_dict())
+        ours.output.load_state_dict(paper[-1].state_dict())
+    step = make_step(index=2)
+    expected = paper(step.hidden).softmax(dim=-1)[1]
+    assert_close(ours.estimate(step), expected)
+    assert sum(each.numel() for each in ours.parameters()) == sum(each.numel() for each in paper.parameters())
+
+
+def test_the_after_head_judges_batches_alike() -> None:
+    head, hidden = make_head(), torch.randn(2, 3, SIZE)
+    assert head(hidden).shape == (2, 3)
+    assert_close(head(hidden)[1, 2], head(hidden[1, 2]))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_released_head_has_as_many_parameters_as_the_papers(depth: int) -> None:
+    with torch.device("meta"):
+        head = AcceptanceHead(4096, num_blocks=depth, tied=True)
+    assert sum(each.numel() for each in head.parameters()) == 16_789_506
+
+
+def test_the_after_head_has_no_verdict_on_the_first_candidate() -> None:
+    assert make_head().estimate(make_step(index=0)) is None
+
+
+def test_the_after_head_reads_nothing_but_the_hidden_state() -> None:
+    """It judges the candidate before, so the new candidate and its q must not matter."""
+    head, step = make_head(), make_step(index=1, token=3)
+    other = DraftStep(1, torch.randn(VOCAB), step.hidden, step.embed, token=torch.tensor(5))
+    assert probability(head, step) == probability(head, other)
+
+
+# The token head ("before"). -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", range(VOCAB))
+def test_an_untrained_before_head_says_q(token: int) -> None:
+    step = make_step(token=token)
+    head = AcceptanceHead(SIZE, num_blocks=2, inputs="before", rank=4)
+    assert_close(head.estimate(step), step.q_of_token, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("rank", [1, 4, 64])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: int, greedy: bool) -> None:
+    head, step = make_head(num_blocks=blocks, inputs="before", rank=rank), make_step(token=4, greedy=greedy)
+    weights = dict(head.state_dict())
+    silu = nn.functional.silu
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return weights[f"{name}.weight"] @ x + weights.get(f"{name}.bias", 0.0)
+
+    top = step.q.sort(descending=True).values
+    entropy = -(step.q * step.q.log()).sum()
+    no_siblings = torch.zeros(2)
+    scalars = torch.stack((step.q[4].log(), entropy, top[0] - top[1], *no_siblings, torch.tensor(float(greedy))))
+    x = silu(linear("from_hidden", step.hidden) + linear("from_embedding", step.embed(torch.tensor(4))))
+    assert x.shape == (rank,)
+    for index in range(blocks):
+        x = x + silu(linear(f"blocks.{index}.linear", x))
+    correction = linear("output", x)[0]
+    trunk = linear("from_scalars.2", silu(linear("from_scalars.0", scalars)))[0]
+    expected = (step.q[4].logit() + trunk + correction).sigmoid()
+    assert_close(head.estimate(step), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_before_head_judges_the_first_candidate_too() -> None:
+    assert 0.0 < probability(make_head(inputs="before", rank=4), make_step(index=0)) < 1.0
+
+
+def test_embeddings_may_have_another_size() -> None:
+    head = AcceptanceHead(SIZE, inputs="before", embedding_size=2, rank=4)
+    step = DraftStep(0, torch.randn(VOCAB), torch.randn(SIZE), lambda token: torch.ones(2), token=torch.tensor(1))
+    assert_close(head.estimate(step), step.q_of_token, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scores", [[0.0, float("-inf"), float("-inf")], [50.0, -50.0, -50.0]])
+def test_certain_and_impossible_tokens_get_finite_verdicts(scores: list[float]) -> None:
+    head = AcceptanceHead(2, inputs="before", rank=2)
+    for token in range(3):
+        step = DraftStep(0, torch.tensor(scores), torch.zeros(2), lambda _: torch.zeros(2), token=torch.tensor(token))
+        verdict = probability(head, step)
+        assert 0.0 <= verdict <= 1.0
+        assert (verdict > 0.99) == (token == 0)
+
+
+def test_scalar_features() -> None:
+    q = torch.tensor([0.5, 0.25, 0.25, 0.0])
+    features = scalar_features(q, torch.tensor(1), False, torch.tensor(0.5), torch.tensor(1))
+    entropy = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
+    assert_close(features, torch.tensor([math.log(0.25), entropy, 0.25, 0.5, 1.0, 0.0]))
+    alone = scalar_features(q, torch.tensor(1), greedy=True)
+    assert_close(alone, torch.tensor([math.log(0.25), entropy, 0.25, 0.0, 0.0, 1.0]))
+    assert features.shape == (NUM_SCALARS,)
+    rows = scalar_features(torch.stack((q, q.flip(0))), torch.tensor([1, 2]))
+    assert_close(rows[0, :3], features[:3])
+    assert_close(rows[0], rows[1])
+    assert bool(scalar_features(q, torch.tensor(3)).isfinite().all())
+    assert float(scalar_features(torch.ones(1), torch.tensor(0))[2]) == 0.0  # a vocabulary of one has no runner-up
+
+
+# Both. ----------------------------------------------------------------------------------------------------------------
+
+
+CALIBRATION = {
+    "sampled": {"bias": 0.3, "temperatures": [2.0, 0.5]},
+    "greedy": {"bias": -1.0, "temperatures": [0.7]},
+}
+
+
+@pytest.mark.parametrize(("inputs", "first"), [("after", 1), ("before", 0)])
+@pytest.mark.parametrize("modes", [["sampled", "greedy"], ["sampled"], ["greedy"], []])
+def test_each_mode_is_calibrated_by_position(inputs: str, first: int, modes: list[str]) -> None:
+    """`first` is the step in which the head judges the candidate at position 0. A mode without one stays as it is."""
+    calibration = {mode: CALIBRATION[mode] for mode in modes}
+    plain, calibrated = (make_head(inputs=inputs, rank=4, calibration=each) for each in (None, calibration))
+    for mode in CALIBRATION:
+        bias = {"sampled": 0.3, "greedy": -1.0}[mode] if mode in modes else 0.0
+        temperatures = {"sampled": [2.0, 0.5, 0.5, 0.5], "greedy": [0.7] * 4}[mode] if mode in modes else [1.0] * 4
+        for position, temperature in enumerate(temperatures):
+            step = make_step(index=first + position, greedy=mode == "greedy")
+            log_odds = torch.tensor(probability(plain, step), dtype=torch.float64).logit()
+            expected = float(((log_odds + bias) / temperature).sigmoid())
+            assert probability(calibrated, step) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_calibration_of_many_candidates_is_that_of_each() -> None:
+    calibration, log_odds = Calibration(0.5, [1.0, 2.0]), torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    apart = [calibration.apply(log_odds[place], place) for place in range(4)]
+    assert_close(calibration.apply(log_odds, torch.arange(4)), torch.stack(apart))
+    assert_close(calibration.apply(log_odds, 1), (log_odds + 0.5) / 2.0)
+
+
+@pytest.mark.parametrize(("siblings", "alike"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 4, 5]), (None, [])])
+def test_siblings_beyond_those_of_the_fit_are_judged_like_the_last_of_them(
+    siblings: int | None, alike: list[int]
+) -> None:
+    head = make_head(inputs="before", rank=4, siblings=siblings)
+    scalars = torch.tensor([-1.0, 2.0, 0.1, 0.0, 0.0, 0.0]).repeat(6, 1)
+    scalars[:, NUM_SIBLINGS], scalars[1:, SIBLING_MASS] = torch.arange(6.0), 0.5
+    verdicts = head(torch.ones(6, SIZE), torch.ones(6, SIZE), scalars).round(decimals=4)
+    assert len(verdicts[alike].unique()) == min(len(alike), 1)
+    others = [place for place in range(6) if place not in alike]
+    assert len(verdicts[others + alike[:1]].unique()) == len(others + alike[:1])
+
+
+def test_greedy_targets_are_judged_by_a_scalar_of_their_own() -> None:
+    head = make_head(inputs="before", rank=4)
+    sampled, greedily = make_step(), make_step(greedy=True)
+    assert probability(head, sampled) != probability(head, greedily)
+    assert_close(sampled.scalars[:5], greedily.scalars[:5])
+
+
+@pytest.mark.parametrize("inputs", ["after", "before"])
+@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double()])
+def test_casting_leaves_a_head_in_float32(cast: Any, inputs: str) -> None:
+    head = make_head(inputs=inputs, rank=4)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    parent = cast(nn.Sequential(head))
+    for name, tensor in head.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, before[name])
+    assert parent[0] is head
+    assert probability(head, make_step(index=1, dtype=torch.bfloat16)) > 0.0  # a half-precision draft's states
+    assert head.to("meta").output.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("inputs", ["after", "before"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_rebuilt_from_its_config(inputs: str, tied: bool) -> None:
+    head = make_head(inputs=inputs, tied=tied, num_blocks=2, rank=3, calibration=CALIBRATION)
+    again = AcceptanceHead(**head.to_config())
+    again.load_state_dict(head.state_dict())
+    for greedy in (False, True):
+        step = make_step(index=1, greedy=greedy)
+        assert probability(again, step) == probability(head, step)
+    assert json.loads(json.dumps(head.to_config())) == again.to_config()
+    assert len(head.blocks) == (1 if tied else 2)
+
+
+def test_draft_probability_is_q() -> None:
+    step = make_step(token=7)
+    assert_close(DraftProbability().estimate(step), step.scores.softmax(dim=-1)[7])
+    assert DraftProbability().inputs == "before"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": "during"}, "inputs='during' must be 'after' or 'before'"),
+        ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
+        ({"num_blocks": -1}, "num_blocks=-1 at least 0"),
+        ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"siblings": 0}, "siblings=0 must be at least 1"),
+        ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
+        ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
+        ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),
+    ],
+)
+def test_senseless_heads_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AcceptanceHead(**{"hidden_size": SIZE, **arguments})

@@ -1,0 +1,215 @@
+"""The exact law of whole rounds (draft, stop, verify) for every stopping rule; and mutants that must fail.
+
+A right round is within rounding of p and a wrong one off by more than a thousandth, without sampling: nothing here can
+fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.toy_rounds import BOUNDS, RULES, SCENARIOS, Models, ToyRound
+from torch import Tensor
+
+from hf_specdecpp.config.speculation import RULES as RULE_NAMES
+from hf_specdecpp.drafting.chain import Chain, draft_chain
+from hf_specdecpp.drafting.stopping import AdaEDL, FixedLength, StoppingRule
+from hf_specdecpp.sampling import verification
+from hf_specdecpp.sampling.randomness import Randomness
+from hf_specdecpp.sampling.verification import residual, verify_chain, verify_greedy
+
+# All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
+TOLERANCE = 1e-12
+VISIBLE = 1e-3
+SEEDS = range(10)
+
+
+def test_every_rule_is_covered() -> None:
+    assert {name.split("/")[0] for name in RULES} == set(RULE_NAMES)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_round_emits_exactly_p(rule: str, scenario: str) -> None:
+    vocab = 4 if scenario == "disjoint supports" else 3
+    for seed in SEEDS:
+        models = Models(scenario, vocab, seed)
+        one_round = ToyRound(models, rule, BOUNDS[seed % len(BOUNDS)], seed)
+        law = exact_law(one_round)
+        assert sum(law.values()) == pytest.approx(1.0, abs=TOLERANCE)
+        error = worst_error(law, models.p, vocab)
+        assert error < TOLERANCE, f"seed {seed}: off by {error}"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_round_emits_exactly_p_with_four_tokens(rule: str) -> None:
+    models = Models("plain", 4, seed=0)
+    assert worst_error(exact_law(ToyRound(models, rule)), models.p, 4) < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rounds_of_several_lengths_occur(rule: str) -> None:
+    """Otherwise the tests above would say little about stopping."""
+    lengths = set()
+    for seed in SEEDS:
+        one_round = ToyRound(Models("plain", 3, seed), rule, (1, 3), seed)
+        exact_law(one_round)
+        lengths |= one_round.lengths
+    if rule == "fixed":
+        assert lengths == {3}
+    elif "after" in rule:
+        assert lengths == {2, 3}, "a head that judges afterwards always lets one more candidate through"
+    else:
+        assert lengths == {1, 2, 3}
+
+
+@pytest.mark.parametrize("rule", ["adaedl", "threshold/after, untied", "threshold/before"])
+def test_two_rounds_emit_exactly_p(rule: str) -> None:
+    """The second round continues the text of the first, with the same rule, which has learnt how the first went."""
+    bounds = set()
+    for seed in range(2):
+        models = Models("plain", 3, seed)
+        toy = ToyRound(models, rule, (1, 2), seed)
+
+        def two_rounds(randomness: Replay, toy: ToyRound = toy) -> Tokens:
+            stopping = toy.new_rule()
+            emitted = toy.run(randomness, stopping)
+            stopping.update(toy.drafted, toy.accepted)
+            if isinstance(stopping, AdaEDL):
+                bounds.add(stopping.bound)
+                # One update moves the bound by a thousandth only: make the move large enough to change decisions.
+                stopping.bound = 0.9 if stopping.bound > toy.config.adaedl_threshold else 0.3
+            return toy.run(randomness, stopping, emitted)
+
+        assert worst_error(exact_law(two_rounds), models.p, 3) < TOLERANCE
+    assert rule != "adaedl" or len(bounds) > 1, "the bound must depend on how many candidates were accepted"
+
+
+# Mutants. Each has one mistake that real implementations have made. ---------------------------------------------------
+
+
+class Withdraws(ToyRound):
+    """Takes the last candidate back because the draft is not confident of it."""
+
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+        chain = super().draft(randomness, rule, prefix)
+        confidence = float(chain.scores[-1].softmax(dim=-1)[chain.tokens[-1]])
+        return Chain(chain.tokens[:-1], chain.scores[:-1]) if confidence < 0.3 else chain
+
+
+class ReportsAnotherTemperature(ToyRound):
+    """Draws at temperature 0.9 and reports q at temperature 1."""
+
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+        honest = self.stepper(prefix)
+
+        def step(candidates: list[int]):
+            draft = honest(candidates)
+            draft.scores = draft.scores / 0.9
+            return draft
+
+        chain = draft_chain(step, rule, randomness, max_tokens=3)
+        return Chain(chain.tokens, [scores * 0.9 for scores in chain.scores])
+
+
+class DraftsGreedily(ToyRound):
+    """Takes the likeliest token and reports the softmax as q."""
+
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+        return draft_chain(self.stepper(prefix), rule, None, max_tokens=3)
+
+
+class AcceptsEverything(ToyRound):
+    def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
+        return len(candidates), int(randomness.categorical(p[-1]))
+
+
+class ReusesTheUniform(ToyRound):
+    """Compares every candidate with the same random number."""
+
+    def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
+        return verify_chain(candidates, p, q, OneUniform(randomness))
+
+
+class OneUniform:
+    """u < a, then u < b with the same u: given the first, the second has probability min(1, b / a)."""
+
+    def __init__(self, randomness: Randomness) -> None:
+        self.randomness, self.below = randomness, 1.0
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        return self.randomness.categorical(probs)
+
+    def bernoulli(self, probability: float) -> bool:
+        answer = self.randomness.bernoulli(min(1.0, probability / self.below))
+        self.below = min(self.below, probability)
+        return answer
+
+
+class DrawsTheBonusFromQ(ToyRound):
+    def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
+        bonus = self.models.q((*prefix, *candidates))
+        return verify_chain(candidates, torch.cat((p[:-1], bonus[None])), q, randomness)
+
+
+class ResamplesFromP(ToyRound):
+    """After a rejection draws from p instead of the residual."""
+
+    def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verification, "residual", lambda p_row, q_row: p_row)
+            return verify_chain(candidates, p, q, randomness)
+
+
+class SubtractsTheFirstQ(ToyRound):
+    """Computes the residual with the q of the round's first position."""
+
+    def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verification, "residual", lambda p_row, q_row: residual(p_row, q[0]))
+            return verify_chain(candidates, p, q, randomness)
+
+
+MUTANTS = [
+    Withdraws,
+    ReportsAnotherTemperature,
+    DraftsGreedily,
+    AcceptsEverything,
+    ReusesTheUniform,
+    DrawsTheBonusFromQ,
+    ResamplesFromP,
+    SubtractsTheFirstQ,
+]
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
+    errors = []
+    for seed in SEEDS:
+        models = Models("plain", 3, seed)
+        errors.append(worst_error(exact_law(mutant(models, rule, (1, 3), seed)), models.p, 3))
+    assert max(errors) > VISIBLE, errors
+
+
+# The greedy analogue. -------------------------------------------------------------------------------------------------
+
+
+def test_greedy_rounds_emit_the_likeliest_tokens() -> None:
+    outcomes = set()
+    for seed in range(30):
+        models = Models("plain", 4, seed)
+        text: Tokens = ()
+        while len(text) < 12:
+            step = ToyRound(models, "fixed").stepper(text)
+            chain = draft_chain(step, FixedLength(3), None, max_tokens=3)
+            after = [(*text, *chain.tokens[:count]) for count in range(4)]
+            accepted, token = verify_greedy(chain.tokens, torch.stack([models.at(prefix)[0] for prefix in after]))
+            outcomes.add(accepted)
+            text = (*text, *chain.tokens[:accepted], token)
+        expected: Tokens = ()
+        while len(expected) < len(text):
+            expected = (*expected, int(models.p(expected).argmax()))
+        assert text == expected
+    assert outcomes == {0, 1, 2, 3}

@@ -1,0 +1,133 @@
+"""Greedy decoding with an assistant gives the very tokens of plain `generate()`.
+
+In float64, where a pass over several tokens and passes over one token round alike up to 1e-15: any difference is a
+bug. The drafts agree with their targets in part, and each test asserts that rounds with no, with some and with all
+candidates accepted occurred, since that is where implementations go wrong.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from support.models import FAMILIES, Rounds, assistant_for, prompt, quiet_later_layers, tiny
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.causal_lm import CausalLM
+
+# Without the second, random models soon fall into a loop, which every draft guesses.
+ARGUMENTS: dict[str, Any] = {"max_new_tokens": 200, "no_repeat_ngram_size": 6, "do_sample": False}
+PROMPT = prompt(20)  # longer than every sliding window
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "threshold": {"rule": "threshold", "threshold": 0.8, "min_tokens": 2, "max_tokens": 7},
+}
+# One with and one without sliding windows: they get the full cross of rules and doors, and every early exit.
+CROSSED = ("llama", "gemma3_text")
+CASES = [
+    (family, rule, attached)
+    for i, family in enumerate(FAMILIES)
+    for rule in RULES
+    for attached in (True, False)
+    if family in CROSSED or attached == ((rule == "fixed") == (i % 2 == 0))
+]
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
+    return Rounds(monkeypatch)
+
+
+@lru_cache
+def target_of(family: str) -> CausalLM:
+    return tiny(family)
+
+
+@lru_cache
+def plain_text(family: str) -> Tensor:
+    text = target_of(family).generate(PROMPT, **ARGUMENTS)
+    assert text[0, 20:].unique().numel() > 8, "a constant text would prove nothing"
+    return text
+
+
+@pytest.mark.parametrize(("family", "rule", "attached"), CASES)
+def test_independent_draft(family: str, rule: str, attached: bool, rounds: Rounds) -> None:
+    target = target_of(family)
+    assistant = assistant_for(target, attached, **RULES[rule])
+    text = target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS)
+    assistant.detach()
+    assert torch.equal(text, plain_text(family))
+    rounds.assert_all_kinds()
+    assert assistant.stats.complete is attached
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [(family, layers) for family in FAMILIES for layers in ([0], 2, [0, 2]) if family in CROSSED or layers == [0, 2]],
+    ids=str,
+)
+def test_early_exit(family: str, layers: int | list[int], rounds: Rounds) -> None:
+    target = quiet_later_layers(tiny(family))
+    plain = target.generate(PROMPT, **ARGUMENTS)
+    assistant = SpecDecPPAssistant.from_early_exit(target, layers, speculation=SpeculationConfig("fixed", num_tokens=3))
+    text = target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS)
+    assert torch.equal(text, plain)
+    rounds.assert_all_kinds()
+
+
+def test_an_early_exit_under_the_threshold_rule(rounds: Rounds) -> None:
+    target = quiet_later_layers(tiny("gemma3_text"))
+    plain = target.generate(PROMPT, **ARGUMENTS)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig(**RULES["threshold"]))
+    text = target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS)
+    assert torch.equal(text, plain)
+    rounds.assert_all_kinds()
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+def test_every_number_of_candidates(num_tokens: int, rounds: Rounds) -> None:
+    """And no processor at all, which takes a shorter way."""
+    target = target_of("llama")
+    plain = target.generate(PROMPT, max_new_tokens=200, do_sample=False)
+    assistant = assistant_for(target, rule="fixed", num_tokens=num_tokens)
+    text = target.generate(PROMPT, assistant_model=assistant, max_new_tokens=200, do_sample=False)
+    assistant.detach()
+    assert torch.equal(text, plain)
+    # Where less room is left than that, the rounds at the end are shorter.
+    assert {drafted for drafted, _ in rounds.outcomes[:10]} == {num_tokens}
+    assert {0, num_tokens} <= {accepted for _, accepted in rounds.outcomes}
+
+
+# `eos_token_id` gives the minimum length something to forbid. The penalties are mild, since a strong one separates the
+# draft from the target for good.
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "suppress_tokens": {"suppress_tokens": [3, 5, 7, 11]},
+    "min_new_tokens": {"min_new_tokens": 100, "eos_token_id": list(range(8)), "pad_token_id": 0},
+    "all": {
+        "repetition_penalty": 1.1,
+        "no_repeat_ngram_size": 4,
+        "suppress_tokens": [3, 5],
+        "min_new_tokens": 150,
+        "eos_token_id": [1, 2, 4, 8],
+        "pad_token_id": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors(name: str, attached: bool, rounds: Rounds) -> None:
+    target = target_of("llama")
+    arguments = {**ARGUMENTS, **PROCESSORS[name]}
+    plain = target.generate(PROMPT, **arguments)
+    assert not torch.equal(plain, plain_text("llama")), "the processors had nothing to do"
+    assistant = assistant_for(target, attached)
+    text = target.generate(PROMPT, assistant_model=assistant, **arguments)
+    assistant.detach()
+    assert torch.equal(text, plain)
+    rounds.assert_all_kinds()

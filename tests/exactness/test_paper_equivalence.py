@@ -1,0 +1,228 @@
+"""The paper's loss and gradients, computed once more from its formulas (sections 3.2 and 3.3) with plain loops.
+
+Frozen draft, tied blocks, w_rej = 6, 15 % token mixing. Only the random draws (the draft's tokens and which of them
+are mixed in) are taken from the code under test; everything that follows from them is done again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import partly_agreeing, prompt, tiny
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import TrainingArguments
+
+from hf_specdecpp import AcceptanceHead
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.configuration import HeadConfig
+from hf_specdecpp.training.head import stage as head_fitting
+from hf_specdecpp.training.head.features import text_features
+from hf_specdecpp.training.head.stage import HeadTrainer, collate
+
+PAPER = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0, mixing=0.15)
+PROMPT_LENGTH = 6
+TOLERANCE = 1e-5  # heads are float32
+VISIBLE = 1e-3
+
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def case() -> Any:
+    """A target, a draft, a head, and features of two texts of different lengths."""
+    target = tiny("llama")
+    draft = partly_agreeing(target, 0.9)
+    torch.manual_seed(0)
+    head = AcceptanceHead(draft.config.hidden_size, 3, tied=True, inputs="after")
+    texts = [prompt(46, seed=1), prompt(38, seed=2)]
+    generator = torch.Generator().manual_seed(3)
+    items = [text_features(ids, PROMPT_LENGTH, PAPER, Sampling(), Drafter(draft), target, generator) for ids in texts]
+    return target, draft, head, texts, items
+
+
+def papers_loss(case: Any, w_rej: float = 6.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients from the formulas."""
+    target, draft, head, texts, items = case
+    weights = {name: value.detach().clone().requires_grad_() for name, value in head.named_parameters()}
+    numerator, denominator = torch.zeros(()), 0.0
+    for ids, item in zip(texts, items, strict=True):
+        drawn, counts = item["tokens"][:, 0].tolist(), item["mask"][:, 0].tolist()
+        x = ids[0].tolist()
+        with torch.no_grad():
+            p, q = target(ids).logits[0].softmax(-1), draft(ids).logits[0].softmax(-1)
+            # Z_i = Y_i where it counts, X_i where it was mixed in; the prompt stays.
+            z = x[:PROMPT_LENGTH] + [
+                drawn[i] if counts[i] else x[PROMPT_LENGTH + i] for i in range(len(x) - PROMPT_LENGTH)
+            ]
+            states = draft(torch.tensor([z]), output_hidden_states=True).hidden_states[-1][0]
+        for i, y in enumerate(drawn):
+            if not counts[i]:
+                continue
+            place = PROMPT_LENGTH + i
+            p_acc = min(1.0, float(p[place - 1, y]) / float(q[place - 1, y]))
+            e = states[place].float()
+            for _ in range(3):
+                inner = weights["blocks.0.linear.weight"] @ e + weights["blocks.0.linear.bias"]
+                e = e + inner / (1.0 + torch.exp(-inner))
+            reject, accept = weights["output.weight"] @ e + weights["output.bias"]
+            p_hat = torch.exp(accept) / (torch.exp(accept) + torch.exp(reject))
+            numerator = numerator - p_acc * torch.log(p_hat) - w_rej * (1 - p_acc) * torch.log(1 - p_hat)
+            denominator += w_rej * (1 - p_acc) + p_acc
+    loss = numerator / denominator
+    loss.backward()
+    return loss.detach(), {name: value.grad for name, value in weights.items() if value.grad is not None}
+
+
+def our_loss(case: Any, folder: Path, options: HeadConfig = PAPER) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the Trainer on the padded batch of both texts."""
+    _, draft, head, _, items = case
+    arguments = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
+    trainer = HeadTrainer(model=head, args=arguments, options=options, drafter=Drafter(draft))
+    head.zero_grad()
+    loss = trainer.compute_loss(head, collate(items))
+    loss.backward()
+    return loss.detach(), {name: value.grad for name, value in head.named_parameters()}
+
+
+def distance(ours: tuple[Tensor, dict[str, Tensor]], paper: tuple[Tensor, dict[str, Tensor]]) -> float:
+    """Largest relative difference of the loss and of the gradients."""
+    assert ours[1].keys() == paper[1].keys()
+    loss = abs(float(ours[0] / paper[0]) - 1)
+    return max(loss, *(float((ours[1][name] - grad).norm() / grad.norm()) for name, grad in paper[1].items()))
+
+
+def test_loss_and_gradients_are_the_papers(case: Any, tmp_path: Path) -> None:
+    ours, paper = our_loss(case, tmp_path), papers_loss(case)
+    assert distance(ours, paper) < TOLERANCE
+    assert len(paper[1]) == 4, "tied blocks: one weight matrix, one bias, and the last layer's two"
+
+
+def test_the_case_has_what_it_takes_to_tell_mutants(case: Any) -> None:
+    for item in case[-1]:
+        assert 0 < int((item["mask"] == 0).sum()) < len(item["mask"]) / 2
+        assert float(item["label"].min()) < 0.5
+        assert float(item["label"].max()) == 1.0
+    assert len(case[-1][0]["mask"]) != len(case[-1][1]["mask"]), "so that there is padding"
+
+
+def test_the_drafts_tokens_are_drawn_from_q() -> None:
+    """And not from p or greedily: the mean label is near sum min(p, q) over many draws."""
+    target = tiny("llama")
+    drafter, ids = Drafter(partly_agreeing(target, 0.9)), prompt(46, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    arguments = (Sampling(), drafter, target, generator)
+    sampled = torch.stack([text_features(ids, 6, PAPER, *arguments)["label"].mean() for _ in range(100)])
+    analytic = text_features(ids, 6, HeadConfig(inputs="after", label="analytic"), *arguments)["label"].mean()
+    assert abs(float(sampled.mean() - analytic)) < 5 * float(sampled.std()) / math.sqrt(100)
+    shares = [
+        float((text_features(ids, 6, PAPER, *arguments)["mask"] == 0).float().mean()) for _ in range(100)
+    ]  # 4000 coins
+    assert sum(shares) / 100 == pytest.approx(0.15, abs=0.03)
+
+
+# Mutants --------------------------------------------------------------------------------------------------------------
+
+
+def every_position_counts(item: Batch, **_: Any) -> Batch:
+    return {**item, "mask": torch.ones_like(item["mask"])}
+
+
+def labels_of_the_next_position(item: Batch, **_: Any) -> Batch:
+    return {**item, "label": item["label"].roll(-1, 0)}
+
+
+def labels_of_the_position_before(item: Batch, **_: Any) -> Batch:
+    return {**item, "label": item["label"].roll(1, 0)}
+
+
+def states_that_q_came_from(item: Batch, **_: Any) -> Batch:
+    return {**item, "hidden": item["hidden"].roll(1, 0)}
+
+
+def hard_labels(item: Batch, **_: Any) -> Batch:
+    return {**item, "label": item["label"].round()}
+
+
+def states_of_the_unmixed_text(item: Batch, draft: Any, ids: Tensor) -> Batch:
+    with torch.no_grad():
+        return {**item, "hidden": Drafter(draft).hidden_states(ids)[0, PROMPT_LENGTH:]}
+
+
+def states_of_the_draft_text(item: Batch, draft: Any, ids: Tensor) -> Batch:
+    text = torch.cat((ids[0, :PROMPT_LENGTH], item["tokens"][:, 0]))
+    with torch.no_grad():
+        return {**item, "hidden": Drafter(draft).hidden_states(text[None])[0, PROMPT_LENGTH:]}
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        every_position_counts,
+        labels_of_the_next_position,
+        labels_of_the_position_before,
+        states_that_q_came_from,
+        hard_labels,
+        states_of_the_unmixed_text,
+        states_of_the_draft_text,
+    ],
+)
+def test_wrong_features_are_noticed(mutant: Callable[..., Batch], case: Any, tmp_path: Path) -> None:
+    target, draft, head, texts, items = case
+    wrong = [mutant(item, draft=draft, ids=ids) for item, ids in zip(items, texts, strict=True)]
+    assert distance(our_loss((target, draft, head, texts, wrong), tmp_path), papers_loss(case)) > VISIBLE
+
+
+def sum_without_normaliser(log_odds: Tensor, label: Tensor, w_rej: float, mask: Tensor) -> Tensor:
+    return -(mask * (label * log_odds.sigmoid().log() + w_rej * (1 - label) * (-log_odds).sigmoid().log())).sum()
+
+
+def mean_over_positions(log_odds: Tensor, label: Tensor, w_rej: float, mask: Tensor) -> Tensor:
+    return sum_without_normaliser(log_odds, label, w_rej, mask) / mask.sum()
+
+
+def no_rejection_weight(log_odds: Tensor, label: Tensor, w_rej: float, mask: Tensor) -> Tensor:
+    return sum_without_normaliser(log_odds, label, 1.0, mask) / mask.sum()
+
+
+def unmasked_normaliser(log_odds: Tensor, label: Tensor, w_rej: float, mask: Tensor) -> Tensor:
+    return sum_without_normaliser(log_odds, label, w_rej, mask) / (w_rej * (1 - label) + label).sum()
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [sum_without_normaliser, mean_over_positions, no_rejection_weight, unmasked_normaliser],
+)
+def test_wrong_losses_are_noticed(
+    mutant: Callable[..., Tensor], case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_fitting, "weighted_bce", mutant)
+    assert distance(our_loss(case, tmp_path), papers_loss(case)) > VISIBLE
+
+
+def test_ignoring_the_rejection_weight_is_noticed(case: Any, tmp_path: Path) -> None:
+    unweighted = HeadConfig(**{**vars(PAPER), "rejection_weight": 1.0})
+    ours = our_loss(case, tmp_path, unweighted)
+    assert distance(ours, papers_loss(case)) > VISIBLE
+    assert distance(ours, papers_loss(case, w_rej=1.0)) < TOLERANCE
+
+
+def test_untied_blocks_have_other_gradients(case: Any, tmp_path: Path) -> None:
+    target, draft, head, texts, items = case
+    torch.manual_seed(0)
+    untied = AcceptanceHead(draft.config.hidden_size, 3, tied=False, inputs="after")
+    for block in untied.blocks:
+        block.load_state_dict(head.blocks[0].state_dict())
+    untied.output.load_state_dict(head.output.state_dict())
+    loss, gradients = our_loss((target, draft, untied, texts, items), tmp_path)
+    paper_loss, paper = papers_loss(case)
+    assert_close(loss, paper_loss)
+    total = sum(gradients[f"blocks.{i}.linear.weight"] for i in range(3))
+    assert_close(total, paper["blocks.0.linear.weight"], rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(gradients["blocks.0.linear.weight"], paper["blocks.0.linear.weight"], rtol=0.1)

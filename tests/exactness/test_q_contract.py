@@ -1,0 +1,262 @@
+"""The q that a verifier is given is the law that the candidates were drawn from, whatever processors are set.
+
+Real `generate()` calls through both doors, with an ear at both ends: what the draft draws from, and what the
+verifier is told. The same q is then computed by transformers alone, from the draft and the text before the candidate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import partly_agreeing, tiny
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
+)
+from transformers.generation import utils as transformers_generation
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.sampling.randomness import TorchRandomness
+
+VOCAB = 24
+DOORS = ["attached", "unattached"]
+PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
+
+
+class FavoursTheNextId(LogitsProcessor):
+    """A user's own processor that looks at the text."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        changed = scores.clone()
+        changed[:, (input_ids[0, -1] + 1) % scores.shape[-1]] += 3.0
+        return changed
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.2},
+    "typical-p": {"typical_p": 0.7},
+    "repetition penalty": {"repetition_penalty": 1.8},
+    "no repeated n-gram": {"no_repeat_ngram_size": 2},
+    "suppressed tokens": {"suppress_tokens": [3, 4, 5, 6]},
+    "bad words": {"bad_words_ids": [[7], [5, 6], [6, 9]]},
+    "minimum length": {"min_length": 14, "eos_token_id": [0, 1, 2, 3, 4, 5, 6, 7]},
+    "user's own": {"logits_processor": LogitsProcessorList([FavoursTheNextId()])},
+    "several": {"temperature": 1.4, "top_k": 8, "top_p": 0.95, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
+
+
+class Ear:
+    """Listens to what the draft draws from and to what the verifier of either door is told about it.
+
+    Attributes:
+        rounds: (candidates, the laws that they were drawn from, the verifier's q), one a round.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
+        self.drawn: list[Tensor] = []
+        categorical, draft = TorchRandomness.categorical, SpecDecPPCandidateGenerator.draft
+        verify_ours, verify_theirs = decoding.verify_chain, transformers_generation._speculative_sampling
+
+        def hear_draw(randomness: TorchRandomness, probs: Tensor) -> Tensor:
+            self.drawn.append(probs.clone())
+            return categorical(randomness, probs)
+
+        def start_round(generator: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
+            self.drawn.clear()  # the target's own draws of the last round
+            return draft(generator, *args, **kwargs)
+
+        def hear_ours(candidates: list[int], p: Tensor, q: Tensor, randomness: Any) -> tuple[int, int]:
+            if candidates:
+                self.rounds.append((candidates, torch.stack(self.drawn), q))
+            return verify_ours(candidates, p, q, randomness)
+
+        def hear_theirs(ids: Tensor, scores: Tensor, count: int, *args: Any, **kwargs: Any) -> Any:
+            self.rounds.append((ids[0, -count:].tolist(), torch.stack(self.drawn), scores[0].softmax(dim=-1)))
+            return verify_theirs(ids, scores, count, *args, **kwargs)
+
+        monkeypatch.setattr(TorchRandomness, "categorical", hear_draw)
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", start_round)
+        monkeypatch.setattr(decoding, "verify_chain", hear_ours)
+        monkeypatch.setattr(transformers_generation, "_speculative_sampling", hear_theirs)
+
+
+def small(seed: int, vocab: int = VOCAB) -> Any:
+    return tiny("llama", seed, vocab_size=vocab, num_hidden_layers=1)
+
+
+def assistant_for(
+    target: PreTrainedModel, draft: PreTrainedModel, door: str, draft_vocab: list[int] | None = None
+) -> SpecDecPPAssistant:
+    speculation = SpeculationConfig(rule="fixed", num_tokens=3)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=draft_vocab, speculation=speculation)
+    if door == "unattached":
+        assistant.detach(target)  # it has then seen the target's vocabulary size, which transformers asks for
+    return assistant
+
+
+def generate(target: Any, assistant: SpecDecPPAssistant, **options: Any) -> Tensor:
+    torch.manual_seed(1)
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 14, "pad_token_id": 0, **options}
+    return target.generate(PROMPT, assistant_model=assistant, **settings)
+
+
+def assert_q_is_the_law(ear: Ear, vocab: int = VOCAB) -> None:
+    assert len(ear.rounds) >= 3
+    assert any(len(candidates) == 3 for candidates, _, _ in ear.rounds)
+    for candidates, laws, q in ear.rounds:
+        assert len(candidates) == len(laws) == len(q)
+        assert q.shape[-1] == vocab
+        assert_close(q, laws, rtol=1e-6, atol=0.0)  # a softmax of the same numbers; zeros are exactly zero
+        assert all(float(row[token]) > 0.0 for token, row in zip(candidates, q, strict=True))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_q_is_the_law_of_the_draw(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = small(0)
+    draft = partly_agreeing(target, mix=0.8)
+    ear = Ear(monkeypatch)
+    output = generate(target, assistant_for(target, draft, door), **OPTIONS[name])
+    assert_q_is_the_law(ear)
+    assert output.shape[1] > PROMPT.shape[1]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_q_is_what_transformers_computes(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
+    target = small(0)
+    draft = partly_agreeing(target, mix=0.8)
+    ear = Ear(monkeypatch)
+    texts = []
+    heard = SpecDecPPCandidateGenerator.draft
+
+    def hear_text(generator: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        chain = heard(generator, input_ids, *args, **kwargs)
+        if chain.tokens:
+            texts.append(input_ids)
+        return chain
+
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", hear_text)
+    generate(target, assistant_for(target, draft, door), **OPTIONS[name])
+    assert len(texts) == len(ear.rounds) >= 3
+    for text, (candidates, _, q) in zip(texts, ear.rounds, strict=True):
+        for place, row in enumerate(q):
+            prefix = torch.cat((text, torch.tensor([candidates[:place]], dtype=torch.long)), dim=1)
+            assert_close(row, draft_law(draft, prefix, **OPTIONS[name]), rtol=1e-4, atol=1e-6)
+
+
+def draft_law(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
+    """q after `prefix`, by one step of plain `generate()` on the draft."""
+    settings = {"do_sample": True, "top_k": 0, "max_length": prefix.shape[1] + 20, "pad_token_id": 0, **options}
+    mask = torch.ones_like(prefix)  # else transformers takes every token 0 for padding
+    first = MaxLengthCriteria(prefix.shape[1] + 1)
+    output = draft.generate(
+        prefix,
+        attention_mask=mask,
+        stopping_criteria=StoppingCriteriaList([first]),
+        return_dict_in_generate=True,
+        output_scores=True,
+        **settings,
+    )
+    return output.scores[0][0].softmax(dim=-1)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_processors_really_change_q(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above: q without processors differs from q with them."""
+    target = small(0)
+    draft = partly_agreeing(target, mix=0.8)
+    ear = Ear(monkeypatch)
+    generate(target, assistant_for(target, draft, door), temperature=0.7)
+    _, laws, _ = ear.rounds[0]
+    assert not torch.allclose(laws[0], draft_law(draft, PROMPT), atol=1e-2)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_draft_vocabulary_bounds_q(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, kept = small(0), [2, 3, 5, 7, 11, 13, 17]
+    others = [token for token in range(VOCAB) if token not in kept]
+    ear = Ear(monkeypatch)
+    generate(target, assistant_for(target, partly_agreeing(target, 0.8), door, kept), temperature=1.5)
+    assert_q_is_the_law(ear)
+    for candidates, laws, _ in ear.rounds:
+        assert set(candidates) <= set(kept)
+        assert float(laws[:, others].abs().max()) == 0.0
+        assert_close(laws.sum(dim=-1), torch.ones(len(laws)))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("width", [18, 30])
+def test_padded_vocabularies_share_the_targets_width(width: int, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = small(0), small(1, vocab=width)
+    ear = Ear(monkeypatch)
+    with pytest.warns(UserWarning, match=f"The target has {VOCAB} token ids and the draft {width}"):
+        assistant = assistant_for(target, draft, door)
+    output = generate(target, assistant, temperature=1.5)
+    assert_q_is_the_law(ear)
+    assert int(output.max()) < VOCAB
+    for candidates, laws, _ in ear.rounds:
+        assert max(candidates) < min(width, VOCAB)
+        assert float(laws[:, width:].sum()) == 0.0
+        assert_close(laws.sum(dim=-1), torch.ones(len(laws)))
+
+
+def test_get_candidates_returns_the_scores_of_the_draw() -> None:
+    """transformers' interface itself, with a randomness of our own."""
+    draws = []
+
+    class Recorder(TorchRandomness):
+        def categorical(self, probs: Tensor) -> Tensor:
+            draws.append(probs)
+            return super().categorical(probs)
+
+    target = small(0)
+    generator = SpecDecPPCandidateGenerator(
+        assistant_for(target, small(1), "attached"),
+        GenerationConfig(do_sample=True, max_length=40),
+        LogitsProcessorList([TemperatureLogitsWarper(0.8), MinPLogitsWarper(0.1), FavoursTheNextId()]),
+        randomness=Recorder(),
+    )
+    ids, scores = generator.get_candidates(PROMPT)
+    assert scores is not None
+    assert scores.dtype == torch.float32
+    assert torch.equal(ids[:, : PROMPT.shape[1]], PROMPT)
+    assert scores.shape == (1, 3, VOCAB)
+    assert ids.shape[1] == PROMPT.shape[1] + 3
+    assert_close(scores[0].softmax(dim=-1), torch.stack(draws), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
+            "SynthIDTextWatermarkLogitsProcessor",
+        ),
+    ],
+)
+def test_processors_with_a_memory_are_refused(options: dict[str, Any], name: str, door: str) -> None:
+    target = small(0)
+    with pytest.raises(ValueError, match=f"{name} keeps state from one token to the next"):
+        generate(target, assistant_for(target, small(1), door), **options)

@@ -1,0 +1,118 @@
+"""Real `generate()` with real random numbers: the joint law of the first tokens against that of the target.
+
+The exact laws are tested elsewhere, with enumerated randomness. This adds what they replace: torch's generators. The
+seeds are fixed, so a p-value is the same in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.models import partly_agreeing, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.generation import decoding
+from hf_specdecpp.sampling import verification
+
+VOCAB = 12
+TEMPERATURE, TOP_K = 0.8, 3
+COUNTED = 3  # tokens; a fourth is generated so that the attached loop drafts two candidates in its first round
+PROMPT = torch.tensor([[1, 5, 9, 2]])
+SUSPICIOUS = 1e-4
+
+
+def make_target() -> Any:
+    return tiny("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=1)
+
+
+def make_assistant(target: PreTrainedModel, attached: bool) -> SpecDecPPAssistant:
+    # An adaptive rule: rounds of different lengths. An untrained draft: many rejections.
+    speculation = SpeculationConfig(rule="threshold", threshold=0.6, max_tokens=3)
+    draft = partly_agreeing(target, mix=0.7)
+    return SpecDecPPAssistant.from_draft(draft, target if attached else None, speculation=speculation)
+
+
+@torch.no_grad()
+def joint_law(target: Any) -> dict[tuple[int, ...], float]:
+    """Probability of every text of `COUNTED` tokens that top-k leaves possible."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(COUNTED):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, weight in law.items():
+            ids = torch.cat((PROMPT, torch.tensor([text], dtype=torch.long)), dim=1)
+            top = (target(ids).logits[0, -1] / TEMPERATURE).topk(TOP_K)
+            for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist(), strict=True):
+                longer[(*text, token)] = weight * share
+        law = longer
+    return law
+
+
+def sample(target: Any, number: int, assistant: Any = None) -> Counter[tuple[int, ...]]:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(number):
+        output = target.generate(PROMPT, assistant_model=assistant, max_new_tokens=COUNTED + 1, **settings)
+        counts[tuple(output[0, PROMPT.shape[1] :][:COUNTED].tolist())] += 1
+    return counts
+
+
+def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Pearson's chi-square test. Texts that are expected fewer than five times count as one."""
+    if not set(counts) <= set(law):
+        return 0.0  # a text that the target cannot write
+    number = sum(counts.values())
+    rare = {text for text, weight in law.items() if weight * number < 5.0}
+    cells = [(counts[text], weight * number) for text, weight in law.items() if text not in rare]
+    if rare:
+        cells.append((sum(counts[text] for text in rare), sum(law[text] for text in rare) * number))
+    assert len(cells) >= 8
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2.0, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2.0, dtype=torch.float64)))
+
+
+def test_the_joint_law_adds_up() -> None:
+    law = joint_law(make_target())
+    assert len(law) == TOP_K**COUNTED
+    assert math.isclose(sum(law.values()), 1.0, abs_tol=1e-9)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_the_texts_follow_the_target(attached: bool) -> None:
+    target = make_target()
+    counts = sample(target, 400, make_assistant(target, attached))
+    assert p_value(counts, joint_law(target)) > SUSPICIOUS
+
+
+def accepts_everything(candidates: list[int], p: Tensor, q: Tensor, randomness: Any) -> tuple[int, int]:
+    return len(candidates), int(randomness.categorical(p[-1]))
+
+
+def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: Any) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "residual", lambda p_row, q_row: p_row)
+        return verification.verify_chain(candidates, p, q, randomness)
+
+
+@pytest.mark.parametrize("mutant", [accepts_everything, resamples_from_p])
+def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    monkeypatch.setattr(decoding, "verify_chain", mutant)
+    counts = sample(target, 400, make_assistant(target, attached=True))
+    assert p_value(counts, joint_law(target)) < SUSPICIOUS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "attached", "unattached"])
+def test_many_texts_follow_the_target(kind: str) -> None:
+    target = make_target()
+    assistant = None if kind == "plain" else make_assistant(target, kind == "attached")
+    counts = sample(target, 2500, assistant)
+    assert p_value(counts, joint_law(target)) > SUSPICIOUS

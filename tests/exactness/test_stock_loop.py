@@ -1,0 +1,110 @@
+"""The exact law of unmodified transformers with our assistant: one verified round, and whole calls of `generate()`.
+
+torch's two sources of randomness in that code are replaced by a `Replay`, which enumerates what they could have said.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.stock_rounds import PROMPT, VOCAB, small, target_law
+from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers.generation.utils import _speculative_sampling
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+
+# transformers and the drafter turn logits into float32 before anything else, whatever the models' dtype.
+TOLERANCE = 1e-6
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 2},
+    "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 2},
+    "adaedl": {"rule": "adaedl", "adaedl_threshold": 0.5, "max_tokens": 2},
+}
+
+
+def assistant_for(draft: PreTrainedModel, rule: str, target: PreTrainedModel | None = None) -> SpecDecPPAssistant:
+    return SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**RULES[rule]))
+
+
+def one_round(assistant: SpecDecPPAssistant, target: PreTrainedModel, reported_temperature: float) -> Tokens:
+    """Draft through `assistant.generate()` as transformers' candidate generator does, verify with transformers."""
+    warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(3)]
+    config = GenerationConfig(do_sample=True, return_dict_in_generate=True, output_scores=True)
+    drafted = assistant.generate(
+        input_ids=PROMPT,
+        attention_mask=torch.ones_like(PROMPT),
+        generation_config=config,
+        logits_processor=warpers,
+        min_new_tokens=0,
+        max_new_tokens=2,
+        use_cache=True,
+    )
+    count = drafted.sequences.shape[1] - PROMPT.shape[1]
+    with torch.no_grad():
+        scores = target(drafted.sequences).logits[0, -count - 1 :].float()
+    for warper in warpers:
+        scores = warper(PROMPT, scores)
+    q_scores = torch.stack(drafted.scores, dim=1).double() / reported_temperature
+    tokens, _ = _speculative_sampling(drafted.sequences, q_scores, count, scores[None].double())
+    return tuple(tokens[0].tolist())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_transformers_verifies_a_round_of_ours_exactly(rule: str, enumerate_torch: Any) -> None:
+    lengths = set()
+    for seed in range(3):
+        target, draft = small(seed), small(seed + 100)
+        assistant = assistant_for(draft, rule)
+
+        def program(replay: Replay, assistant: SpecDecPPAssistant = assistant, target: Any = target) -> Tokens:
+            enumerate_torch(replay)
+            tokens = one_round(assistant, target, reported_temperature=1.0)
+            lengths.add(len(tokens))
+            return tokens
+
+        assert worst_error(exact_law(program), target_law(target, 0.8, 3), VOCAB) < TOLERANCE
+    assert lengths == {1, 2, 3}
+
+
+def test_another_reported_temperature_is_caught(enumerate_torch: Any) -> None:
+    """The same enumeration sees a q that is reported at another temperature than it was drawn at."""
+    target, assistant = small(0), assistant_for(small(100), "fixed")
+
+    def program(replay: Replay) -> Tokens:
+        enumerate_torch(replay)
+        return one_round(assistant, target, reported_temperature=0.9)
+
+    assert worst_error(exact_law(program), target_law(target, 0.8, 3), VOCAB) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("door", ["unattached", "attached"])
+def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) -> None:
+    """The law of a whole `generate()`: several rounds, with the prompt, the caches and their roll-backs.
+
+    The penalty on repetitions makes p depend on the candidates before a position also through a processor.
+    """
+    target, draft = small(7), small(107)
+    assistant = assistant_for(draft, rule, target if door == "attached" else None)
+    paths = 0
+
+    def program(replay: Replay) -> Tokens:
+        nonlocal paths
+        paths += 1
+        enumerate_torch(replay)
+        # With four tokens the attached loop has room for a round of two after the prompt's own token.
+        options = {"temperature": 0.8, "top_k": 2, "repetition_penalty": 1.7, "max_new_tokens": 4}
+        output = target.generate(PROMPT, assistant_model=assistant, do_sample=True, **options)
+        return tuple(output[0, PROMPT.shape[1] :].tolist())
+
+    law = exact_law(program)
+    p = target_law(target, 0.8, 2, penalty=1.7)
+    assert worst_error(law, p, VOCAB) < TOLERANCE
+    for tokens, weight in law.items():
+        joint = torch.stack([p(tokens[:place])[token] for place, token in enumerate(tokens)]).prod()
+        assert weight == pytest.approx(float(joint), abs=TOLERANCE)
+    assert {len(tokens) for tokens in law} == {4}
+    assert paths > 2 * len(law), f"{paths} paths to {len(law)} texts: few candidates were rejected"

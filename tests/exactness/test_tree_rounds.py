@@ -1,0 +1,324 @@
+"""The exact law of whole rounds with token trees (growth, verification), and mutants that must fail.
+
+As in `test_exact_law.py`: no sampling, so nothing here can fail by chance. Whatever the algorithm and the estimator
+choose to draw, the next token must be distributed as p after every prefix.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.toy_rounds import SCENARIOS, Models
+from support.toy_trees import COSTS, ToyTree
+
+from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.verification import residual
+from hf_specdecpp.throughput.trees import TreeThroughput
+from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
+
+TOLERANCE = 1e-12
+VISIBLE = 1e-3
+ALGORITHMS = ["dyspec", "dyspec-exact", "static"]
+EVERY = [*ALGORITHMS, "throughput"]
+ESTIMATORS = ["draft probability", "before"]
+
+
+def error_of(program: ToyTree, vocab: int = 3) -> float:
+    law = exact_law(program)
+    assert sum(law.values()) == pytest.approx(1.0, abs=TOLERANCE)
+    return worst_error(law, program.models.p, vocab)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    ("algorithm", "estimator"), [(a, e) for a in EVERY for e in ESTIMATORS if a != "static" or e == ESTIMATORS[0]]
+)
+def test_a_round_emits_exactly_p(algorithm: str, estimator: str, scenario: str) -> None:
+    vocab = 4 if scenario == "disjoint supports" else 3
+    for seed in range(2 if estimator == ESTIMATORS[0] else 1):
+        for budget in range(1, 5 if vocab == 4 else 7):
+            program = ToyTree(Models(scenario, vocab, 10 * seed + budget), algorithm, estimator, budget, seed=seed)
+            error = error_of(program, vocab)
+            assert error < TOLERANCE, f"seed {seed}, budget {budget}: off by {error}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_many_kinds_of_trees_and_outcomes_occur(algorithm: str) -> None:
+    """Otherwise the test above would say little."""
+    sizes, shapes, accepted = set(), set(), set()
+    for seed in range(4):
+        program = ToyTree(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=5, seed=seed)
+        exact_law(program)
+        sizes |= {len(parents) - 1 for parents in program.trees}
+        shapes |= program.trees
+        accepted |= program.accepted
+    assert sizes == {5}, "the budget is used up"
+    assert len(shapes) == 1 if algorithm == "static" else len(shapes) > 5
+    assert accepted >= {1, 2}
+
+
+def test_a_head_may_judge_siblings_ahead() -> None:
+    for seed in range(2):
+        program = ToyTree(Models("plain", 3, seed), "dyspec", "before", budget=3, max_depth=2, ahead=2, seed=seed)
+        assert error_of(program) < TOLERANCE
+
+
+def test_the_throughput_rule_s_trees_are_of_many_sizes() -> None:
+    sizes, shapes, accepted = set(), set(), set()
+    for seed in range(4):
+        program = ToyTree(Models("plain", 3, seed), "throughput", ESTIMATORS[0], budget=6, seed=seed)
+        exact_law(program)
+        sizes |= {len(parents) - 1 for parents in program.trees}
+        shapes |= program.trees
+        accepted |= program.accepted
+    assert len(sizes) >= 3, "what was drawn must decide how much more is"
+    assert len(shapes) > 5
+    assert accepted >= {1, 2}
+
+
+@pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
+def test_a_threshold_leaves_the_law_alone(algorithm: str) -> None:
+    """The paper's form: slots of a lower value stay undrawn, whatever the budget."""
+    sizes = set()
+    for seed in range(3):
+        program = ToyTree(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=5, seed=seed)
+        program.options = {"threshold": 0.4}
+        assert error_of(program) < TOLERANCE
+        sizes |= {len(parents) - 1 for parents in program.trees}
+    assert min(sizes) < 5, "the threshold had nothing to do"
+
+
+@pytest.mark.parametrize("algorithm", ["dyspec", "static"])
+def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
+    models = Models("plain", 3, seed=0)
+    program = ToyTree(models, algorithm, ESTIMATORS[0], budget=2, max_depth=2)
+    law = exact_law(lambda randomness: program(randomness, program(randomness)))
+    assert worst_error(law, models.p, 3) < TOLERANCE
+
+
+def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round decides how far the tree of the second one grows, or whether there is one."""
+    monkeypatch.setattr("hf_specdecpp.throughput.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.throughput.exploration.MOST_CREDIT", 0.1)
+    models, second = Models("plain", 3, seed=0), set()
+    program = ToyTree(models, "throughput", ESTIMATORS[0], budget=2, max_depth=2)
+
+    def two_rounds(randomness: Replay) -> Tokens:
+        program.throughput = TreeThroughput(COSTS, 2, greedy=False)
+        emitted = program(randomness)
+        program.throughput.observe(*program.last, unread=1)
+        if program.throughput.may_start(unread=1):
+            emitted = program(randomness, emitted)
+            second.add(len(program.last[0]))
+        else:
+            emitted = (*emitted, int(randomness.categorical(models.p(emitted))))
+            second.add(0)
+        return emitted
+
+    assert worst_error(exact_law(two_rounds), models.p, 3) < TOLERANCE
+    assert second == {0, 1, 2}, "the outcome of the first round must matter"
+
+
+# Mutants. Each has one mistake that real implementations have made. ---------------------------------------------------
+
+
+class PrunesAfterDrawing(ToyTree):
+    """Leaves out the last candidate because the draft is not confident of it."""
+
+    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+        tree = super().draft(randomness, prefix)
+        if tree.estimates[-1] < 0.4:
+            tree.children[tree.parents[-1]].pop()
+        return tree
+
+
+class KeepsTheBetterOfTwo(ToyTree):
+    """Draws two siblings and lets the likelier one go first."""
+
+    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+        tree = super().draft(randomness, prefix)
+        tree.children[0].sort(key=lambda node: -float(tree.q(0)[tree.tokens[node]]))
+        return tree
+
+
+class StaleQ(ToyTree):
+    """Verifies every sibling with the q of the first one, not renormalised."""
+
+    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        return walk(self, tree, randomness, prefix, renormalise=False)
+
+
+class ForgetsTheRejected(ToyTree):
+    """Tests every sibling against p instead of what earlier rejections left of it."""
+
+    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        return walk(self, tree, randomness, prefix, update=False)
+
+
+class NoBonus(ToyTree):
+    """As Algorithm 3 is printed: nothing follows an accepted leaf."""
+
+    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        path, token = super().verify(tree, randomness, prefix)
+        if path and not tree.children[path[-1]]:
+            return path[:-1], tree.tokens[path[-1]]
+        return path, token
+
+
+class BonusFromQ(ToyTree):
+    def p(self, tree: DraftTree, node: int, prefix: Tokens) -> torch.Tensor:
+        after = (*prefix, *tree.path(node))
+        return self.models.p(after) if tree.children[node] else self.models.q(after)
+
+
+class ReusesTheUniform(ToyTree):
+    """Compares all siblings with the same random number."""
+
+    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        return super().verify(tree, OneUniform(randomness), prefix)  # type: ignore[arg-type]
+
+
+class OneUniform:
+    """Keeps the interval in which u must lie after the answers so far."""
+
+    def __init__(self, randomness: TreeRandomness) -> None:
+        self.categorical, self.randomness = randomness.categorical, randomness
+        self.low, self.high = 0.0, 1.0
+
+    def bernoulli(self, probability: float) -> bool:
+        bound = min(max(probability, self.low), self.high)
+        answer = self.randomness.bernoulli((bound - self.low) / (self.high - self.low))
+        self.low, self.high = (self.low, bound) if answer else (bound, self.high)
+        return answer
+
+
+def walk(
+    toy: ToyTree,
+    tree: DraftTree,
+    randomness: TreeRandomness,
+    prefix: Tokens,
+    renormalise: bool = True,
+    update: bool = True,
+) -> tuple[list[int], int]:
+    """Algorithm 3 written anew, with parts that can be left out."""
+    path, node = [], 0
+    while True:
+        p = toy.p(tree, node, prefix)
+        q = tree.q(node) if tree.children[node] else p
+        for child in tree.children[node]:
+            y = tree.tokens[child]
+            if randomness.bernoulli(min(1.0, float(p[y] / q[y]))):
+                path.append(child)
+                node = child
+                break
+            p = residual(p, q) if update else p
+            if renormalise:
+                q = q.index_fill(0, torch.tensor(y), 0.0)
+                q = q / q.sum()
+        else:
+            return path, int(randomness.categorical(p))
+
+
+class LetsTheDrawDecide(ToyTree):
+    """Draws first, and takes what it drew only if its own estimate is worth it: as is right for a greedy target."""
+
+    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+        growth = super().growth(randomness, prefix)
+        growth.greedy = True
+        return growth
+
+
+MUTANTS = [
+    PrunesAfterDrawing,
+    KeepsTheBetterOfTwo,
+    StaleQ,
+    ForgetsTheRejected,
+    NoBonus,
+    BonusFromQ,
+    ReusesTheUniform,
+]
+
+
+@pytest.mark.parametrize("algorithm", EVERY)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
+    errors = []
+    for seed in range(6):
+        law = exact_law(mutant(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
+        errors.append(worst_error(law, Models("plain", 3, seed).p, 3))
+    assert max(errors) > VISIBLE, errors
+
+
+@pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
+def test_what_is_drawn_must_not_decide(algorithm: str) -> None:
+    errors = []
+    for seed in range(6):
+        law = exact_law(LetsTheDrawDecide(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
+        errors.append(worst_error(law, Models("plain", 3, seed).p, 3))
+    assert max(errors) > VISIBLE, errors
+
+
+def test_the_mutants_walk_is_right_with_all_its_parts() -> None:
+    """So that what catches a mutant is the part that it lacks."""
+
+    class Whole(ToyTree):
+        def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+            return walk(self, tree, randomness, prefix)
+
+    assert error_of(Whole(Models("plain", 3, 0), "dyspec", ESTIMATORS[0], budget=4)) < TOLERANCE
+
+
+# Corners of the verification. -----------------------------------------------------------------------------------------
+
+
+def test_a_zero_residual_falls_back_to_p() -> None:
+    """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
+    laws = []
+
+    class Rejects(Replay):
+        def bernoulli(self, probability: float) -> bool:
+            return False
+
+        def categorical(self, probs: torch.Tensor) -> torch.Tensor:
+            laws.append(probs)
+            return super().categorical(probs)
+
+    tree = DraftTree(0)
+    tree.scores[0] = torch.tensor([0.2, 0.3, 0.5]).log()
+    tree.add(0, 2)
+    verify_tree(tree, lambda node: tree.q(0), Rejects([]))
+    assert torch.equal(laws[0], tree.q(0))
+
+
+def test_a_tree_without_candidates_emits_from_p() -> None:
+    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    law = exact_law(lambda replay: (verify_tree(DraftTree(0), lambda node: p, replay)[1],))
+    assert law == pytest.approx({(0,): 0.2, (1,): 0.3, (2,): 0.5})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_greedy_rounds_emit_the_likeliest_tokens(algorithm: str) -> None:
+    outcomes, ranks = set(), set()
+    for seed in range(20):
+        models = Models("plain", 4, seed)
+        program = ToyTree(models, algorithm, ESTIMATORS[seed % 2], budget=6, seed=seed)
+        text: Tokens = ()
+        while len(text) < 12:
+            growth = program.growth(None, text)
+            program.grow(growth)
+            tree = growth.tree
+            path, token = verify_tree_greedy(tree, partial(program.p, tree, prefix=text))
+            outcomes.add(len(path))
+            ranks |= {tree.ranks[node] for node in path}
+            text = (*text, *(tree.tokens[node] for node in path), token)
+        expected: Tokens = ()
+        while len(expected) < len(text):
+            expected = (*expected, int(models.p(expected).argmax()))
+        assert text == expected
+    assert outcomes == {0, 1, 2, 3}
+    assert ranks >= ({0, 1} if algorithm == "static" else {0, 1, 2})

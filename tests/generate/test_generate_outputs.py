@@ -1,0 +1,210 @@
+"""What `generate()` returns beside the tokens, and what it leaves in the cache, on an attached target."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.models import WINDOW, assistant_for, prompt, tiny
+from support.outputs import RECORDS, assert_same, assert_same_cache, prefill
+from support.watchers import tokenizer
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp.models.causal_lm import CausalLM
+
+PROMPT = prompt(12)  # longer than the sliding window
+FAMILIES = ["llama", "gemma3_text", "mistral"]
+
+
+def generate(target: CausalLM, ids: Tensor = PROMPT, **arguments: Any) -> Any:
+    return target.generate(ids, **{"do_sample": False, "max_new_tokens": 24, **arguments})
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [1, 12])
+def test_records_equal_those_of_plain_generate(family: str, length: int) -> None:
+    target = tiny(family, seed=2, attn_implementation="eager")  # the only one that returns attentions
+    arguments: dict[str, Any] = {"return_dict_in_generate": True, "repetition_penalty": 1.2}
+    arguments |= {"output_scores": True, "output_logits": True}
+    arguments |= {"output_hidden_states": True, "output_attentions": True}
+    plain = generate(target, PROMPT[:, :length], **arguments)
+    assistant = assistant_for(target, mix=0.93)
+    ours = generate(target, PROMPT[:, :length], assistant_model=assistant, **arguments)
+    assert assistant.stats.accepted > 0
+    assert assistant.stats.discarded > 0
+    assert type(ours) is type(plain)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for name in RECORDS:
+        assert len(getattr(plain, name)) == 24
+        assert_same(getattr(ours, name), getattr(plain, name))
+    assert not torch.equal(plain.scores[5], plain.logits[5]), "processed and raw scores must differ to tell them apart"
+    assert_same_cache(ours.past_key_values, plain.past_key_values)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_come_only_when_asked_for(name: str) -> None:
+    target = tiny("llama", attn_implementation="eager", num_hidden_layers=2)
+    arguments: dict[str, Any] = {"return_dict_in_generate": True, f"output_{name}": True}
+    ours = generate(target, assistant_model=assistant_for(target), **arguments)
+    assert {other for other in RECORDS if getattr(ours, other) is not None} == {name}
+
+
+def test_scores_after_a_stop_in_a_block() -> None:
+    target = tiny("llama", num_hidden_layers=2)
+    eos = int(generate(target)[0, PROMPT.shape[1] + 9])
+    arguments: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+    arguments |= {"eos_token_id": eos, "pad_token_id": 0}
+    plain = generate(target, **arguments)
+    ours = generate(target, assistant_model=assistant_for(target), **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert_same(ours.scores, plain.scores)
+    assert_same(ours.hidden_states, plain.hidden_states)
+
+
+def test_sampled_scores_are_those_of_the_text() -> None:
+    target = tiny("llama", num_hidden_layers=2)
+    ours = target.generate(
+        PROMPT, assistant_model=assistant_for(target), do_sample=True, temperature=0.7, top_k=0, max_new_tokens=24,
+        return_dict_in_generate=True, output_logits=True, output_scores=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        logits = target(ours.sequences).logits[0, PROMPT.shape[1] - 1 : -1].float()
+    assert_same(torch.cat(ours.logits), logits)
+    assert_same(torch.cat(ours.scores), logits / 0.7)
+
+
+def test_records_are_refused_without_attaching() -> None:
+    target = tiny("llama", attn_implementation="eager", num_hidden_layers=2)
+    assistant = assistant_for(target, attached=False)
+    arguments: dict[str, Any] = {"return_dict_in_generate": True, "assistant_model": assistant}
+    for wanted in ({"output_hidden_states": True}, {"output_attentions": True}):
+        with pytest.raises(ValueError, match="wrong hidden states and attentions.*Attach"):
+            generate(target, **arguments | wanted)
+    plain = generate(target, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    ours = generate(target, output_scores=True, output_logits=True, **arguments)
+    assert_same(ours.scores, plain.scores)
+    assert_same(ours.logits, plain.logits)
+
+
+# Caches ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("end", ["max length", "eos", "stop string"])
+def test_the_cache_holds_the_text_but_its_last_token(family: str, end: str) -> None:
+    target = tiny(family, seed=1)
+    text = generate(target)[0, PROMPT.shape[1] :].tolist()
+    index = next(i for i in range(7, 24) if text[i] not in text[:i])
+    ends = {
+        "max length": {"max_new_tokens": 21},
+        "eos": {"eos_token_id": text[index], "pad_token_id": 0},
+        "stop string": {"stop_strings": [tokenizer().decode(text[index])], "tokenizer": tokenizer()},
+    }
+    for num_tokens in range(1, 7):  # so that the end falls on every place of a block
+        assistant = assistant_for(target, rule="fixed", num_tokens=num_tokens)
+        ours = generate(target, assistant_model=assistant, return_dict_in_generate=True, **ends[end])
+        assistant.detach()
+        emitted = ours.sequences
+        assert emitted[0, PROMPT.shape[1] :].tolist() == text[: 21 if end == "max length" else index + 1]
+        assert_same_cache(ours.past_key_values, prefill(target, emitted[:, :-1]))
+
+
+@pytest.mark.parametrize("style", ["full ids", "new ids"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "opt"])
+def test_a_second_turn(family: str, style: str) -> None:
+    """With the cache of the first turn, in both ways that plain `generate()` takes it."""
+    target = tiny(family)
+    assistant = assistant_for(target)
+    first = generate(target, return_dict_in_generate=True)
+    ids = torch.cat((first.sequences, prompt(5, seed=2)), dim=1)
+    new = ids if style == "full ids" else ids[:, first.past_key_values.get_seq_length() :]
+    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+    plain = generate(target, new, past_key_values=copy.deepcopy(first.past_key_values), **arguments)
+    cache = copy.deepcopy(first.past_key_values)
+    ours = generate(target, new, past_key_values=cache, assistant_model=assistant, **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.past_key_values is cache
+    assert_same_cache(cache, plain.past_key_values)
+    if style == "full ids":
+        assert torch.equal(ours.sequences, generate(target, ids)), "and the same as with no cache at all"
+
+    # A third turn, plain, on what we left: the cache is as usable as transformers' own.
+    ids = torch.cat((ids[:, : ids.shape[1] - new.shape[1]], ours.sequences, prompt(4, seed=3)), dim=1)
+    third = generate(target, ids, past_key_values=cache, attention_mask=torch.ones_like(ids))
+    assert torch.equal(third, generate(target, ids))
+
+
+def test_a_second_turn_is_refused_without_attaching() -> None:
+    target = tiny("llama", num_hidden_layers=2)
+    first = generate(target, return_dict_in_generate=True)
+    assistant = assistant_for(target, attached=False)
+    with pytest.raises(ValueError, match="past_key_values holds an earlier turn.*Attach"):
+        generate(target, first.sequences, past_key_values=first.past_key_values, assistant_model=assistant)
+
+
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "opt"])
+def test_a_left_padded_prompt(family: str, is_attached: bool) -> None:
+    target = tiny(family)
+    padded = torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
+    mask = torch.cat((torch.zeros((1, 5), dtype=torch.long), torch.ones_like(PROMPT)), dim=1)
+    plain = generate(target, padded, attention_mask=mask)
+    assert torch.equal(plain[:, 5:], generate(target)), "padding is invisible to plain generate"
+    assistant = assistant_for(target, is_attached)
+    assert torch.equal(generate(target, padded, attention_mask=mask, assistant_model=assistant), plain)
+    padded_rate = assistant.stats.acceptance_rate
+    generate(target, assistant_model=assistant)
+    assert padded_rate == assistant.stats.acceptance_rate, "and to the draft"
+
+
+def test_a_padded_second_turn_with_only_new_ids() -> None:
+    """The mask then covers the first turn, too, which the draft is not shown."""
+    target = tiny("llama")
+    ids = torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
+    mask = torch.cat((torch.zeros((1, 5), dtype=torch.long), torch.ones_like(PROMPT)), dim=1)
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(ids, attention_mask=mask, past_key_values=cache)
+    new = prompt(5, seed=2)
+    mask = torch.cat((mask, torch.ones_like(new)), dim=1)
+    plain = generate(target, new, past_key_values=copy.deepcopy(cache), attention_mask=mask)
+    assistant = assistant_for(target)
+    assert torch.equal(
+        generate(target, new, past_key_values=cache, attention_mask=mask, assistant_model=assistant), plain
+    )
+    lengths: list[int] = []
+    hook = assistant.drafter.model.get_decoder().register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    cache.crop(ids.shape[1] - cache.get_seq_length())
+    generate(target, new, past_key_values=cache, attention_mask=mask, assistant_model=assistant)
+    hook.remove()
+    assert lengths[0] == new.shape[1] + 1, "the new tokens and the first answer: nothing of it is padding"
+
+
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 5, WINDOW, 100])
+def test_chunked_prefill(family: str, is_attached: bool, chunk: int) -> None:
+    target = tiny(family, num_hidden_layers=3)
+    ids = prompt(21)
+    plain = generate(target, ids)
+    assert torch.equal(generate(target, ids, prefill_chunk_size=chunk), plain)
+    assistant = assistant_for(target, is_attached)
+    assert torch.equal(generate(target, ids, prefill_chunk_size=chunk, assistant_model=assistant), plain)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "offloaded"])
+def test_cache_implementations_that_can_be_rolled_back(implementation: str) -> None:
+    if implementation == "offloaded" and not torch.accelerator.is_available():
+        pytest.skip("offloading needs a device to offload from")
+    target = tiny("gemma3_text")
+    assistant = assistant_for(target)
+    text = generate(target, cache_implementation=implementation, assistant_model=assistant)
+    assert torch.equal(text, generate(target))

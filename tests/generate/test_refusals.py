@@ -1,0 +1,252 @@
+"""What assisted generation cannot serve is refused with the reason, before the target does any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    MambaConfig,
+    MambaForCausalLM,
+    StaticCache,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.cache_utils import QuantizedCache
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.causal_lm import CausalLM
+
+PROMPT = prompt(6)
+
+
+class FakeQuantizedCache(QuantizedCache):
+    """A quantized cache that needs no quantization library, as it is refused before it is used."""
+
+    def __init__(self) -> None:
+        self.layers = []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def activate_past_recording(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return tiny("llama", num_hidden_layers=2)
+
+
+@contextmanager
+def no_work(target: nn.Module) -> Iterator[None]:
+    calls: list[str] = []
+    hooks = [m.register_forward_pre_hook(lambda m, _: calls.append(type(m).__name__)) for m in target.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not calls, "the target was run before the refusal"
+
+
+def static_cache(target: CausalLM) -> StaticCache:
+    return StaticCache(config=target.config, max_cache_len=64)
+
+
+SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+# Arguments (or how to make them from the target), and what the refusal says with and without attaching. `None`: it is
+# right without attaching, since transformers then does not use the assistant.
+REFUSALS: dict[str, tuple[Any, str, str | None]] = {
+    "beams": ({"num_beams": 2}, "num_beams=2.*one\\s+continuation", None),
+    "sampled beams": ({"num_beams": 2, "do_sample": True}, "num_beams=2", None),
+    "batch": ({"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences", "batch_size = 1"),
+    "several sequences": (
+        {"num_return_sequences": 2, "do_sample": True},
+        "num_return_sequences=2.*one sequence at a time",
+        "num_return_sequences has to be 1",
+    ),
+    "static": (
+        {"cache_implementation": "static"},
+        "cache_implementation='static' cannot be rolled back",
+        "Static cache",
+    ),
+    "static object": (
+        lambda target: {"past_key_values": static_cache(target)},
+        "StaticCache cannot be rolled back",
+        "Static cache",
+    ),
+    "quantized": ({"cache_implementation": "quantized"}, "cache_implementation='quantized' cannot be", ""),
+    "quantized object": (
+        lambda _: {"past_key_values": FakeQuantizedCache()},
+        "QuantizedCache cannot be rolled back",
+        "quantized cache cannot be rolled back",
+    ),
+    "no cache": ({"use_cache": False}, "use_cache=False: verifying", "use_cache=True"),
+    "guidance": ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance.*keeps state", "keeps state"),
+    "SynthID": ({"watermarking_config": SYNTH_ID, "do_sample": True}, "SynthIDText.*keeps state", "keeps state"),
+    "ensemble": (
+        {"assistant_ensemble_weight": 0.5},
+        "assistant_ensemble_weight changes the output",
+        "assistant_ensemble_weight changes the output",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_attached(name: str, target: CausalLM) -> None:
+    arguments, message, _ = REFUSALS[name]
+    assistant = assistant_for(target)
+    arguments = arguments(target) if callable(arguments) else arguments
+    with no_work(target), pytest.raises(ValueError, match=message):
+        target.generate(**{"input_ids": PROMPT, "max_new_tokens": 5, **arguments}, assistant_model=assistant)
+    assistant.detach()
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSALS if name != "quantized"])  # needs optional packages
+def test_unattached(name: str, target: CausalLM) -> None:
+    arguments, _, message = REFUSALS[name]
+    assistant = assistant_for(target, attached=False)
+    arguments = arguments(target) if callable(arguments) else arguments
+    arguments = {"input_ids": PROMPT, "max_new_tokens": 5, **arguments}
+    if message is None:
+        torch.manual_seed(0)
+        plain = target.generate(**arguments)
+        torch.manual_seed(0)
+        assert torch.equal(target.generate(**arguments, assistant_model=assistant), plain)
+        return
+    with no_work(target), pytest.raises(ValueError, match=message):
+        target.generate(**arguments, assistant_model=assistant)
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
+def test_embeddings_as_the_prompt(target: CausalLM, attached: bool) -> None:
+    embeds = target.get_input_embeddings()(PROMPT)
+    assistant = assistant_for(target, attached)
+    with no_work(target), pytest.raises(ValueError, match="given as inputs_embeds"):
+        target.generate(inputs_embeds=embeds, assistant_model=assistant, max_new_tokens=5)
+    assistant.detach()
+
+
+def test_synced_gpus(target: CausalLM) -> None:
+    assistant = assistant_for(target)
+    with no_work(target), pytest.raises(ValueError, match="synced_gpus=True: ranks would run different numbers"):
+        target.generate(PROMPT, assistant_model=assistant, synced_gpus=True, max_new_tokens=5)
+    assistant.detach()
+
+
+def test_a_failed_call_leaves_nothing_behind(target: CausalLM) -> None:
+    assistant = assistant_for(target)
+    plain = target.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    with pytest.raises(ValueError, match="num_beams=2"):
+        target.generate(PROMPT, assistant_model=assistant, num_beams=2)
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False), plain)
+    assistant.detach()
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def encoder_decoder() -> CausalLM:
+    size: dict[str, Any] = {
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCAB_SIZE}
+    return BartForConditionalGeneration(BartConfig(**size, **heads, max_position_embeddings=32)).eval()
+
+
+def stateful() -> CausalLM:
+    return MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(encoder_decoder, "is an encoder-decoder model"), (stateful, "keeps a recurrent state.*rolled back")],
+    ids=["encoder-decoder", "stateful"],
+)
+def test_targets(make: Any, message: str, target: CausalLM) -> None:
+    model = make()
+    kind = type(model)
+    assistant = assistant_for(target, attached=False)
+    with no_work(model), pytest.raises(ValueError, match=message):
+        assistant.attach(model)
+    assert type(model) is kind
+    with no_work(model), pytest.raises(ValueError, match=message):
+        SpecDecPPAssistant.from_early_exit(model, 1)
+    assert type(model) is kind
+    with pytest.raises(ValueError, match="Encoder-decoder targets cannot|not supported with stateful models"):
+        model.generate(PROMPT, assistant_model=assistant, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("make", [encoder_decoder, stateful])
+def test_drafts(make: Any, target: CausalLM) -> None:
+    with pytest.raises(ValueError, match="so it cannot draft|must be a decoder-only causal LM"):
+        SpecDecPPAssistant.from_draft(make(), target)
+    assert type(target).__mro__[1].__name__ != "AttachedMixin"
+
+
+def test_a_model_without_a_head(target: CausalLM) -> None:
+    headless = target.get_decoder()
+    with pytest.raises(ValueError, match="cannot generate.*AutoModelForCausalLM"):
+        assistant_for(target, attached=False).attach(headless)
+
+
+@pytest.mark.parametrize("layers", [0, 2, 7, [], [1, 0], [0, 0], [-1], [0, 2], [0, 1]], ids=str)
+def test_early_exits(layers: Any, target: CausalLM) -> None:
+    with pytest.raises(ValueError, match=r"layers=.*(the target has 2 layers|keeps all 2 layers)"):
+        SpecDecPPAssistant.from_early_exit(target, layers)
+
+
+def test_an_early_exit_serves_its_own_target_only(target: CausalLM) -> None:
+    assistant = SpecDecPPAssistant.from_early_exit(target, 1)
+    with pytest.raises(ValueError, match="drafts with the layers of another target"):
+        assistant.attach(tiny("llama", num_hidden_layers=2))
+    assistant.detach()
+
+
+def test_an_early_exit_without_its_target(target: CausalLM, tmp_path: Any) -> None:
+    made = SpecDecPPAssistant.from_early_exit(target, 1)
+    made.save_pretrained(tmp_path)
+    made.detach()
+    with pytest.raises(ValueError, match="must be attached to it"):
+        target.generate(PROMPT, assistant_model=SpecDecPPAssistant.from_pretrained(tmp_path), max_new_tokens=5)
+
+
+def test_an_assistant_does_not_answer_by_itself(target: CausalLM) -> None:
+    with pytest.raises(ValueError, match="does not answer by itself"):
+        assistant_for(target, attached=False).generate(PROMPT)
+
+
+def test_a_smaller_vocabulary_is_warned_of(target: CausalLM) -> None:
+    """Without tokenizers to compare, different sizes may be padding: then only candidates are lost."""
+    draft = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE - 8, hidden_size=16, num_hidden_layers=1,
+                             intermediate_size=16, num_attention_heads=2, eos_token_id=None, bos_token_id=None)
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="48 token ids and the draft 40"):
+        assistant = SpecDecPPAssistant.from_draft(draft.eval(), target)
+    plain = target.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False), plain)
+    assistant.detach()
+
+
+@pytest.mark.parametrize("knobs", [{"threshold": 1.5}, {"num_tokens": 0}, {"min_tokens": 30}, {"rule": "beam"}])
+def test_knobs_set_after_construction(knobs: dict[str, Any], target: CausalLM) -> None:
+    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), target, speculation=SpeculationConfig())
+    for name, value in knobs.items():
+        setattr(assistant.speculation, name, value)
+    with no_work(target), pytest.raises(ValueError, match=next(iter(knobs))):
+        target.generate(PROMPT, assistant_model=assistant, max_new_tokens=5)
+    assistant.detach()

@@ -1,0 +1,263 @@
+"""Attaching changes nothing about a target but what our own calls do, and detaching and failing leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.snapshots import FIXED, PROMPT, generate, hash_of, snapshot
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.models.causal_lm import CausalLM
+
+
+def attached(target: CausalLM, kind: str) -> SpecDecPPAssistant:
+    if kind == "early exit":
+        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED)
+    return assistant_for(target)
+
+
+@pytest.mark.parametrize("kind", ["independent", "early exit"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_before_during_and_after(family: str, kind: str) -> None:
+    target = tiny(family).train(False)
+    target.generation_config.temperature = 0.7
+    target.get_input_embeddings().requires_grad_(False)
+    before = snapshot(target)
+    plain = generate(target)
+    assistant = attached(target, kind)
+    assert type(target).__name__ == before["class"].__name__
+    assert isinstance(target, before["class"])
+    for _ in range(2):
+        during = snapshot(target)
+        assert {**during, "class": None} == {**before, "class": None}
+        assert torch.equal(generate(target, assistant_model=assistant), plain)
+    assistant.detach()
+    assert snapshot(target) == before
+    assistant.detach()  # again does nothing
+    assert snapshot(target) == before
+
+
+def test_training_mode_is_left_alone() -> None:
+    target = tiny("llama").train()
+    before = snapshot(target)
+    assistant = attached(target, "early exit")
+    generate(target, assistant_model=assistant)
+    assistant.detach()
+    assert snapshot(target) == before
+
+
+# Exceptions -----------------------------------------------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    pass
+
+
+class BreakingStreamer(BaseStreamer):
+    """Raises when it is given something for the `last` time."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+        self.seen: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen += value.flatten().tolist()
+        self.left -= 1
+        if self.left == 0:
+            raise BrokenError
+
+    def end(self) -> None:
+        raise AssertionError("the text never ended")
+
+
+def break_draft(assistant: Any, step: int) -> Any:
+    """Make the draft's `step`-th forward raise."""
+    left = iter(range(step, 0, -1))
+
+    def hook(*_: Any) -> None:
+        if next(left) == 1:
+            raise BrokenError
+
+    return assistant.drafter.model.get_decoder().register_forward_pre_hook(hook)
+
+
+def break_target(target: CausalLM, call: int) -> Any:
+    """Make the last layer raise in the `call`-th pass, when the other layers have already written to the cache."""
+    left = iter(range(call, 0, -1))
+
+    def hook(*_: Any) -> None:
+        if next(left) == 1:
+            raise BrokenError
+
+    return target.get_decoder().layers[-1].register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("where", ["draft", "target", "streamer"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("style", ["full ids", "new ids"])
+def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
+    """The user's cache goes back to the text that was emitted, so that the text can be continued from it."""
+    target = tiny(family)
+    before = snapshot(target)
+    first = prompt(9, seed=5)
+    cache: Any = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(first, past_key_values=cache)
+    ids = torch.cat((first, PROMPT), dim=1)
+    mask = torch.ones_like(ids)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=24)
+    assistant = assistant_for(target)
+    streamer = BreakingStreamer(last=5 if where == "streamer" else 1000)
+    hook = {"draft": lambda: break_draft(assistant, 7), "target": lambda: break_target(target, 4)}.get(where)
+    handle = hook() if hook is not None else None
+    with pytest.raises(BrokenError):
+        target.generate(
+            ids if style == "full ids" else PROMPT, attention_mask=mask, past_key_values=cache, do_sample=False,
+            max_new_tokens=24, assistant_model=assistant, streamer=streamer,
+        )  # fmt: skip
+    if handle is not None:
+        handle.remove()
+    emitted = streamer.seen if style == "full ids" else [*first[0].tolist(), *streamer.seen]
+    assert ids.shape[1] < len(emitted) < plain.shape[1]
+    assert emitted == plain[0, : len(emitted)].tolist()
+    assert {layer.get_seq_length() for layer in cache.layers} == {len(emitted) - 1}
+
+    # Continue, with the assistant and without.
+    text = torch.tensor([emitted])
+    arguments = {"attention_mask": torch.ones_like(text), "do_sample": False, "max_new_tokens": 24}
+    expected = target.generate(text, **arguments)
+    for model in (assistant, None):
+        copied = copy.deepcopy(cache)
+        assert torch.equal(target.generate(text, past_key_values=copied, assistant_model=model, **arguments), expected)
+    assistant.detach()
+    assert snapshot(target) == before
+
+
+def test_an_exception_before_the_first_round() -> None:
+    target = tiny("llama")
+    before = snapshot(target)
+    assistant = assistant_for(target)
+    for last in (1, 2):  # the prompt, the first token
+        with pytest.raises(BrokenError):
+            generate(target, assistant_model=assistant, streamer=BreakingStreamer(last))
+    assert torch.equal(generate(target, assistant_model=assistant), generate(target))
+    assistant.detach()
+    assert snapshot(target) == before
+
+
+# Without our assistant ------------------------------------------------------------------------------------------------
+
+
+def test_other_calls_on_an_attached_target_are_plain() -> None:
+    target, stock = tiny("llama"), partly_agreeing(tiny("llama"))
+    calls: list[dict[str, Any]] = [
+        {},
+        {"do_sample": True},
+        {"num_beams": 3},
+        {"num_beams": 2, "do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": stock},
+        {"assistant_model": stock, "do_sample": True},
+    ]
+
+    def run(arguments: dict[str, Any]) -> Tensor:
+        torch.manual_seed(0)
+        return generate(target, **arguments)
+
+    plain = [run(arguments) for arguments in calls]
+    assistant = assistant_for(target)
+    for arguments, expected in zip(calls, plain, strict=True):
+        assert torch.equal(run(arguments), expected), arguments
+    assert assistant.stats.rounds == 0
+    assistant.detach()
+
+
+# Copies and files -----------------------------------------------------------------------------------------------------
+
+
+def through_pickle(model: CausalLM) -> CausalLM:
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 - our own bytes
+
+
+def through_torch(model: CausalLM) -> CausalLM:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # noqa: S614 - our own bytes
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, through_pickle, through_torch])
+def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
+    target = tiny("llama")
+    original, plain = type(target), generate(target)
+    assistant = assistant_for(target)
+    twin = way(target)
+    assert type(twin) is original
+    assert torch.equal(generate(twin), plain)
+    assert torch.equal(generate(twin, assistant_model=assistant), plain), "as an unattached target"
+    assert not assistant.stats.complete
+    assert torch.equal(generate(target, assistant_model=assistant), plain), "and ours is still attached"
+    assert assistant.stats.complete
+    assistant.detach()
+
+
+def test_saving_an_attached_target(tmp_path: Path) -> None:
+    target = tiny("llama")
+    original = type(target)
+    assistant = assistant_for(target)
+    target.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    loaded = original.from_pretrained(tmp_path, dtype=torch.float64)
+    assert hash_of(loaded) == hash_of(target)
+    # The class of an attached target is still a class of its own kind.
+    assert type(type(target).from_pretrained(tmp_path)).__name__ == "LlamaForCausalLM"
+    assistant.detach()
+
+
+# PEFT -----------------------------------------------------------------------------------------------------------------
+
+
+def wrapped(seed: int = 0) -> PeftModel:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(tiny("llama"), config, autocast_adapter_dtype=False).eval()
+
+
+def test_a_target_inside_a_peft_wrapper() -> None:
+    target = wrapped()
+    base = target.get_base_model()
+    plain, before = generate(target), snapshot(base)
+    assert not torch.equal(plain, generate(tiny("llama"))), "the adapter must matter"
+    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(base), target, speculation=FIXED)
+    assert torch.equal(generate(target, assistant_model=assistant), plain)
+    assert assistant.stats.complete
+    assert assistant.stats.accepted > 0
+    assistant.detach(target)
+    assert snapshot(base) == before
+
+
+def test_an_early_exit_of_a_target_inside_a_peft_wrapper() -> None:
+    target = wrapped()
+    plain = generate(target)
+    assistant = SpecDecPPAssistant.from_early_exit(target, [0, 2], speculation=FIXED)
+    assert torch.equal(generate(target, assistant_model=assistant), plain)
+    with target.disable_adapter():
+        bare = generate(target)
+        assert torch.equal(generate(target, assistant_model=assistant), bare)
+    assistant.detach()
+    assert torch.equal(generate(target), plain)

@@ -1,0 +1,103 @@
+"""`SpecDecPPCandidateGenerator` inside transformers' own assisted decoding, of which nothing is patched.
+
+Only the method that transformers asks for a candidate generator is set, on the instance: the hook for those who bring
+their own loop or generator.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCAB_SIZE, Rounds, partly_agreeing, prompt, tiny
+
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
+from hf_specdecpp.models.causal_lm import CausalLM
+
+PROMPT = prompt(20)
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "threshold": {"rule": "threshold", "threshold": 0.8, "min_tokens": 2, "max_tokens": 7},
+    "throughput": {"rule": "throughput", "costs": {"draft": 0.4, "verify": [1.0]}},  # some rounds draft nothing
+}
+
+
+def with_generator(target: CausalLM, assistant: SpecDecPPAssistant) -> list[SpecDecPPCandidateGenerator]:
+    """Make transformers' loop on `target` draft with our generator; the list collects one a call."""
+    made: list[SpecDecPPCandidateGenerator] = []
+
+    def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
+        assert kwargs["assistant_model"] is assistant
+        made.append(
+            SpecDecPPCandidateGenerator(
+                assistant,
+                kwargs["generation_config"],
+                kwargs["logits_processor"],
+                kwargs["model_kwargs"].get("attention_mask"),
+                self.config.vocab_size,
+            )
+        )
+        return made[-1]
+
+    target._get_candidate_generator = types.MethodType(get, target)
+    return made
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("kind", ["independent", "early exit"])
+def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny(family)
+    arguments = {"max_new_tokens": 200, "do_sample": False, "repetition_penalty": 1.05}
+    plain = target.generate(PROMPT, **arguments)
+    speculation = SpeculationConfig(**RULES[rule])
+    if kind == "independent":
+        assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
+    else:
+        assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation)
+        assistant.detach()  # it keeps its draft, and the loop is transformers' again
+    made = with_generator(target, assistant)
+    rounds = Rounds(monkeypatch)
+    text = target.generate(PROMPT, assistant_model=assistant, **arguments)
+    assert torch.equal(text, plain)
+
+    # Feedback: transformers tells the generator of every round, the last one included.
+    stats = made[0].stats
+    assert len(made) == 1
+    assert stats.rounds == len(rounds.outcomes) > 0
+    assert stats.accepted + stats.rounds == 200
+    if kind == "independent":
+        rounds.assert_all_kinds()
+
+
+def test_the_rule_learns() -> None:
+    target = tiny("llama")
+    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=SpeculationConfig("adaedl"))
+    made = with_generator(target, assistant)
+    target.generate(PROMPT, assistant_model=assistant, max_new_tokens=30, do_sample=False)
+    assert made[0].rule.acceptance_rate != 0.9  # type: ignore[attr-defined]
+
+
+def test_sampling() -> None:
+    target = tiny("llama")
+    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=SpeculationConfig("fixed"))
+    plain = target.generate(PROMPT, max_new_tokens=40, do_sample=True, top_k=1)
+    with_generator(target, assistant)
+    arguments: dict[str, Any] = {"assistant_model": assistant, "max_new_tokens": 40, "do_sample": True}
+    assert torch.equal(target.generate(PROMPT, top_k=1, **arguments), plain)
+    torch.manual_seed(0)
+    text = target.generate(PROMPT, temperature=0.7, **arguments)
+    torch.manual_seed(0)
+    assert torch.equal(target.generate(PROMPT, temperature=0.7, **arguments), text)
+    assert int(text.max()) < VOCAB_SIZE
+
+
+def test_a_round_without_candidates() -> None:
+    """A draft whose position table is used up returns none, which the interface allows."""
+    target, draft = tiny("gpt2", n_positions=64), tiny("gpt2", seed=1, n_positions=24)
+    assistant = SpecDecPPAssistant.from_draft(draft, speculation=SpeculationConfig("fixed", num_tokens=4))
+    plain = target.generate(PROMPT, max_length=64, do_sample=False)
+    with_generator(target, assistant)
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_length=64, do_sample=False), plain)

@@ -1,0 +1,367 @@
+"""Released SpecDec++ heads judge the same after conversion, and nothing unsafe or ambiguous is converted."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.released_heads import SIZE, Payload, ReleasedHead, save_bin, save_mixin, write_config
+from torch import Tensor
+from torch.testing import assert_close
+
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.hub.conversion import convert, read_released_head
+from hf_specdecpp.hub.repository import Repository, load_config, load_head
+
+HIDDEN = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(0))
+
+
+def assert_same(head: AcceptanceHead, released: ReleasedHead) -> None:
+    assert_close(head(HIDDEN).sigmoid(), released.acceptance(HIDDEN), rtol=1e-5, atol=1e-6)
+
+
+def load(folder: Path) -> AcceptanceHead:
+    repository = Repository(str(folder))
+    return load_head(repository, load_config(repository))
+
+
+def save_plain(
+    head: ReleasedHead, folder: Path, drop: tuple[str, ...] = (), changed: dict[str, Tensor] | None = None
+) -> Path:
+    """safetensors without metadata, less the tensors whose names start with `drop`, with others `changed`."""
+    tensors = {name: tensor.clone() for name, tensor in head.state_dict().items() if not name.startswith(drop)}
+    save_file(tensors | (changed or {}), write_config(folder, **head.sizes) / "model.safetensors")
+    return folder
+
+
+# Heads that judge the same --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [save_bin, save_mixin])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("depth", range(5))
+def test_released_heads_are_recognised_and_judge_the_same(tmp_path: Path, depth: int, tied: bool, save: Any) -> None:
+    released = ReleasedHead(depth, tied)
+    convert(save(released, tmp_path / "released"), tmp_path / "out")
+    head = load(tmp_path / "out")
+    assert_same(head, released)
+    assert (head.num_blocks, head.inputs) == (depth, "after")
+    assert head.tied == (tied and depth > 1)
+    assert len(head.blocks) == (min(depth, 1) if tied else depth)
+
+
+def test_the_test_can_tell_tied_from_untied() -> None:
+    tied, untied = ReleasedHead(3, tied=True), ReleasedHead(3, tied=False)
+    assert (tied.acceptance(HIDDEN) - untied.acceptance(HIDDEN)).abs().max() > 1e-3
+    names = [f"model.{i}.linear.weight" for i in range(3)]
+    assert len({tied.state_dict()[name].data_ptr() for name in names}) == 1
+    assert len({untied.state_dict()[name].data_ptr() for name in names}) == 3
+
+
+def test_the_hub_writer_stores_tied_blocks_once(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(save_mixin(ReleasedHead(3), tmp_path) / "model.safetensors", "pt") as file:
+        assert len(file.keys()) == 4
+        assert file.metadata()["model.2.linear.bias"] == "model.0.linear.bias"
+
+
+def test_safetensors_writer_and_any_file_name(tmp_path: Path) -> None:
+    released = ReleasedHead(3)
+    save_model(released, str(write_config(tmp_path, **released.sizes) / "acc_head.safetensors"))
+    assert_same(read_released_head(tmp_path), released)
+
+
+@pytest.mark.parametrize("told", [None, True])
+def test_copies_of_one_block_are_tied(tmp_path: Path, told: bool | None) -> None:
+    released = ReleasedHead(3)
+    head = read_released_head(save_plain(released, tmp_path), told)
+    assert head.tied
+    assert_same(head, released)
+
+
+def test_equal_blocks_may_be_kept_apart(tmp_path: Path) -> None:
+    released = ReleasedHead(3)
+    head = read_released_head(save_bin(released, tmp_path), tied=False)
+    assert not head.tied
+    assert len(head.blocks) == 3
+    assert_same(head, released)
+
+
+@pytest.mark.parametrize("kept", range(3))
+def test_missing_blocks_are_tied_if_the_user_says_so(tmp_path: Path, kept: int) -> None:
+    released = ReleasedHead(3)
+    dropped = tuple(f"model.{i}.linear" for i in range(3) if i != kept)
+    head = read_released_head(save_plain(released, tmp_path, drop=dropped), tied=True)
+    assert head.tied
+    assert_same(head, released)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("save", [save_bin, save_mixin])
+def test_stored_as_float32(tmp_path: Path, dtype: torch.dtype, save: Any) -> None:
+    released = ReleasedHead(3).to(dtype)
+    convert(save(released, tmp_path / "released"), tmp_path / "out")
+    head = load(tmp_path / "out")
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    assert_same(head, released.float())
+
+
+# What is written ------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_and_its_config(tmp_path: Path) -> None:
+    source = save_bin(ReleasedHead(3), tmp_path / "released")
+    convert(source, tmp_path / "out", None, "org/draft", "abc", "org/target", "def")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["acceptance_head.safetensors", "config.json"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "specdecpp"
+    assert config["head"] | {"num_blocks": 3, "tied": True, "inputs": "after", "hidden_size": SIZE} == config["head"]
+    assert (config["draft_id"], config["draft_revision"]) == ("org/draft", "abc")
+    assert (config["target_id"], config["target_revision"]) == ("org/target", "def")
+
+
+def test_an_assistant_with_a_converted_head_generates(tmp_path: Path) -> None:
+    target = tiny("llama")
+    released = ReleasedHead(2, hidden_size=32)
+    draft = partly_agreeing(target)
+    draft.save_pretrained(tmp_path / "draft")
+    convert(save_bin(released, tmp_path / "released"), tmp_path / "out", draft_id=str(tmp_path / "draft"))
+    plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
+    loaded = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    made = SpecDecPPAssistant.from_draft(draft, target, head=load(tmp_path / "out"))
+    for assistant in (loaded, made):
+        assert assistant.head is not None
+        answer = target.generate(prompt(), max_new_tokens=12, do_sample=False, assistant_model=assistant)
+        assert torch.equal(answer, plain)
+        assert assistant.stats.rounds > 0
+
+
+def test_without_a_draft_id_the_assistant_says_what_to_do(tmp_path: Path) -> None:
+    convert(save_bin(ReleasedHead(1), tmp_path / "released"), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"no draft model \(draft_id\).*from_pretrained\(repo, draft=model"):
+        SpecDecPPAssistant.from_pretrained(tmp_path / "out")
+
+
+def test_an_assistant_without_a_head_has_none_to_load(tmp_path: Path) -> None:
+    assistant_for(tiny("llama"), attached=False).config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no acceptance head"):
+        load(tmp_path)
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
+    source = save_bin(ReleasedHead(1), tmp_path)
+    before = (source / "config.json").read_text()
+    with pytest.raises(FileExistsError, match=r"already holds a config.json.*Choose a new folder"):
+        convert(source, source)
+    assert (source / "config.json").read_text() == before
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+def assert_refused(folder: Path, match: str, tied: bool | None = None, error: Any = ValueError) -> None:
+    out = folder.with_name("refused")
+    with pytest.raises(error, match=match):
+        convert(folder, out, tied)
+    assert not out.exists()
+
+
+def test_a_missing_block_is_ambiguous(tmp_path: Path) -> None:
+    folder = save_plain(ReleasedHead(3), tmp_path / "in", drop=("model.1.linear", "model.2.linear"))
+    assert_refused(folder, r"has blocks \[0\] of 3.*--tied \(tied=True\)")
+    assert_refused(folder, r"needs .*model\.1\.linear\.bias", tied=False)
+
+
+def test_told_tied_but_the_tensors_differ(tmp_path: Path) -> None:
+    for name, save in (("bin", save_bin), ("mixin", save_mixin)):
+        folder = save(ReleasedHead(3, tied=False), tmp_path / name)
+        assert_refused(folder, r"3 different blocks \(by up to 0\.\d+\).*Leave --tied", tied=True)
+
+
+def test_told_tied_but_two_of_the_stored_blocks_differ(tmp_path: Path) -> None:
+    folder = save_plain(ReleasedHead(3, tied=False), tmp_path / "in", drop=("model.2.linear",))
+    assert_refused(folder, "3 different blocks", tied=True)
+
+
+@pytest.mark.parametrize("tied", [None, True])
+@pytest.mark.parametrize("says", [2, 4])
+def test_another_depth_than_the_config_says(tmp_path: Path, says: int, tied: bool | None) -> None:
+    folder = save_bin(ReleasedHead(3), tmp_path / "in")
+    write_config(folder, hidden_size=SIZE, num_layers=says)
+    assert_refused(folder, f"hidden_size=6, num_layers={says}, which needs model.0.*do not belong together", tied)
+
+
+def test_another_size_than_the_config_says(tmp_path: Path) -> None:
+    folder = save_bin(ReleasedHead(3), tmp_path / "in")
+    write_config(folder, hidden_size=8, num_layers=3)
+    assert_refused(folder, r"model\.0\.linear\.weight is \[6, 6\] float32, but .*hidden_size=8.*\[8, 8\]")
+
+
+def test_no_output_layer(tmp_path: Path) -> None:
+    assert_refused(save_plain(ReleasedHead(1), tmp_path / "in", drop=("model.1.",)), r"needs .*model\.1\.weight")
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    folder = save_plain(ReleasedHead(0), tmp_path / "in", changed={"model.0.bias": torch.zeros(2, dtype=torch.int64)})
+    assert_refused(folder, r"model\.0\.bias is \[2\] int64.*floating point")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("save", [save_bin, save_mixin])
+def test_broken_numbers(tmp_path: Path, value: float, save: Any) -> None:
+    released = ReleasedHead(3)
+    released.state_dict()["model.0.linear.bias"][1] = value
+    assert_refused(save(released, tmp_path / "in"), r"NaN or infinite values in .*model\.0\.linear\.bias")
+
+
+def test_too_large_for_float32(tmp_path: Path) -> None:
+    released = ReleasedHead(0).double()
+    released.state_dict()["model.0.bias"][1] = 1e300
+    assert_refused(save_bin(released, tmp_path / "in"), r"NaN or infinite values in model\.0\.bias")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "hidden_size=None and num_layers=None"),
+        ('{"hidden_size": 6}', "hidden_size=6 and num_layers=None"),
+        ('{"hidden_size": "6", "num_layers": 3}', "hidden_size='6'"),
+        ('{"hidden_size": 6, "num_layers": true}', "num_layers=True"),
+        ('{"hidden_size": 0, "num_layers": 3}', "hidden_size=0"),
+        ('{"hidden_size": 6, "num_layers": -1}', "num_layers=-1"),
+        ('{"model_type": "specdecpp"}', "in our format already"),
+        ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ],
+)
+def test_config_of_something_else(tmp_path: Path, text: str, match: str) -> None:
+    folder = save_bin(ReleasedHead(3), tmp_path / "in")
+    (folder / "config.json").write_text(text)
+    assert_refused(folder, match)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=3)
+    assert_refused(folder, r"no safetensors file and no pytorch_model\.bin", error=FileNotFoundError)
+    (folder / "config.json").unlink()
+    assert_refused(folder, r"config\.json is missing; it says how large", error=FileNotFoundError)
+
+
+def test_several_files(tmp_path: Path) -> None:
+    folder = save_mixin(ReleasedHead(1), tmp_path / "in")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    assert_refused(folder, r"several safetensors files \(a\.safetensors, b\.safetensors\)")
+    (folder / "a.safetensors").rename(folder / "model.safetensors")
+    read_released_head(folder)
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+
+
+def malicious(folder: Path, proof: Path, form: str) -> None:
+    path = folder / "pytorch_model.bin"
+    if form == "bare":
+        path.write_bytes(pickle.dumps(Payload(proof)))
+    elif form == "among tensors":
+        torch.save({**ReleasedHead(3).state_dict(), "payload": Payload(proof)}, path)
+    else:
+        torch.save(ReleasedHead(3).state_dict(), path, pickle_module=smuggler(proof))
+
+
+def smuggler(proof: Path) -> Any:
+    """A pickle module whose streams run a command before they yield the real tensors, and leave no trace in these."""
+
+    class Pickler(pickle.Pickler):
+        def __init__(self, file: Any, protocol: int = 2) -> None:
+            file.write(b"cos\nsystem\n(S'touch " + str(proof).encode() + b"'\ntR0")  # os.system('touch ...'), drop
+            super().__init__(file, protocol)
+
+    return SimpleNamespace(__name__="pickle", Pickler=Pickler)
+
+
+FORMS = ["bare", "among tensors", "before the tensors"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_payload_works(tmp_path: Path, form: str) -> None:
+    """Or else the tests below prove nothing."""
+    proof = tmp_path / "proof"
+    malicious(tmp_path, proof, form)
+    if form == "bare":
+        pickle.loads((tmp_path / "pytorch_model.bin").read_bytes())  # noqa: S301 - that it can is the point
+    else:
+        torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert proof.exists()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, form: str) -> None:
+    folder, proof = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=3), tmp_path / "proof"
+    malicious(folder, proof, form)
+    assert_refused(folder, r"pytorch_model\.bin is damaged or holds more than tensors.*nothing in it was run")
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pickle_beside_safetensors_is_not_opened(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = ReleasedHead(3)
+    folder, proof = save_mixin(released, tmp_path / "in"), tmp_path / "proof"
+    malicious(folder, proof, form)
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("opened a pickle"))
+    assert_same(read_released_head(folder), released)
+    assert not proof.exists()
+
+
+def test_the_refusal_names_what_was_blocked(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=3)
+    malicious(folder, tmp_path / "proof", "before the tensors")
+    assert_refused(folder, r"UnpicklingError: .*GLOBAL .*system.*safetensors file")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 20, b"\x80", b"PK\x03\x04", b"\x80\x02}q\x00("])
+def test_damaged_pickles(tmp_path: Path, content: bytes) -> None:
+    folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=3)
+    (folder / "pytorch_model.bin").write_bytes(content)
+    assert_refused(folder, "is damaged or holds more than tensors")
+
+
+def test_truncated_files(tmp_path: Path) -> None:
+    for save, name, match in (
+        (save_bin, "pytorch_model.bin", "is damaged or holds more than tensors"),
+        (save_mixin, "model.safetensors", "incomplete or not a safetensors file"),
+    ):
+        path = save(ReleasedHead(3), tmp_path / name) / name
+        path.write_bytes(path.read_bytes()[:-100])
+        assert_refused(path.parent, match)
+
+
+def test_pointers(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        folder = write_config(tmp_path / name, hidden_size=SIZE, num_layers=3)
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        assert_refused(folder, rf"{name} is a git-LFS pointer.*git lfs pull")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [torch.zeros(2)],
+        {"model": {"model.0.weight": torch.zeros(2, SIZE)}},
+        {"model.0.weight": torch.zeros(2, SIZE, device="meta"), "model.0.bias": torch.zeros(2)},
+        {"model.0.weight": torch.zeros(2, SIZE).to_sparse(), "model.0.bias": torch.zeros(2)},
+    ],
+    ids=["list", "nested", "meta", "sparse"],
+)
+def test_pickles_of_something_else(tmp_path: Path, content: Any) -> None:
+    folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=0)
+    torch.save(content, folder / "pytorch_model.bin")
+    assert_refused(folder, "something else than named tensors")

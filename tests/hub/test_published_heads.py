@@ -1,0 +1,106 @@
+"""Every published repository in `hub_cards/`: sound, small, lossless, and as good as its card says.
+
+The prompts in `data/test_prompts.jsonl` are from the test sets GSM8K and HumanEval (both MIT). The slow tests need the
+models: SmolLM2 is in `.models/smollm2` after `make demo`; `SPECDECPP_QWEN=TARGET_FOLDER:DRAFT_FOLDER` names the two of
+Qwen2.5-Coder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+
+pytest.importorskip("datasets", reason="needs the [train] extra")
+
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.evaluation.chains import chains_of_text
+
+ROOT = Path(__file__).parents[2]
+HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))
+QWEN_TARGET, _, QWEN_DRAFT = os.environ.get("SPECDECPP_QWEN", "/no/such/folder:").partition(":")
+# Repository, target, draft, prompts a set, new tokens: as many as a minute or two allow.
+CASES: dict[str, tuple[str, Path, Path | None, int, int]] = {
+    "smollm2": ("specdecpp-smollm2-135m-instruct", ROOT / ".models" / "smollm2", None, 5, 96),
+    "qwen": ("specdecpp-qwen2.5-coder-1.5b-instruct", Path(QWEN_TARGET), Path(QWEN_DRAFT), 3, 48),
+}
+ALLOWED = {
+    "config.json", "acceptance_head.safetensors", "draft_vocab.safetensors", "README.md", "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+}  # fmt: skip
+PROMPTS = [json.loads(line) for line in (ROOT / "tests" / "data" / "test_prompts.jsonl").open(encoding="utf-8")]
+# Ten answers vary more than the hundred behind the card; half of what the draft is worth would be missed by far.
+TOLERANCE = 0.10
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_files(folder: Path) -> None:
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files <= ALLOWED
+    assert sum((folder / name).stat().st_size for name in files) < 12_000_000
+    config = json.loads((folder / "config.json").read_text())
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", config["target_id"])
+    if config["draft_kind"] == "independent":
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", config["draft_id"])
+    with safe_open(folder / "adapter" / "adapter_model.safetensors", "pt") as adapter:
+        assert {adapter.get_slice(name).get_dtype() for name in adapter.keys()} <= {"F16", "BF16"}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_cards_tell_no_local_folders(folder: Path) -> None:
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert not re.search(r"/(work|home|root|tmp)/", text)
+
+
+def said(folder: Path, dataset: str, temperature: float) -> float:
+    """Mean acceptance of the draft as the card tells it."""
+    results = ModelCard.load(folder / "README.md").data.eval_results or []
+    name = f"{dataset}, temperature {temperature:g}"
+    return next(
+        result.metric_value
+        for result in results
+        if result.metric_type == "mean_acceptance" and result.dataset_name.endswith(name)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", ["gsm8k_test", "humaneval_test"])
+@pytest.mark.parametrize("case", CASES)
+def test_lossless_and_as_good_as_the_card(case: str, dataset: str) -> None:
+    name, folder, draft, num_prompts, new_tokens = CASES[case]
+    repository = ROOT / "hub_cards" / name
+    if not (folder / "config.json").exists():
+        pytest.skip(f"{folder} is missing, see the top of this file")
+    target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Its own rule may find that speculating does not pay on this machine, and then nothing would be tested.
+    # Packed copies of the 1.5B model's weights would double its 6 GB.
+    rule = SpeculationConfig(rule="threshold", threshold=0.7, pack_weights=case == "smollm2")
+    assistant = SpecDecPPAssistant.from_pretrained(repository, target=target, speculation=rule, draft=draft)
+    labels = []
+    for row in [row for row in PROMPTS if row["set"] == dataset][:num_prompts]:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        inputs: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        knobs: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+        plain = target.generate(**inputs, **knobs)
+        assert torch.equal(plain, target.generate(**inputs, **knobs, assistant_model=assistant))
+        assert assistant.stats.accepted > 0
+        starts = range(inputs["input_ids"].shape[1] + 1, plain.shape[1], 8)
+        rows = chains_of_text(
+            plain[0].tolist(), list(starts), assistant, target, Sampling(0.0), "before", torch.Generator()
+        )
+        labels.append(rows["label"])
+    assistant.detach()
+    assert abs(float(torch.cat(labels).mean()) - said(repository, dataset, 0.0)) < TOLERANCE

@@ -1,0 +1,386 @@
+"""A damaged, foreign or hostile repository is refused with the file, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from support.hub_server import HubServer, point_client_at
+from support.models import tiny
+from support.repos import (
+    WORDS,
+    change_json,
+    files_of,
+    greedy,
+    head_for,
+    publish_pair,
+    save_adapter,
+    save_assistant,
+    save_model,
+)
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.files import replacing, save_tensors, save_text
+from hf_specdecpp.models.early_exit import early_exit
+
+HEAD, VOCAB, ADAPTER = "acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An assistant with every kind of file."""
+    root = tmp_path_factory.mktemp("sound")
+    target = tiny("llama")
+    adapter = save_adapter(early_exit(target, 2), root / "peft")
+    assistant = SpecDecPPAssistant.from_early_exit(
+        target, 2, adapter=adapter, head=head_for(target), draft_vocab=list(range(40))
+    )
+    assistant.config.target_id = "org/target"
+    assistant.save_pretrained(root / "assistant")
+    return root / "assistant"
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "assistant"))
+
+
+def load(folder: Path | str, **arguments: Any) -> SpecDecPPAssistant:
+    return SpecDecPPAssistant.from_pretrained(folder, **{"target": tiny("llama"), **arguments})
+
+
+def change_tensors(path: Path, **changes: Tensor | None) -> None:
+    tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def test_the_folder_is_sound_before_it_is_damaged(folder: Path) -> None:
+    target = tiny("llama")
+    assistant = load(folder, target=target)
+    assert assistant.head is not None
+    assert greedy(target, assistant) == greedy(target)
+
+
+# --- tensors ---
+
+
+def test_missing_key(folder: Path) -> None:
+    change_tensors(folder / HEAD, blocks__1__linear__weight=None)
+    with pytest.raises(ValueError, match=re.escape(f"{folder / HEAD} lacks blocks.1.linear.weight. It does")):
+        load(folder)
+
+
+def test_missing_key_in_a_hub_repository_names_it(hub: HubServer, folder: Path) -> None:
+    change_tensors(folder / HEAD, blocks__1__linear__weight=None)
+    hub.commit("org/head", files_of(folder))
+    with pytest.raises(ValueError, match=rf"models--org--head.*{HEAD} lacks blocks\.1\.linear\.weight"):
+        load("org/head")
+
+
+def test_unexpected_key(folder: Path) -> None:
+    change_tensors(folder / HEAD, extra=torch.zeros(1))
+    with pytest.raises(ValueError, match=f"{HEAD} has unexpected extra"):
+        load(folder)
+
+
+def test_wrong_shape(folder: Path) -> None:
+    change_tensors(folder / HEAD, output__weight=torch.zeros(2, 16))
+    expected = r"output\.weight has shape \[2, 16\], not \[2, 32\].*trained for draft layers \[0, 1\] of 'org/target'"
+    with pytest.raises(ValueError, match=expected):
+        load(folder)
+
+
+def test_head_of_another_draft(folder: Path) -> None:
+    wide = AcceptanceHead(64, num_blocks=2)
+    save_file(wide.state_dict(), folder / HEAD)
+    change_json(folder / "config.json", head=wide.to_config())
+    expected = r"trained for \{'hidden_size': 64\} but draft layers \[0, 1\] of 'org/target' has \{'hidden_size': 32\}"
+    with pytest.raises(ValueError, match=expected):
+        load(folder)
+
+
+def test_tied_blocks_are_not_taken_for_distinct_ones(folder: Path) -> None:
+    save_file(head_for(tiny("llama"), tied=True).state_dict(), folder / HEAD)
+    with pytest.raises(ValueError, match=r"lacks blocks\.1\.linear\.bias, blocks\.1\.linear\.weight"):
+        load(folder)
+
+
+def test_distinct_blocks_are_not_taken_for_tied_ones(folder: Path) -> None:
+    change_json(folder / "config.json", head={**head_for(tiny("llama")).to_config(), "tied": True})
+    with pytest.raises(ValueError, match=r"has unexpected blocks\.1\.linear\.bias"):
+        load(folder)
+
+
+def test_released_head_is_sent_to_the_converter(folder: Path) -> None:
+    """The layout of the paper's code: blocks shared, the other names in the metadata."""
+    block = {f"model.0.linear.{kind}": torch.zeros(32, 32) for kind in ("weight", "bias")}
+    save_file(block, folder / HEAD, {"model.1.linear.weight": "model.0.linear.weight"})
+    with pytest.raises(ValueError, match=r"lacks blocks\.0\.linear\.bias.* and has unexpected model\.0\.linear\.bias"):
+        load(folder)
+    (folder / "config.json").write_text('{"hidden_size": 32, "num_layers": 2}')
+    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant.*specdecpp inspect FOLDER --convert OUT"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", [HEAD, VOCAB, ADAPTER])
+class TestDamage:
+    def test_truncated(self, folder: Path, name: str) -> None:
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:-8])
+        for target in (tiny("llama"), None):
+            with pytest.raises(ValueError, match=re.escape(str(path)) + " is incomplete.*Delete it.*force_download=T"):
+                load(folder, target=target)
+
+    @pytest.mark.parametrize("content", [b"", b"\x00", b"garbage" * 99, b"\xff" * 99], ids=["empty", "0", "text", "ff"])
+    def test_garbage(self, folder: Path, name: str, content: bytes) -> None:
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match="is incomplete or not a safetensors file.*force_download=True"):
+            load(folder)
+
+    def test_git_lfs_pointer(self, folder: Path, name: str) -> None:
+        (folder / name).write_bytes(POINTER)
+        with pytest.raises(ValueError, match=f"{name} is a git-LFS pointer.*git lfs pull"):
+            load(folder)
+
+    def test_missing(self, folder: Path, name: str) -> None:
+        (folder / name).unlink()
+        with pytest.raises(FileNotFoundError, match=f"{name} is missing.*not a complete assistant"):
+            load(folder)
+
+    def test_missing_on_the_hub(self, hub: HubServer, folder: Path, name: str) -> None:
+        hub.commit("org/head", {**files_of(folder), name: None})
+        with pytest.raises(EntryNotFoundError, match=name):
+            load("org/head")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [HEAD, ADAPTER])
+def test_not_finite(folder: Path, name: str, value: float) -> None:
+    tensors = load_file(folder / name)
+    broken = next(iter(tensors))
+    tensors[broken].view(-1)[-1] = value
+    save_file(tensors, folder / name)
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinite values in {re.escape(broken)}"):
+        load(folder)
+
+
+def test_draft_vocab_of_another_length(folder: Path) -> None:
+    change_tensors(folder / VOCAB, token_ids=torch.arange(7))
+    with pytest.raises(ValueError, match=r"token_ids has shape \[7\], not \[40\].*promises 40 token ids"):
+        load(folder)
+
+
+@pytest.mark.parametrize("token_id", [-1, len(WORDS), 2**40])
+def test_draft_vocab_out_of_bounds(folder: Path, token_id: int) -> None:
+    change_tensors(folder / VOCAB, token_ids=torch.tensor([*range(39), token_id]))
+    with pytest.raises(ValueError, match="draft_vocab must list distinct token ids from 0 to 47"):
+        load(folder)
+
+
+# --- config.json ---
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing, so .* is not a complete assistant"):
+        load(folder)
+
+
+def test_no_config_on_the_hub(hub: HubServer) -> None:
+    hub.commit("org/head", {"README.md": b"# nothing"})
+    with pytest.raises(EntryNotFoundError, match=r"config\.json"):
+        load("org/head")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "half", "bytes", "deep"])
+def test_config_is_not_json(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(folder / "config.json")) + " is not valid JSON"):
+        load(folder)
+
+
+def test_config_is_a_git_lfs_pointer(folder: Path) -> None:
+    (folder / "config.json").write_bytes(POINTER)
+    with pytest.raises(ValueError, match="git-LFS pointer"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '"text"', "{}", '{"model_type": "llama"}'])
+def test_config_of_something_else(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant.*from_draft"):
+        load(folder)
+
+
+def test_unknown_fields_are_named(folder: Path) -> None:
+    change_json(folder / "config.json", tree_budget=64)
+    with pytest.warns(UserWarning, match=r"config\.json has fields .* ignores: tree_budget.*pip install -U"):
+        load(folder)
+
+
+def test_unknown_knobs_are_named(folder: Path) -> None:
+    change_json(folder / "config.json", speculation={"rule": "fixed", "budget": 64})
+    with pytest.warns(UserWarning, match=r"speculation has fields .* ignores: budget.*pip install -U hf-specdecpp"):
+        assert load(folder).speculation.rule == "fixed"
+
+
+def test_newer_format(hub: HubServer, folder: Path) -> None:
+    change_json(folder / "config.json", format_version=2)
+    hub.commit("org/head", files_of(folder))
+    for read in (lambda: load(folder), lambda: load("org/head"), lambda: AutoConfig.from_pretrained("org/head")):
+        with pytest.raises(ValueError, match=r"stored in format 2, .* reads up to 1.*pip install -U hf-specdecpp"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_kind": "medusa"}, "draft_kind='medusa' must be 'independent' or 'early_exit'"),
+        ({"head": {"hidden_size": 32, "depth": 3}}, "describes no acceptance head that can be built.*depth"),
+        ({"head": {"hidden_size": -1}}, "describes no acceptance head that can be built: hidden_size=-1"),
+        ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),
+        ({"draft_layers": [0, 3]}, r"ascending layer indices from 0 to 2: the target has 3 layers"),
+        ({"draft_kind": "independent", "draft_id": None}, "names no draft model"),
+    ],
+)
+def test_config_makes_no_sense(folder: Path, changes: dict[str, Any], message: str) -> None:
+    change_json(folder / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_unknown_argument(folder: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected arguments revison.*It takes target, revision"):
+        load(folder, revison="v1")
+
+
+# --- what cannot be reached ---
+
+
+def test_offline_and_not_cached(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
+    with pytest.raises(LocalEntryNotFoundError, match="offline|cache"):
+        load("org/head")
+    with pytest.raises(LocalEntryNotFoundError, match="cache"):
+        load("org/head", local_files_only=True)
+    assert hub.requests == []
+
+
+def test_no_such_repository_or_revision(hub: HubServer, folder: Path) -> None:
+    with pytest.raises(RepositoryNotFoundError, match="org/head"):
+        load("org/head")
+    hub.commit("org/head", files_of(folder))
+    with pytest.raises(RevisionNotFoundError, match="v9"):
+        load("org/head", revision="v9")
+
+
+def test_private_and_gated(hub: HubServer, folder: Path) -> None:
+    hub.commit("org/private", files_of(folder))
+    hub.private("org/private", "theirs")
+    with pytest.raises(RepositoryNotFoundError, match="org/private"):
+        load("org/private")
+    hub.commit("org/gated", files_of(folder))
+    hub.gate("org/gated", "theirs")
+    with pytest.raises(GatedRepoError, match="org/gated"):
+        load("org/gated")
+    with pytest.raises(GatedRepoError, match="org/gated"):
+        SpecDecPPAssistant.from_early_exit(tiny("llama"), 2, adapter="org/gated")
+    assert load("org/gated", token="theirs").head is not None  # noqa: S106
+
+
+def test_the_draft_is_gated(hub: HubServer, tmp_path: Path) -> None:
+    publish_pair(hub, tmp_path)
+    hub.gate("org/draft")
+    hub.commit("org/head", files_of(save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft")))
+    with pytest.raises(OSError, match="gated repo.*org/draft") as caught:
+        load("org/head")
+    assert isinstance(caught.value.__cause__, GatedRepoError)
+
+
+# --- the wrong models ---
+
+
+def test_target_with_another_tokenizer(tmp_path: Path, folder: Path) -> None:
+    theirs = save_model(tiny("llama"), tmp_path / "theirs", WORDS[::-1])
+    ours = save_model(tiny("llama"), tmp_path / "ours")
+    config = load(folder, target=AutoModelForCausalLM.from_pretrained(ours)).config
+    assert config.vocab_hash is None, "the folder was saved without a tokenizer"
+    assistant = SpecDecPPAssistant.from_early_exit(AutoModelForCausalLM.from_pretrained(ours), 2)
+    assistant.save_pretrained(tmp_path / "hashed")
+    load(tmp_path / "hashed", target=AutoModelForCausalLM.from_pretrained(ours))
+    with pytest.raises(ValueError, match="trained for '.*ours', whose tokenizer differs from that of '.*theirs'.*hash"):
+        load(tmp_path / "hashed", target=AutoModelForCausalLM.from_pretrained(theirs))
+
+
+def test_target_of_another_commit(hub: HubServer, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    old, _ = publish_pair(hub, tmp_path)
+    target = AutoModelForCausalLM.from_pretrained("org/target")
+    SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "a")
+    load(tmp_path / "a", target=AutoModelForCausalLM.from_pretrained("org/target"))
+    assert not [w for w in recwarn if "commit" in str(w.message)]
+
+    new = hub.commit("org/target", {"note.txt": b"new weights, say"})
+    shutil.rmtree(tmp_path / "cache")  # another machine
+    drifted = AutoModelForCausalLM.from_pretrained("org/target")
+    with pytest.warns(UserWarning, match=f"'org/target' at commit {old}, but commit {new} was.*revision='{old}'"):
+        assistant = load(tmp_path / "a", target=drifted)
+    assert greedy(drifted, assistant) == greedy(drifted)
+
+    recwarn.clear()
+    load(tmp_path / "a", target=AutoModelForCausalLM.from_pretrained("org/target", revision=old))
+    assert not [w for w in recwarn if "commit" in str(w.message)], "the advice of the warning silences it"
+
+
+def test_older_transformers_note_the_commit(folder: Path) -> None:
+    change_json(folder / "config.json", target_revision="a" * 40)
+    target = tiny("llama")
+    target.config._name_or_path, target.config._commit_hash = "org/target", "b" * 40
+    with pytest.warns(UserWarning, match=f"at commit {'a' * 40}, but commit {'b' * 40} was loaded"):
+        load(folder, target=target)
+
+
+@pytest.mark.parametrize("save", [partial(save_text, "text"), partial(save_tensors, {"a": torch.ones(2)})])
+def test_two_processes_write_one_file(
+    save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def overtaken(unfinished: Path, place: Path) -> Path:
+        """The other process begins after this one, and ends before it."""
+        with monkeypatch.context() as other:
+            other.setattr(Path, "replace", replace)
+            other.setattr("os.getpid", lambda: 0)
+            save(place)
+        return replace(unfinished, place)
+
+    monkeypatch.setattr(Path, "replace", overtaken)
+    save(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("(os error 28)")])
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, error: Exception) -> None:
+    save_text("before", tmp_path / "a.json")
+    said = re.escape(f"a.json could not be written ({error}). Earlier contents are kept: make room on the disk")
+    with pytest.raises(OSError, match=said), replacing(tmp_path / "a.json"):
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "before"

@@ -1,0 +1,125 @@
+"""A draft with a LoRA adapter: what it says is the adapter's, and the target never notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.hub_server import HubServer
+from support.models import tiny
+from support.repos import change_json, check_round_trip, estimates, files_of, greedy, logits, save_adapter
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.early_exit import early_exit
+
+FIXED = SpeculationConfig("fixed", num_tokens=4)
+
+
+@pytest.mark.parametrize("source", ["folder", "id", "object"])
+def test_adapter(hub: HubServer, target: PreTrainedModel, draft: str, tmp_path: Path, source: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(draft)
+    folder = save_adapter(base, tmp_path / "peft")
+    change_json(Path(folder) / "adapter_config.json", base_model_name_or_path="org/draft")
+    hub.commit("org/adapter", files_of(folder))
+    hub.requests.clear()
+    named = base if source == "object" else draft
+    untouched = logits(base)
+    assistant = SpecDecPPAssistant.from_draft(named, target, "org/adapter" if source == "id" else folder)
+    assert torch.equal(logits(base), untouched), "a model object is left as it is"
+    assert not hasattr(base, "peft_config")
+    expected = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(draft), folder))
+    assert not torch.allclose(expected, untouched)
+    torch.testing.assert_close(logits(assistant.ready_drafter().model), expected, rtol=1e-6, atol=1e-6)
+    assert bool(hub.requests) == (source == "id"), "PEFT itself asks the Hub for the base model"
+    check_round_trip(assistant, target, tmp_path / "a")
+
+
+def test_peft_model(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
+    """Drafts with its adapter; saved without naming the adapter's folder it would draft without."""
+    folder = save_adapter(AutoModelForCausalLM.from_pretrained(draft), tmp_path / "peft")
+    wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(draft), folder)
+    assistant = SpecDecPPAssistant.from_draft(wrapped, target, speculation=FIXED)
+    assert torch.equal(logits(assistant.ready_drafter().model), logits(wrapped))
+    assert greedy(target, assistant) == greedy(target)
+    with pytest.raises(ValueError, match=r"carries a PEFT adapter in memory.*from_draft\(draft, adapter=folder\)"):
+        assistant.save_pretrained(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"already has a PEFT adapter.*merge_and_unload"):
+        SpecDecPPAssistant.from_draft(wrapped, target, folder)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_adapter_on_an_early_exit(family: str, merge: bool, tmp_path: Path) -> None:
+    target = tiny(family)
+    modules = ["c_attn"] if family == "gpt2" else ["q_proj", "up_proj"]
+    folder = save_adapter(early_exit(target, 2), tmp_path / "peft", targets=modules)
+    before, weights = logits(target), {n: t.clone() for n, t in target.state_dict().items()}
+    bare = estimates(SpecDecPPAssistant.from_early_exit(target, 2))
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, folder, merge=merge, speculation=FIXED)
+    assert greedy(target, assistant) == greedy(target)
+    assert torch.equal(logits(target), before)
+    assert {n: t.tolist() for n, t in target.state_dict().items()} == {n: t.tolist() for n, t in weights.items()}
+    assert not torch.allclose(estimates(assistant), bare), "the adapter changes the draft"
+
+    other = SpecDecPPAssistant.from_early_exit(target, 2, folder, merge=not merge)
+    torch.testing.assert_close(estimates(other), estimates(assistant), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits(target), before)
+    check_round_trip(assistant, target, tmp_path / "a")
+    assert torch.equal(logits(target), before)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_memory_of_an_early_exit(merge: bool, tmp_path: Path) -> None:
+    """Unmerged only the adapter is new, merged also the weights that it changes."""
+    target = tiny("llama")
+    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    draft = SpecDecPPAssistant.from_early_exit(target, 2, folder, merge=merge).ready_drafter().model
+    shared = {t.untyped_storage().data_ptr() for t in (*target.parameters(), *target.buffers())}
+    own = {t.untyped_storage().data_ptr(): t for t in (*draft.parameters(), *draft.buffers())}
+    own_bytes = sum(t.untyped_storage().nbytes() for pointer, t in own.items() if pointer not in shared)
+    changed = 2 * (32 * 32 + 48 * 32) * 8  # q_proj and up_proj of two layers, float64
+    if merge:
+        assert own_bytes == changed
+    else:
+        assert 0 < own_bytes < (folder / "adapter_model.safetensors").stat().st_size
+
+
+def test_adapter_that_does_not_fit(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
+    deep = save_adapter(tiny("llama"), tmp_path / "deep")
+    wide = save_adapter(early_exit(tiny("llama", intermediate_size=64), 2), tmp_path / "wide")
+    foreign = save_adapter(tiny("gpt2"), tmp_path / "foreign", targets=["c_attn"])
+    before = logits(target)
+    for merge in (True, False):
+        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: \d+ tensors have no .*layers\.2"):
+            SpecDecPPAssistant.from_early_exit(target, 2, deep, merge=merge)
+        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM; (?s:.*)size mismatch"):
+            SpecDecPPAssistant.from_early_exit(target, 2, wide, merge=merge)
+        with pytest.raises(ValueError, match=r"c_attn.*not found in the base model"):
+            SpecDecPPAssistant.from_early_exit(target, 2, foreign, merge=merge)
+    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM"):
+        SpecDecPPAssistant.from_draft(draft, target, wide)
+    assert torch.equal(logits(target), before)
+
+
+@pytest.mark.parametrize("changes", [{"peft_type": "PROMPT_TUNING"}, {"peft_type": None}])
+def test_other_kinds_of_adapter(target: PreTrainedModel, tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    change_json(folder / "adapter_config.json", **changes)
+    with pytest.raises(ValueError, match="describes a .* adapter; a draft takes LoRA adapters only"):
+        SpecDecPPAssistant.from_early_exit(target, 2, folder)
+
+
+def test_target_with_a_peft_adapter(tmp_path: Path) -> None:
+    """Drafts with the target's adapter, and takes no second one."""
+    base = tiny("llama")
+    folder = save_adapter(early_exit(base, 2), tmp_path / "peft")
+    wrapped = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    expected = greedy(wrapped)
+    with pytest.raises(ValueError, match="already has a PEFT adapter"):
+        SpecDecPPAssistant.from_early_exit(wrapped, 2, folder)
+    assistant = SpecDecPPAssistant.from_early_exit(wrapped, 2, speculation=FIXED)
+    assert greedy(wrapped, assistant) == expected

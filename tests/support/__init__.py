@@ -1,0 +1,1 @@
+"""Small models, repositories and servers that the tests make."""

@@ -1,0 +1,83 @@
+"""Rollouts and tiny models on disk for the tests of distillation, and a run of the stage as a process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_specdecpp.files import save_text
+from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
+from support.models import VOCAB_SIZE, quiet_later_layers, tiny
+from support.repos import save_model
+
+PROMPT_LENGTH = 4
+
+
+def rows(count: int, seed: int, ids: int = VOCAB_SIZE) -> list[dict[str, Any]]:
+    """Answers of 8 to 20 random tokens, of two sources."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(8, 21, (count,), generator=random).tolist()
+    return [
+        {
+            "prompt_id": f"{seed}-{index}",
+            "source": ("code", "maths")[index % 2],
+            "sample": 0,
+            "input_ids": torch.randint(1, ids, (PROMPT_LENGTH + length,), generator=random).tolist(),
+            "prompt_length": PROMPT_LENGTH,
+            "finished": True,
+        }
+        for index, length in enumerate(lengths)
+    ]
+
+
+def write_rollouts(work: Path, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
+    for split, answers in (("train", train), ("heldout", heldout)):
+        shard = work / "rollouts" / split / "shard-00000.parquet"
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(answers).to_parquet(str(shard))
+    save_text('{"complete": true}', work / "rollouts" / "rollouts.json")
+
+
+def prepare(folder: Path, kind: str, family: str = "llama", answers: int = 64, **distill: Any) -> TrainingConfig:
+    """A target and a draft that agree in part, rollouts, and a short run over them."""
+    target = quiet_later_layers(tiny(family)).float()
+    values: dict[str, Any] = {"target": save_model(target, folder / "target"), "output": str(folder / "out")}
+    if kind == "independent":
+        values["draft"] = save_model(astray(target), folder / "draft")
+    else:
+        values["layers"] = [0, 2]
+    knobs = {"rank": 8, "alpha": 16, "batch_size": 4, "learning_rate": 5e-3, "epochs": 3, **distill}
+    config = TrainingConfig(**values, distill=DistillConfig(**knobs))
+    write_rollouts(config.work, rows(answers, seed=1), rows(16, seed=2))
+    return config
+
+
+def astray(target: Any, rank: int = 2) -> Any:
+    """A draft that is the target plus noise of low rank, which an adapter can take back."""
+    draft, random = copy.deepcopy(target), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for module in draft.get_decoder().modules():
+            if isinstance(module, torch.nn.Linear):
+                rows, columns = module.weight.shape
+                noise = torch.randn(rows, rank, generator=random) @ torch.randn(rank, columns, generator=random)
+                module.weight += 0.5 * module.weight.std() * noise
+    return draft
+
+
+def adapter_of(config: TrainingConfig) -> dict[str, Tensor]:
+    return load_file(config.work / "adapter" / "adapter_model.safetensors")
+
+
+if __name__ == "__main__":  # what `accelerate launch` starts
+    import json
+
+    from hf_specdecpp.training.distillation import stage as distillation
+
+    distillation.run(TrainingConfig.from_dict(json.loads(Path(sys.argv[1]).read_text())))

@@ -1,0 +1,138 @@
+"""Tiny random models, and drafts that agree with them in part."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.causal_lm import CausalLM
+
+VOCAB_SIZE = 48
+WINDOW = 8  # of the models with sliding-window attention
+
+# No special tokens, so that nothing ends a text before its time. Large initial weights, because with the usual ones a
+# random model repeats one token for ever, which every draft would guess.
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,  # a tied random model mostly repeats its input
+}
+ROTARY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+MIXED_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": ROTARY,
+    "qwen2": ROTARY,
+    "qwen3": {**ROTARY, "head_dim": 8},
+    "phi3": ROTARY,
+    "mistral": {**ROTARY, "sliding_window": WINDOW, "head_dim": 8},
+    "gemma2": {**ROTARY, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS, "head_dim": 8},
+    "gemma3_text": {**ROTARY, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS, "head_dim": 8},
+    "granite": {**ROTARY, "logits_scaling": 2.0},
+    "cohere": {**ROTARY, "logit_scale": 0.5},
+    "cohere2": {**ROTARY, "logit_scale": 0.5, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 1024},
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 1024,
+        "init_std": 0.2,
+    },
+}
+SMALLER = {**ROTARY, "num_hidden_layers": 2, "max_position_embeddings": 256}
+NEWER: dict[str, dict[str, Any]] = {  # only for trees
+    **dict.fromkeys(("gemma", "olmo2", "smollm3", "stablelm"), SMALLER),
+    "falcon": {**SMALLER, "alibi": False},
+    "mixtral": {**SMALLER, "num_local_experts": 4},
+    "gpt_oss": {**SMALLER, "num_local_experts": 4, "head_dim": 8, "sliding_window": WINDOW},
+}
+
+
+def tiny(family: str, seed: int = 0, attn_implementation: str | None = None, **overrides: Any) -> CausalLM:
+    """A random model of `family` in float64 (experts in float32), the same for the same arguments."""
+    shape = {**FAMILIES, **NEWER}[family]
+    config = AutoConfig.for_model(family, **{**COMMON, **shape, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    # Torch has no grouped matrix product in float64.
+    return model.to(torch.float32 if "num_local_experts" in shape else torch.float64).eval()
+
+
+def quiet_later_layers(target: CausalLM) -> CausalLM:
+    """Make every layer but the first matter less, so that an early exit of a random model guesses some tokens."""
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if not re.search(r"\.[1-9]\.", name):
+                continue
+            if parameter.dim() == 2:
+                parameter *= 0.66
+            elif "post" in name and target.config.model_type.startswith("gemma"):
+                parameter.fill_(-0.7)  # Gemma normalises what a layer adds, and scales it by 1 + weight
+    return target
+
+
+def partly_agreeing(target: CausalLM, mix: float = 0.96, seed: int = 1) -> CausalLM:
+    """A draft of the target's shape that is `mix` target and `1 - mix` noise, so that some of its candidates stand."""
+    draft = copy.deepcopy(target)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in draft.parameters():
+            # Noise of the parameter's own size; what is constant at the start (norms, biases) stays as it is.
+            noise = torch.randn_like(parameter) * (parameter.std() if parameter.numel() > 1 else 0.0)
+            parameter.copy_(mix * parameter + (1 - mix) * noise)
+    return draft
+
+
+def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **speculation: Any) -> Any:
+    """An assistant with a partly agreeing draft. `fixed` rounds of 4 candidates unless told otherwise."""
+    knobs = SpeculationConfig(**(speculation or {"rule": "fixed", "num_tokens": 4}))
+    draft = partly_agreeing(target, mix)
+    return SpecDecPPAssistant.from_draft(draft, target if attached else None, speculation=knobs)
+
+
+def prompt(length: int = 12, seed: int = 0) -> Tensor:
+    """Random token ids `[1, length]`, none of them 0: tests pad with 0, and transformers masks padding in prompts."""
+    return torch.randint(1, VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Rounds:
+    """Records how many candidates each round drafted and how many of them stood.
+
+    Counts what the loop tells the candidate generator, so it sees both our loop and transformers'.
+    """
+
+    def __init__(self, monkeypatch: Any) -> None:
+        from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+
+        self.outcomes: list[tuple[int, int]] = []
+        told = SpecDecPPCandidateGenerator.update_candidate_strategy
+
+        def update(generator: Any, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
+            self.outcomes.append((generator._num_drafted, int(num_matches)))
+            told(generator, input_ids, scores, num_matches)
+
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_candidate_strategy", update)
+
+    def assert_all_kinds(self) -> None:
+        """Rounds with no, with some and with all candidates accepted must have occurred."""
+        kinds = {"none" if a == 0 else "all" if a == d else "some" for d, a in self.outcomes if d > 1}
+        assert kinds == {"none", "some", "all"}, self.outcomes

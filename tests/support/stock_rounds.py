@@ -1,0 +1,57 @@
+"""transformers' own loop with every random number replaced, so that rounds can be enumerated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdecpp.generation import candidate_generator
+from support.exact_distribution import Replay, Tokens
+from support.models import tiny
+
+PROMPT = torch.tensor([[1, 0, 2]])
+VOCAB = 4
+
+
+def small(seed: int) -> Any:
+    return tiny("llama", seed, vocab_size=VOCAB, num_hidden_layers=1)
+
+
+def target_law(target: PreTrainedModel, temperature: float, top_k: int, penalty: float = 1.0):
+    """p(prefix) after repetition penalty, temperature and top-k, computed here."""
+
+    @torch.no_grad()
+    def p(prefix: Tokens) -> Tensor:
+        text = torch.cat((PROMPT, torch.tensor([prefix], dtype=torch.long)), dim=1)
+        scores = target(text).logits[0, -1].double()
+        seen = text.unique()
+        scores[seen] = torch.where(scores[seen] > 0.0, scores[seen] / penalty, scores[seen] * penalty)
+        scores = scores / temperature
+        return scores.where(scores >= scores.topk(top_k).values[-1], float("-inf")).softmax(dim=-1)
+
+    return p
+
+
+@pytest.fixture
+def enumerate_torch(monkeypatch: pytest.MonkeyPatch):
+    """Calls the program with `torch.multinomial` and `torch.rand_like` answered by the replay."""
+
+    def use(replay: Replay) -> None:
+        def multinomial(probs: Tensor, num_samples: int) -> Tensor:
+            assert num_samples == 1
+            return replay.categorical(probs.flatten()).reshape((*probs.shape[:-1], 1))
+
+        def rand_like(ratio: Tensor) -> Tensor:
+            # What transformers compares with the ratio p/q: 0 is always accepted, 2 never.
+            answers = [0.0 if replay.bernoulli(min(1.0, float(each))) else 2.0 for each in ratio.flatten()]
+            return torch.tensor(answers).reshape(ratio.shape)
+
+        monkeypatch.setattr(torch, "multinomial", multinomial)
+        monkeypatch.setattr(torch, "rand_like", rand_like)
+        monkeypatch.setattr(candidate_generator, "TorchRandomness", lambda: replay)  # same, with our bernoulli
+
+    return use

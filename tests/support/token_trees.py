@@ -1,0 +1,112 @@
+"""Does a model read a token tree as it reads each path of it? Feeding trees to models, and what the answer must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.kv_cache import keep_path
+from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.checks import relations
+
+# Depth-first order; branches of different depth, the accepted path (PATH) with gaps before, within and after it.
+PARENTS = [-1, 0, 1, 2, 3, 2, 1, 0, 7, 8, 7, 10, 10, 12]
+PATH = [0, 7, 10, 12, 13]
+LEVELS = [[0], [1, 7], [2, 6, 8, 10], [3, 5, 9, 11, 12], [4, 13]]
+
+
+def tokens_for(model: CausalLM, num_prefix: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Text `[num_prefix]` and a token for each node, no special ones."""
+    size = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, size, (num_prefix + len(PARENTS),), generator=generator).split([num_prefix, len(PARENTS)])
+
+
+def path_to(node: int) -> list[int]:
+    return [*path_to(PARENTS[node]), node] if node >= 0 else []
+
+
+@torch.no_grad()
+def one_by_one(model: CausalLM, text: Tensor, nodes: Tensor) -> Tensor:
+    """Logits `[nodes, vocab]` of each node, each read at the end of its own path, without any cache."""
+    rows = []
+    for node in range(len(PARENTS)):
+        sequence = torch.cat((text, nodes[path_to(node)]))[None]
+        rows.append(model(input_ids=sequence, use_cache=False).logits[0, -1])
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def prefill(model: CausalLM, text: Tensor, record: bool = True) -> Any:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(input_ids=text[None], past_key_values=cache, use_cache=True)
+    if record:
+        cache.activate_past_recording()
+    return cache
+
+
+@torch.no_grad()
+def read_tree(
+    model: CausalLM,
+    cache: DynamicCache,
+    num_prefix: int,
+    nodes: Tensor,
+    groups: list[list[int]] | None = None,
+    prefix_mask: Tensor | None = None,
+) -> Tensor:
+    """Logits `[nodes, vocab]` of the tree, in one pass or in one pass a group of nodes."""
+    ancestors, depths = relations(PARENTS)
+    logits = torch.empty(0)
+    fed: list[int] = []
+    for group in groups or [list(range(len(PARENTS)))]:
+        fed += group
+        inputs = tree_inputs(model, cache, ancestors[group][:, fed], depths[fed], num_prefix, prefix_mask)
+        out = model(input_ids=nodes[group][None], past_key_values=cache, use_cache=True, **inputs).logits[0]
+        logits = logits if logits.numel() else out.new_empty((len(PARENTS), out.shape[-1]))
+        logits[group] = out
+    return logits
+
+
+def gap(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to how much what is expected varies (as a norm over the last dimension)."""
+    difference = (actual - expected).norm(dim=-1).max()
+    spread = (expected - expected.mean(dim=0)).norm(dim=-1).mean()
+    return float(difference / spread)
+
+
+def cache_gap(cache: Any, expected: Any) -> float:
+    """Largest difference between the rows of two caches, which must hold the same number of tokens and of rows."""
+    worst = 0.0
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        if other.keys is None:
+            assert layer.keys is None
+            continue
+        assert layer.get_seq_length() == other.get_seq_length()
+        for rows, others in ((layer.keys, other.keys), (layer.values, other.values)):
+            assert rows.shape == others.shape
+            worst = max(worst, float((rows - others).abs().max() / others.abs().max()))
+    return worst
+
+
+def all_gaps(model: CausalLM, num_prefix: int) -> dict[str, float]:
+    """Tree against sequence: logits in one pass and level by level, the cache that is kept, and what comes after."""
+    text, nodes = tokens_for(model, num_prefix)
+    expected = one_by_one(model, text, nodes)
+    gaps = {}
+    for name, groups in (("pass", None), ("levels", LEVELS)):
+        cache = prefill(model, text)
+        gaps[name] = gap(read_tree(model, cache, num_prefix, nodes, groups), expected)
+        fed = sum(groups, []) if groups else list(range(len(PARENTS)))
+        keep_path(cache, num_prefix, [fed.index(node) for node in PATH])
+        kept = torch.cat((text, nodes[PATH]))
+        gaps[name + " cache"] = cache_gap(cache, prefill(model, kept, record=False))
+        after = nodes[:6]
+        with torch.no_grad():
+            continued = model(input_ids=after[None], past_key_values=cache, use_cache=True).logits[0]
+            whole = model(input_ids=torch.cat((kept, after))[None], use_cache=False).logits[0, -len(after) :]
+        gaps[name + " after"] = gap(continued, whole)
+    return gaps

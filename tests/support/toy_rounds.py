@@ -1,0 +1,169 @@
+"""Rounds of product code on toy models: a target and a draft that are tables, for `exact_law`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.chain import Chain, draft_chain
+from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.sampling.randomness import Randomness
+from hf_specdecpp.sampling.verification import verify_chain
+from support.exact_distribution import Tokens
+
+HIDDEN_SIZE = 4
+EOS = 0
+IMPOSSIBLE = float("-inf")
+BOUNDS = [(1, 3), (1, 1), (2, 3), (3, 3), (1, 2), (2, 2)]  # (min_tokens, max_tokens)
+
+# Thresholds with which rounds of several lengths occur on these tables (a test asserts it).
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "confidence": {"confidence_threshold": 0.3},
+    "svip": {"svip_threshold": 0.35},
+    "adaedl": {"adaedl_threshold": 0.6},
+    "threshold/draft probability": {"threshold": 0.6},
+    "threshold/after, tied": {"threshold": 0.5},
+    "threshold/after, untied": {"threshold": 0.5},
+    "threshold/before": {"threshold": 0.6},
+    "throughput/draft probability": {"costs": {"draft": 0.2, "verify": [1.0]}},
+    "throughput/after, untied": {"costs": {"draft": 0.2, "verify": [1.0]}},
+    "throughput/before": {"costs": {"draft": 0.2, "verify": [1.0]}},
+}
+
+
+def top_2(scores: Tensor) -> Tensor:
+    return scores.where(scores >= scores.topk(2).values[-1], IMPOSSIBLE)
+
+
+def only(scores: Tensor, tokens: list[int]) -> Tensor:
+    kept = torch.full_like(scores, IMPOSSIBLE)
+    kept[tokens] = scores[tokens]
+    return kept
+
+
+def one_hot_or_not(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """One row in three has a certain target, one a certain draft, one both (not always of the same token)."""
+    kind = int(p.abs().sum() * 1000) % 3
+    return (
+        only(p, [int(p.argmax())]) if kind != 0 else p,
+        only(q, [int(q.argmax())]) if kind != 1 else q,
+    )
+
+
+# What becomes of a pair of random rows (the target's scores, the draft's).
+SCENARIOS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "plain": lambda p, q: (p, q),
+    "temperature": lambda p, q: (p / 0.6, q / 0.6),
+    "top-k": lambda p, q: (top_2(p), top_2(q)),
+    "disjoint supports": lambda p, q: (only(p, [0, 1]), only(q, [2, 3])),
+    "one-hot rows": one_hot_or_not,
+    "p equals q": lambda p, q: (p, p),
+    "p almost q": lambda p, q: (p, p + 1e-15 * q),
+    "end of sequence": lambda p, q: (p, q),
+    "draft vocabulary": lambda p, q: (p, only(q, [1, 2])),
+}
+
+
+class Models:
+    """Target and draft: a random row for every prefix, made when it is first asked for."""
+
+    def __init__(self, scenario: str, vocab: int, seed: int) -> None:
+        self.shape_rows, self.vocab = SCENARIOS[scenario], vocab
+        self.eos = {EOS} if scenario == "end of sequence" else set()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.embeddings = torch.randn(vocab, HIDDEN_SIZE, generator=self.generator)
+        self.rows: dict[Tokens, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def at(self, prefix: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores of the target, scores of the draft, hidden state of the draft."""
+        if prefix not in self.rows:
+            scores = 1.5 * torch.randn(2, self.vocab, generator=self.generator, dtype=torch.float64)
+            hidden = 2.0 * torch.randn(HIDDEN_SIZE, generator=self.generator)
+            self.rows[prefix] = (*self.shape_rows(scores[0], scores[1]), hidden)
+        return self.rows[prefix]
+
+    def p(self, prefix: Tokens) -> Tensor:
+        return self.at(prefix)[0].softmax(dim=-1)
+
+    def q(self, prefix: Tokens) -> Tensor:
+        return self.at(prefix)[1].softmax(dim=-1)
+
+
+def make_estimator(name: str, seed: int) -> Estimator:
+    """The estimator of an entry of `RULES`; heads have random weights that matter to their verdict."""
+    if "after" not in name and "before" not in name:
+        return DraftProbability()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        if "before" in name:
+            head = AcceptanceHead(HIDDEN_SIZE, num_blocks=1, inputs="before", rank=4)
+            for layer in (head.output, head.from_scalars[-1]):  # an untrained head only repeats q(y)
+                assert isinstance(layer, nn.Linear)
+                layer.weight.normal_()
+        else:
+            head = AcceptanceHead(HIDDEN_SIZE, num_blocks=2, tied="untied" not in name)
+            head.output.weight.mul_(3.0)
+    return head
+
+
+class ToyRound:
+    """One or more rounds of product code. Call it with a randomness for the tokens that one round emits.
+
+    Attributes:
+        drafted, accepted: of the latest round.
+        lengths: numbers of candidates of all rounds so far.
+    """
+
+    def __init__(self, models: Models, rule: str, bounds: tuple[int, int] = (1, 3), seed: int = 0) -> None:
+        self.models, self.estimator = models, make_estimator(rule, seed)
+        kind: Any = rule.split("/")[0]
+        self.config = SpeculationConfig(
+            rule=kind, num_tokens=bounds[1], min_tokens=bounds[0], max_tokens=bounds[1], **RULES[rule]
+        )
+        self.drafted, self.accepted = 0, 0
+        self.lengths: set[int] = set()
+
+    def __call__(self, randomness: Randomness) -> Tokens:
+        return self.run(randomness, self.new_rule())
+
+    def new_rule(self) -> StoppingRule:
+        return make_rule(self.config, self.estimator)
+
+    @torch.inference_mode()
+    def run(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens = ()) -> Tokens:
+        """A round after `prefix`, which is returned together with what was emitted."""
+        chain = self.draft(randomness, rule, prefix)
+        self.drafted = len(chain.tokens)
+        self.lengths.add(self.drafted)
+        after = [(*prefix, *chain.tokens[:count]) for count in range(self.drafted + 1)]
+        p = torch.stack([self.models.p(text) for text in after])
+        q = torch.stack(chain.scores).softmax(dim=-1) if chain.tokens else p[:0]
+        self.accepted, token = self.verify(chain.tokens, p, q, randomness, prefix)
+        emitted = [*chain.tokens[: self.accepted], token]
+        ends = [place + 1 for place, each in enumerate(emitted) if each in self.models.eos]
+        return (*prefix, *emitted[: min(ends, default=len(emitted))])
+
+    # Mutants override these two.
+
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+        return draft_chain(self.stepper(prefix), rule, randomness, max_tokens=3, eos_token_ids=self.models.eos)
+
+    def verify(
+        self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens
+    ) -> tuple[int, int]:
+        return verify_chain(candidates, p, q, randomness)
+
+    def stepper(self, prefix: Tokens) -> Callable[[list[int]], DraftStep]:
+        def step(candidates: list[int]) -> DraftStep:
+            _, scores, hidden = self.models.at((*prefix, *candidates))
+            return DraftStep(len(candidates), scores, hidden, embed=lambda token: self.models.embeddings[token])
+
+        return step

@@ -1,0 +1,69 @@
+"""What the first stages of a training run leave on disk, made in a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+
+from hf_specdecpp.training.configuration import EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
+from support.models import VOCAB_SIZE, partly_agreeing, tiny
+from support.repos import save_model
+
+
+def training_run(
+    folder: Path,
+    num_texts: int = 12,
+    mix: float = 0.96,
+    early_exit: bool = False,
+    temperatures: Sequence[float] = (1.0,),
+    tests: Sequence[str] = (),
+    **head: Any,
+) -> Any:
+    """A `TrainingConfig` with a target, a partly agreeing draft and rollouts of `num_texts` training texts on disk."""
+    target = tiny("llama").float()
+    names: dict[str, Any] = {"target": save_model(target, folder / "target")}
+    if not early_exit:
+        names["draft"] = save_model(partly_agreeing(target, mix), folder / "draft")
+    config = TrainingConfig(
+        **names,
+        layers=1,
+        output=str(folder / "out"),
+        rollouts=RolloutConfig(temperatures=list(temperatures), top_k=0),
+        head=HeadConfig(**{"num_blocks": 1, "rank": 8, "batch_size": 4, "epochs": 2.0, "learning_rate": 1e-3, **head}),
+        evaluation=EvalConfig([f"{name}.jsonl" for name in tests]),
+    )
+    for split, count in (("train", num_texts), ("heldout", 6), *((name, 4) for name in tests)):
+        for temperature in temperatures:
+            write_rollouts(config.work, split, target, count, temperature)
+    (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True}))
+    return config
+
+
+def write_rollouts(work: Path, split: str, target: Any, count: int, temperature: float = 1.0) -> None:
+    """Texts that the target wrote: `count` sampled ones, two to a prompt, or one greedy one a prompt."""
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    samples = 2 if temperature else 1
+    with torch.random.fork_rng():
+        torch.manual_seed(len(split))
+        prompts = torch.randint(1, VOCAB_SIZE, (count, 5))[:: 3 - samples]
+        texts = target.generate(prompts, max_new_tokens=24, **options)
+    rows = [
+        {
+            "prompt_id": f"{split}-{row // samples}",
+            "source": f"source {row // samples % 2}",
+            "sample": row % samples,
+            "temperature": temperature,
+            "input_ids": text.tolist(),
+            "prompt_length": 5,
+            "finished": True,
+        }
+        for row, text in enumerate(texts)
+    ]
+    folder = work / "rollouts" / split
+    folder.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(str(folder / f"shard-0-{temperature:g}-00000.parquet"))

@@ -1,0 +1,58 @@
+"""What watches a generation: streamers, criteria and a tokenizer."""
+
+from __future__ import annotations
+
+import string
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from torch import Tensor
+from transformers import (
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from support.models import VOCAB_SIZE
+
+
+@lru_cache
+def tokenizer() -> Any:
+    """A letter a token, so that stop strings may span tokens."""
+    letters = string.ascii_letters[: VOCAB_SIZE - 1] + " "
+    words = Tokenizer(WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=letters[0]))
+    words.pre_tokenizer = Split("", "isolated")
+    words.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+class Collector(BaseStreamer):
+    """Keeps what it is given, put by put."""
+
+    def __init__(self) -> None:
+        self.puts: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value: Tensor) -> None:
+        self.puts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+class Recorder(StoppingCriteria):
+    """A user's criterion: stops at the first `token` after `least` tokens, and notes what it was asked."""
+
+    def __init__(self, token: int = -1) -> None:
+        self.token = token
+        self.asked: list[tuple[int, ...]] = []
+        self.scores: list[int | None] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.asked.append(tuple(input_ids[0].tolist()))
+        self.scores.append(len(scores) if scores is not None else None)
+        return input_ids[:, -1] == self.token

@@ -1,0 +1,252 @@
+"""`rule="throughput"`: the rule in simulated rounds, in exact ones and in generations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.models import assistant_for, prompt, tiny
+from support.toy_rounds import Models, ToyRound
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.throughput.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
+from hf_specdecpp.throughput.chains import Throughput, ThroughputState
+
+STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
+
+
+# What it learns. ------------------------------------------------------------------------------------------------------
+
+
+def test_only_candidates_with_accepted_predecessors_count() -> None:
+    law = AcceptanceRates()
+    law.observe([0.5, 0.97, 0.3, 0.2], num_drafted=4, num_accepted=1)
+    assert law.accepted.sum() == law.accepted[bin_of(0.5)] == 1
+    assert law.transitions.sum() == 2
+    assert law.transitions[NO_VERDICT, bin_of(0.5)] == law.transitions[bin_of(0.5), bin_of(0.97)] == 1
+
+
+def test_a_late_verdict_that_never_came_is_guessed() -> None:
+    law = AcceptanceRates()
+    for _ in range(20):
+        law.observe([], num_drafted=1, num_accepted=0)
+    assert law.transitions.sum() == pytest.approx(20)
+    before = law.acceptance
+    law.fit()
+    assert (law.acceptance < before).all()
+
+
+@pytest.mark.parametrize(
+    "truth", [lambda e: e, lambda e: e**3, lambda e: 0.1 + 0.0 * e], ids=["right", "high", "noise"]
+)
+def test_estimates_are_calibrated(truth: Callable[[float], float]) -> None:
+    rng = np.random.default_rng(0)
+    state = ThroughputState(Costs(0.1, (1.0,)), 20, 0)
+    for _ in range(5000):
+        estimate = rng.beta(1.0, 0.4)
+        state.law.observe([estimate], 1, int(rng.random() < truth(estimate)))
+    state.replan()
+    for estimate in (0.3, 0.6, 0.85, 0.95):
+        assert state.law.calibrated(estimate) == pytest.approx(truth(estimate), abs=0.08)
+    assert 0.0 < state.law.calibrated(0.0) < state.law.calibrated(1.0) < 1.0
+
+
+Stream = Callable[[np.random.Generator], Iterator[tuple[float, float]]]
+
+
+def independent(quality: Callable[[float], float]) -> Stream:
+    """Estimates from beta(0.5, 0.125), which come true with probability `quality(estimate)`."""
+
+    def stream(rng: np.random.Generator) -> Iterator[tuple[float, float]]:
+        while True:
+            estimate = rng.beta(0.5, 0.125)
+            yield estimate, quality(estimate)
+
+    return stream
+
+
+class Simulation:
+    """Rounds of the rule itself, with made-up candidates and seconds by the cost model."""
+
+    def __init__(self, state: ThroughputState, stream: Stream) -> None:
+        self.state, self.stream = state, stream
+        self.rng = np.random.default_rng(0)
+        self.tokens, self.seconds, self.speculated, self.unread = 0, 0.0, 0, 1
+
+    def run(self, rounds: int) -> float:
+        """Tokens a second of these rounds, which are one generation with a short prompt."""
+        self.unread = 20
+        rule = Throughput(DraftProbability(), self.state)
+        before = self.tokens, self.seconds
+        for _ in range(rounds):
+            rule.begin_round()
+            drafted = self._draft(rule) if rule.starts(self.unread) else []
+            accepted = 0
+            while accepted < len(drafted) and self.rng.random() < drafted[accepted]:
+                accepted += 1
+            rule.update(len(drafted), accepted)
+            self.tokens += accepted + 1
+            self.seconds += float(self.state.seconds[len(drafted)])
+            self.seconds += self.state.costs.read * self.unread if drafted else 0.0
+            self.unread = 1 if drafted else self.unread + 1
+            self.speculated += bool(drafted)
+        return (self.tokens - before[0]) / (self.seconds - before[1])
+
+    def _draft(self, rule: Throughput) -> list[float]:
+        lag, estimates, chances = self.state.lag, [], []
+        for estimate, chance in self.stream(self.rng):
+            estimates.append(estimate)
+            chances.append(chance)
+            late = len(estimates) - 1 - lag
+            if rule.stops(estimates[late] if late >= 0 else None) or len(estimates) == rule.max_tokens:
+                break
+        return chances
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("verify", [[1.0], STEPS], ids=["flat", "steps"])
+def test_it_reaches_the_rate_that_it_promises(verify: list[float], lag: int) -> None:
+    simulation = Simulation(ThroughputState(Costs(0.19, tuple(verify)), 20, lag), independent(lambda e: e))
+    simulation.run(300)
+    rate = simulation.run(1500)
+    assert rate == pytest.approx(simulation.state.plan.rate, rel=0.08)
+    assert rate > (1.6 if len(verify) > 1 else 2.0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("costs", [Costs(0.19, (1.0,), read=0.03), Costs(0.19, tuple(STEPS)), Costs(1.2, (1.0,))])
+def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
+    simulation = Simulation(ThroughputState(costs, 20, lag), independent(lambda _: 0.02))
+    assert simulation.run(1000) > 0.97
+    assert simulation.run(1000) > 0.985
+    assert 0 < simulation.speculated < 400
+    assert not simulation.state.pays
+
+
+def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good() -> None:
+    simulation = Simulation(ThroughputState(Costs(0.19, tuple(STEPS), read=0.03), 20, 0), independent(lambda _: 0.02))
+    simulation.run(500)
+    assert not simulation.state.pays
+    simulation.stream = independent(lambda e: e)
+    for _ in range(20):
+        simulation.run(200)
+    assert simulation.state.pays
+    assert simulation.run(500) > 1.5
+
+
+def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None:
+    state = ThroughputState(Costs(1.2, (1.0,), read=0.1), 20, 0)
+    assert not state.pays
+    assert state.may_start(unread=1)
+    assert not state.may_start(unread=1000)
+
+
+def test_costs_travel_with_the_config() -> None:
+    config = SpeculationConfig(rule="throughput", costs={"draft": 0.1, "verify": [1.0, 1.1]})
+    assert SpeculationConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match="no target here to measure"):
+        make_rule(SpeculationConfig(rule="throughput"), DraftProbability())
+
+
+# In rounds and generations. -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft_cost", [0.2, 0.9])
+@pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])
+def test_two_rounds_emit_exactly_p(rule: str, draft_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round decides whether and how far the second one speculates: also not at all."""
+    monkeypatch.setattr("hf_specdecpp.throughput.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.throughput.exploration.MOST_CREDIT", 1.0)
+    second = set()
+    for seed in range(2):
+        models = Models("top-k", 3, seed)
+        toy = ToyRound(models, rule, (1, 2), seed)
+        toy.config.costs = {"draft": draft_cost, "verify": [1.0]}
+
+        def two_rounds(randomness: Replay, toy: ToyRound = toy) -> Tokens:
+            stopping = toy.new_rule()
+            emitted = toy.run(randomness, stopping)
+            stopping.update(toy.drafted, toy.accepted)
+            emitted = toy.run(randomness, stopping, emitted)
+            second.add(toy.drafted)
+            return emitted
+
+        assert worst_error(exact_law(two_rounds), models.p, 3) < 1e-12
+    assert len(second) > 1, "the outcome of the first round must matter"
+    assert draft_cost < 0.5 or 0 in second
+
+
+def cheap(**changes: Any) -> dict[str, Any]:
+    return {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}, **changes}
+
+
+def dear() -> dict[str, Any]:
+    return cheap(costs={"draft": 2.0, "verify": [1.0]})
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("knobs", [cheap(), dear()], ids=["cheap", "dear"])
+def test_greedy_equality(knobs: dict[str, Any], attached: bool) -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, attached, **knobs)
+    arguments = {"max_new_tokens": 120, "do_sample": False}
+    plain = target.generate(prompt(), **arguments)
+    for _ in range(2):
+        assert torch.equal(target.generate(prompt(), assistant_model=assistant, **arguments), plain)
+    stats = assistant.stats
+    if knobs == dear():
+        assert stats.idle_rounds > 0.9 * stats.rounds
+        assert "the rule stopped" in stats.verdict or not attached
+    else:
+        assert stats.idle_rounds <= 1
+        assert stats.accepted > 0
+
+
+def test_costs_are_needed_where_they_cannot_be_measured() -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, attached=False, rule="throughput")
+    with pytest.raises(ValueError, match=r"assistant.attach\(model\)"):
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=5, do_sample=False)
+
+
+def test_it_remembers_between_generations_and_forgets_when_told() -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, **cheap())
+    lengths = []
+
+    def generate(seed: int, do_sample: bool = True) -> list[int]:
+        torch.manual_seed(seed)
+        text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=do_sample)
+        lengths.append(assistant.stats.drafted)
+        return text[0].tolist()
+
+    first, second = generate(0), generate(1)
+    (state,) = assistant.throughput.states[target].values()
+    assert state.rounds > assistant.stats.rounds, "it knows both generations"
+    assistant.throughput.clear()
+    assert [generate(0), generate(1)] == [first, second]
+    assert lengths[:2] == lengths[2:]
+    generate(0, do_sample=False)
+    assert len(assistant.throughput.states[target]) == 2, "greedy decoding has a law of its own"
+
+    law = next(iter(assistant.throughput.states[target].values())).law
+    assistant.speculation = SpeculationConfig(**{**cheap(), "max_tokens": 3})
+    generate(0)
+    state = next(iter(assistant.throughput.states[target].values()))
+    assert state.law is law
+    assert len(state.seconds) == 4
+
+
+def test_an_assistant_is_collected_with_its_memory() -> None:
+    target = tiny("llama")
+    assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, speculation=SpeculationConfig(**cheap()))
+    target.generate(prompt(), assistant_model=assistant, max_new_tokens=5, do_sample=False)
+    assistant.detach()
+    assert list(assistant.throughput.states) == [target]

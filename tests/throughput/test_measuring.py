@@ -1,0 +1,150 @@
+"""Costs of a draft and a target: measured sensibly, once, and kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput import measuring as costs
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, on disk and in memory."""
+    monkeypatch.setattr(costs, "_known", {})
+    monkeypatch.setattr(costs, "cached_assets_path", lambda *names: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each measurement; they take no time here."""
+    measured: list[int] = []
+
+    def measure(target: CausalLM, drafter: Drafter, estimator: Any, max_tokens: int, trees: bool = False) -> Costs:
+        measured.append(max_tokens)
+        return Costs(0.1, (1.0, 1.1), read=0.01)
+
+    monkeypatch.setattr(costs, "measure", measure)
+    return measured
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_measuring_is_quick_and_leaves_no_trace(family: str) -> None:
+    target = tiny(family)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    begin = time.perf_counter()
+    measured = costs.measure(target, Drafter(partly_agreeing(target)), DraftProbability(), 20, trees=True)
+    assert time.perf_counter() - begin < 4.0  # two seconds; twice that on a busy machine
+    assert torch.equal(torch.rand(3), expected), "torch's generator is where it was"
+    assert len(measured.verify) == 21
+    assert 0.0 < measured.read < measured.draft
+    assert 0.0 <= measured.branch < measured.draft
+    assert all(seconds > 0.0 for seconds in measured.verify)
+
+
+def test_a_slower_target_and_a_slower_draft_cost_more() -> None:
+    small, large = tiny("llama"), tiny("llama", num_hidden_layers=12)
+    head = AcceptanceHead(32, inputs="before")
+    one = costs.measure(small, Drafter(large), head, 4)
+    other = costs.measure(large, Drafter(small), head, 4)
+    assert other.verify[0] > 1.5 * one.verify[0]
+    assert one.draft > 1.5 * other.draft
+
+
+def test_little_time_measures_the_ends_and_interpolates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "TARGET_SECONDS", 0.0)
+    with torch.inference_mode():
+        verify = costs._time_target(tiny("llama"), 10)
+    slopes = [b - a for a, b in zip(verify, verify[1:], strict=False)]
+    assert slopes == pytest.approx([slopes[0]] * 10)
+
+
+def test_every_action_is_timed_and_the_least_counts() -> None:
+    calls = {1: 0, 2: 0}
+
+    def act(name: int, seconds: float) -> None:
+        calls[name] += 1
+        time.sleep(seconds if calls[name] != 2 else seconds + 0.02)  # disturbed once
+
+    times = costs._least_times({1: lambda: act(1, 0.002), 2: lambda: act(2, 0.006)}, budget=0.1)
+    assert times[1] == pytest.approx(0.002, abs=0.003)
+    assert times[2] == pytest.approx(0.006, abs=0.004)
+    assert calls[1] > 3
+
+
+def test_they_are_measured_once(count: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama")
+    drafter = Drafter(partly_agreeing(target))
+
+    def ask(estimator: Any = None, max_tokens: int = 20) -> Costs:
+        return costs.costs_of(target, drafter, estimator or DraftProbability(), max_tokens)
+
+    first = ask()
+    assert ask() == first
+    monkeypatch.setattr(costs, "_known", {})  # another process
+    assert ask() == first
+    assert len(count) == 1
+    (path,) = cache.iterdir()
+    stored = json.loads(path.read_text())
+    assert stored["costs"] == first.to_dict()
+    assert stored["of"]["target"]["layers"] == 3
+
+    ask(max_tokens=5)
+    ask(AcceptanceHead(32))
+    assert len(count) == 3, "other settings are other costs"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    ask()
+    assert len(count) == 4
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"costs": null}', '{"costs": {"draft": -1, "verify": [1]}}'])
+def test_a_damaged_file_is_measured_again(
+    text: str, count: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny("llama")
+    drafter = Drafter(partly_agreeing(target))
+    first = costs.costs_of(target, drafter, DraftProbability(), 20)
+    (path,) = cache.iterdir()
+    path.write_text(text)
+    monkeypatch.setattr(costs, "_known", {})
+    assert costs.costs_of(target, drafter, DraftProbability(), 20) == first
+    assert len(count) == 2
+    assert json.loads(path.read_text())["costs"] == first.to_dict()
+
+
+def test_an_unwritable_cache_is_no_error(count: list[int], monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(costs, "cached_assets_path", lambda *names: cache / "missing")
+    target = tiny("llama")
+    costs.costs_of(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
+    assert count == [20]
+
+
+@pytest.mark.parametrize("kind", ["independent", "early exit"])
+def test_a_generation_measures_when_no_costs_are_given(kind: str, count: list[int]) -> None:
+    target = tiny("llama")
+    if kind == "independent":
+        assistant = assistant_for(target, rule="throughput", max_tokens=6)
+    else:
+        assistant = SpecDecPPAssistant.from_early_exit(
+            target, 2, speculation=SpeculationConfig("throughput", max_tokens=6)
+        )
+    plain = target.generate(prompt(), max_new_tokens=40, do_sample=False)
+    for _ in range(2):
+        text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
+        assert torch.equal(text, plain)
+    assert count == [6]

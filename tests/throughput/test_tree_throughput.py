@@ -1,0 +1,305 @@
+"""`rule="throughput"` with `tree="dyspec"`: what it expects, its trees in simulated rounds, its generations."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.repos import head_for
+from support.toy_trees import Laws
+from support.tree_generation import PROMPT, sharp
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.sampling.randomness import TorchRandomness
+from hf_specdecpp.throughput import measuring as costs
+from hf_specdecpp.throughput.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
+from hf_specdecpp.throughput.tree_expectations import DRAWS, LEVELS, RATIO, READS, TOKENS, SlotExpectations
+from hf_specdecpp.throughput.trees import TreeThroughput
+from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_by_plan
+from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.tree import DraftTree
+
+
+def verify(points: dict[int, float]) -> tuple[float, ...]:
+    """Seconds of passes over 1 to 65 tokens, straight lines between the points."""
+    return tuple(np.interp(np.arange(1, 66), list(points), list(points.values())).tolist())
+
+
+# Target passes on a CPU with and without packed weights, on a GPU, and in between; a plain pass takes a second.
+CPU = Costs(0.1, verify({1: 1.0, 3: 1.0, 4: 1.7, 8: 1.9, 16: 2.6, 33: 5.0, 65: 8.0}), branch=0.02)
+STEP = Costs(0.1, verify({1: 1.0, 3: 1.0, 4: 1.7, 65: 2.2}), branch=0.01)
+LINE = Costs(0.1, verify({1: 1.0, 65: 4.0}), branch=0.01)
+GPU = Costs(0.15, verify({1: 1.0, 16: 1.02, 17: 1.08, 32: 1.1, 65: 1.25}), branch=0.002)
+
+
+# What is expected of a slot. ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_expectations_are_those_of_the_splitting(greedy: bool) -> None:
+    """Against the definition, without a grid. Between places the tables are interpolated, so means are compared."""
+    law, kinds = AcceptanceRates(), [bin_of(0.3), bin_of(0.85)]
+    law.law = np.zeros_like(law.law)
+    law.law[:, kinds] = 0.7, 0.3
+    law.law[NO_VERDICT, kinds] = 0.4, 0.6
+    a = dict(zip(kinds, law.acceptance[kinds].tolist(), strict=True))
+    usual = (law.law @ law.acceptance).tolist()
+    outlook = SlotExpectations(greedy)
+    outlook.fit(law)
+
+    @cache
+    def leaf(x: float, levels: int) -> np.ndarray:
+        if levels == 0 or x * usual[NO_VERDICT] < 1.0:
+            return np.zeros(3)
+        return np.eye(3)[READS] + slot(x, levels - 1, NO_VERDICT)
+
+    @cache
+    def slot(x: float, levels: int, last: int) -> np.ndarray:
+        total = np.zeros(3)
+        for kind, chance in enumerate(a.values()):
+            if x * (chance if greedy else usual[last]) >= 1.0:
+                after = np.eye(3)[DRAWS] + x * chance * np.eye(3)[TOKENS]
+                after = after + leaf(x * chance, levels) + slot(x * (1.0 - chance), levels, kinds[kind])
+                total += law.law[last, kinds[kind]] * after
+        return total
+
+    places = np.arange(4, 24)
+    for levels in (1, 3, LEVELS):
+        expected = np.mean([leaf(float(x), levels) for x in np.exp(RATIO * places)], axis=0)
+        assert outlook.below[levels][:, places].mean(-1) == pytest.approx(expected, rel=0.05)
+        expected = np.mean([slot(float(x), levels, kinds[0]) for x in np.exp(RATIO * places)], axis=0)
+        assert outlook.beside[levels][:, kinds[0], places].mean(-1) == pytest.approx(expected, rel=0.05)
+
+
+# Simulated rounds. ----------------------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """Rounds with random laws. What the target says is drawn from the draft's law at another temperature.
+
+    Attributes:
+        tokens, seconds: sums over all rounds, the tokens being those expected.
+        drafted: number of candidates in each round.
+    """
+
+    def __init__(self, kind: str, seconds: Costs, greedy: bool, temperature: float = 1.0) -> None:
+        self.kind, self.costs, self.greedy, self.temperature = kind, seconds, greedy, temperature
+        self.verify = seconds.verify_seconds(64)
+        self.clear()
+
+    def clear(self) -> None:
+        self.tokens, self.seconds, self.drafted = 0.0, 0.0, list[int]()
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def run(self, rounds: range, rule: TreeThroughput | None, budget: int = 64) -> None:
+        pace = ThresholdSchedule()
+        for seed in rounds:
+            torch.manual_seed(seed)
+            laws = Laws(self.kind, seed, vocab=100)
+            randomness = None if self.greedy else TorchRandomness()
+            growth = Growth(laws, DraftProbability(), randomness, root=0, max_depth=12, trust=rule)
+            if rule is None:
+                grow_by_level(growth, budget, pace)
+            elif rule.may_start(unread=1):
+                grow_by_plan(growth, rule.plan)
+            self._finish(growth.tree, laws, rule)
+
+    def _finish(self, tree: DraftTree, laws: Laws, rule: TreeThroughput | None) -> None:
+        further = self.costs.branch * (len(tree.scores) - tree.passes)
+        self.seconds += self.costs.draft * tree.passes + further + float(self.verify[len(tree)])
+        says = {node: self._says(laws, tree, node) for node in range(len(tree.tokens)) if tree.children[node]}
+        chances = [1.0]
+        for node in range(1, len(tree.tokens)):
+            parent = tree.parents[node]
+            chances.append(chances[parent] * float(says[parent][tree.tokens[node]]))
+        self.tokens += sum(chances)
+        self.drafted.append(len(tree))
+        if rule is not None:
+            rule.observe(tree, self._accepted(tree, says), unread=1)
+
+    def _says(self, laws: Laws, tree: DraftTree, node: int) -> torch.Tensor:
+        return (laws.at(tuple(tree.path(node))) / self.temperature).softmax(-1)
+
+    def _accepted(self, tree: DraftTree, says: dict[int, torch.Tensor]) -> list[int]:
+        path, node = list[int](), 0
+        while node in says:
+            token = int(says[node].multinomial(1))
+            found = [child for child in tree.children[node] if tree.tokens[child] == token]
+            if not found:
+                break
+            node = found[0]
+            path.append(node)
+        return path
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+@pytest.mark.parametrize(("kind", "seconds"), [("mixed", CPU), ("mixed", STEP), ("sharp", LINE), ("sharp", GPU)])
+def test_it_is_as_fast_as_the_best_budget(kind: str, seconds: Costs, temperature: float, greedy: bool) -> None:
+    best = 0.0
+    for budget in (2, 4, 8, 16, 32, 64):
+        fixed = Simulation(kind, seconds, greedy, temperature)
+        fixed.run(range(100, 220), None, budget)
+        best = max(best, fixed.rate)
+    ours = Simulation(kind, seconds, greedy, temperature)
+    rule = TreeThroughput(seconds, 64, greedy)
+    ours.run(range(200, 400), rule)
+    ours.clear()
+    ours.run(range(100, 220), rule)
+    assert ours.rate > 0.97 * best
+
+
+def test_where_verifying_costs_nothing_the_budget_is_used_up_and_where_it_costs_much_little_is_drafted() -> None:
+    free, dear = Costs(0.0, (1.0,)), Costs(0.0, (1.0, 1.7, 2.4))
+    sizes = []
+    for seconds in (free, dear):
+        simulation = Simulation("mixed", seconds, greedy=True)
+        simulation.run(range(100), TreeThroughput(seconds, 64, greedy=True))
+        sizes.append(simulation.drafted)
+    assert sizes[0][:5] == [6, 12, 24, 48, 64], "mistakes are small before anything is known"
+    assert min(sizes[0][20:]) == 64
+    assert np.mean(sizes[1][20:]) < 2.0
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seconds", [CPU, STEP, Costs(1.5, (1.0,), read=0.01)])
+def test_a_useless_draft_costs_little(seconds: Costs, greedy: bool) -> None:
+    """The target says what the draft thinks unlikely."""
+    simulation, rule = Simulation("sharp", seconds, greedy, temperature=-1.0), TreeThroughput(seconds, 64, greedy)
+    simulation.run(range(500), rule)
+    assert simulation.rate > 0.96
+    simulation.clear()
+    simulation.run(range(500), rule)
+    assert simulation.rate > 0.985
+    assert 0 < np.count_nonzero(simulation.drafted) < 100
+    assert not rule.pays
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: bool) -> None:
+    simulation, rule = Simulation("sharp", GPU, greedy, temperature=-1.0), TreeThroughput(GPU, 64, greedy)
+    simulation.run(range(200), rule)
+    assert not rule.pays
+    simulation.temperature = 1.0
+    simulation.run(range(200), rule)
+    assert rule.pays
+    simulation.clear()
+    simulation.run(range(100), rule)
+    assert simulation.rate > 2.0
+
+
+def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None:
+    rule = TreeThroughput(Costs(2.0, (1.0,), read=0.1), 64, greedy=True)
+    assert not rule.pays
+    assert rule.may_start(unread=1)
+    assert not rule.may_start(unread=1000)
+
+
+def test_a_threshold_is_a_lower_bound() -> None:
+    rule = TreeThroughput(GPU, 64, greedy=False)
+    growth = Growth(Laws("mixed", seed=0), DraftProbability(), TorchRandomness(), 0, 12, trust=rule)
+    grow_by_plan(growth, rule.plan, threshold=0.2)
+    assert 0 < len(growth.tree) < 20
+    assert min(growth.tree.values) >= 0.2
+
+
+# Generations. ---------------------------------------------------------------------------------------------------------
+
+CHEAP: dict[str, Any] = {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2, 1.25]}
+DEAR: dict[str, Any] = {"draft": 2.0, "verify": [1.0]}
+
+
+def knobs(**changes: Any) -> dict[str, Any]:
+    return {"rule": "throughput", "tree": "dyspec", "costs": CHEAP, **changes}
+
+
+@pytest.mark.parametrize("seconds", [CHEAP, DEAR], ids=["cheap", "dear"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_greedy_equality(family: str, seconds: dict[str, Any]) -> None:
+    target = sharp(tiny(family))
+    arguments = {"max_new_tokens": 120, "no_repeat_ngram_size": 6, "do_sample": False}
+    plain = target.generate(PROMPT, **arguments)
+    assistant = assistant_for(target, mix=0.9, **knobs(costs=seconds))
+    for _ in range(2):
+        assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
+    stats = assistant.stats
+    if seconds == DEAR:
+        assert stats.idle_rounds > 0.9 * stats.rounds
+        assert "the rule stopped" in stats.verdict
+    else:
+        assert stats.accepted > 20
+        assert len([size for size in stats.tree_widths if size]) >= 3, "trees of many forms"
+
+
+def test_a_seeded_run_can_be_repeated() -> None:
+    target = sharp(tiny("llama"))
+    assistant = assistant_for(target, mix=0.9, **knobs())
+
+    def generate(seed: int, do_sample: bool = True) -> tuple[list[int], int]:
+        torch.manual_seed(seed)
+        text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=do_sample)
+        return text[0].tolist(), assistant.stats.drafted
+
+    first = generate(0), generate(1)
+    (state,) = assistant.throughput.states[target].values()
+    assert state.rounds > assistant.stats.rounds, "it knows both generations"
+    assistant.throughput.clear()
+    assert (generate(0), generate(1)) == first
+    generate(0, do_sample=False)
+    assistant.speculation = SpeculationConfig("throughput", costs=CHEAP)
+    generate(0)
+    assert len(assistant.throughput.states[target]) == 3, "greedy decoding and chains have laws of their own"
+
+
+def test_a_head_values_slots() -> None:
+    target = sharp(tiny("llama"))
+    draft = partly_agreeing(target, 0.9)
+    head = head_for(draft, inputs="before")
+    assistant = SpecDecPPAssistant.from_draft(draft, target, head=head, speculation=SpeculationConfig(**knobs()))
+    plain = target.generate(PROMPT, max_new_tokens=60, do_sample=False)
+    for inputs in ("before", "after"):
+        if inputs == "after":
+            assistant.head = head_for(draft)
+            with pytest.raises(ValueError, match="must know what a slot is worth"):
+                target.generate(PROMPT, assistant_model=assistant, max_new_tokens=60, do_sample=False)
+        else:
+            text = target.generate(PROMPT, assistant_model=assistant, max_new_tokens=60, do_sample=False)
+            assert torch.equal(text, plain)
+            assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("tree", ["dyspec-exact", "static"])
+def test_other_trees_do_not_ask_the_rule(tree: str) -> None:
+    target = sharp(tiny("llama"))
+    assistant = assistant_for(target, mix=0.9, **knobs(tree=tree, tree_shape=[2, 1], tree_budget=5))
+    target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
+    assert not assistant.throughput.states
+    assert assistant.stats.drafted >= 3 * (assistant.stats.rounds - 2)
+
+
+def test_costs_are_measured_where_none_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(*_: Any) -> Costs:
+        asked.append(_[-2:])
+        return Costs(**CHEAP, branch=0.01)
+
+    monkeypatch.setattr(costs, "_known", {})
+    monkeypatch.setattr(costs, "_load", lambda path: None)
+    monkeypatch.setattr(costs, "measure", measure)
+    target = sharp(tiny("llama"))
+    assistant = assistant_for(target, mix=0.9, **knobs(costs=None, tree_budget=20))
+    for _ in range(2):
+        target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
+    assert asked == [(20, True)]
+    (state,) = assistant.throughput.states[target].values()
+    assert state.costs.branch == 0.01

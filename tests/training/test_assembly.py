@@ -1,0 +1,243 @@
+"""The published folder: ids that others can load, and a card that says what was measured, with which data."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from support.hub_server import HubServer, point_client_at
+from support.models import VOCAB_SIZE, tiny
+from support.repos import PROMPT, greedy, save_model
+from support.training_files import training_run
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.training import assembly
+from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
+from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.evaluation import calibration
+from hf_specdecpp.training.evaluation import stage as evaluation
+from hf_specdecpp.training.head import stage as head_fitting
+
+SPEED_ROW = {"set": "sums", "temperature": 0, "tokens_per_pass": 3.21, "prompts": 5}
+SPEED = {
+    "command": "specdecpp bench --assistant out",
+    "device": "a slow machine, 1 thread",
+    "dtype": "float32",
+    "rows": [
+        {**SPEED_ROW, "contestant": "plain", "tokens_per_second": 1234.56, "speedup": 1.0, "tokens_per_pass": None},
+        {**SPEED_ROW, "contestant": "ours", "tokens_per_second": 2345.67, "speedup": 1.9},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainingConfig:
+    """A run with everything up to the evaluation, and another one, the paper's setting, to compare with."""
+    options: dict[str, Any] = {"mix": 0.9, "temperatures": (1.0, 0.0), "tests": ["sums"], "epochs": 1.0}
+    paper = training_run(tmp_path_factory.mktemp("paper"), inputs="after", rejection_weight=6.0, **options)
+    ours = training_run(tmp_path_factory.mktemp("ours"), learning_curve=True, **options)
+    ours.rollouts.data = ["prompts.jsonl"]
+    ours.distill = DistillConfig(rank=2, alpha=4, batch_size=4)
+    ours.target_id, ours.target_revision, ours.draft_id = "org/target", "abc123", "org/draft"
+    ours.evaluation.compare = str(paper.work)
+    ours.validate()
+    distillation.run(ours)
+    for config in (paper, ours):
+        head_fitting.run(config)
+        calibration.run(config)
+        evaluation.run(config)
+    (ours.work / "speed.json").write_text(json.dumps(SPEED))
+    return ours
+
+
+@pytest.fixture(scope="module")
+def card(run: TrainingConfig) -> ModelCard:
+    return ModelCard((assembly.run(run) / "README.md").read_text())
+
+
+def test_only_ids_that_others_can_load(run: TrainingConfig, card: ModelCard) -> None:
+    folder = Path(run.output)
+    stored = json.loads((folder / "config.json").read_text())
+    assert (stored["target_id"], stored["target_revision"]) == ("org/target", "abc123")
+    assert (stored["draft_id"], stored["draft_revision"]) == ("org/draft", None)
+    adapter = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["r"]) == ("org/draft", 2)
+    assert run.draft is not None
+    assert (
+        json.loads((run.work / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == run.draft
+    )
+    for path in folder.rglob("*"):
+        if path.is_file():
+            assert str(run.work.parent).encode() not in path.read_bytes(), f"{path} names a folder of this machine"
+    data: Any = card.data
+    assert data.base_model == ["org/target", "org/draft"]
+    assert {path.name for path in folder.rglob("*")} == {
+        "README.md", "config.json", "acceptance_head.safetensors", "adapter", "adapter_config.json",
+        "adapter_model.safetensors",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["folder", "model"])
+def test_a_local_copy_of_the_draft(
+    run: TrainingConfig, card: ModelCard, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = AutoModelForCausalLM.from_pretrained(run.target)
+    assert run.draft is not None
+    draft: Any = run.draft if by == "folder" else AutoModelForCausalLM.from_pretrained(run.draft)
+    before = {} if by == "folder" else {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    with HubServer() as hub:  # without org/draft
+        point_client_at(monkeypatch, hub, tmp_path)
+        with pytest.raises(OSError, match="org/draft"):
+            SpecDecPPAssistant.from_pretrained(run.output, target=target)
+        hub.requests.clear()
+        assistant = SpecDecPPAssistant.from_pretrained(run.output, target=target, draft=draft)
+        assert hub.requests == []
+    assert greedy(target, assistant) == greedy(target)
+    assert assistant.stats.accepted > 0
+    reference = SpecDecPPAssistant.from_draft(run.draft, target, run.work / "adapter", assistant.head)
+    for ours, theirs in zip(said(assistant), said(reference), strict=True):
+        assert (ours - theirs).abs().max() < 1e-4, "with the adapter on it"
+    assert (assistant.config.draft_id, assistant.config.target_id) == ("org/draft", "org/target")
+    for name, tensor in before.items():
+        assert tensor.equal(draft.state_dict()[name]), "the draft itself is as it was"
+
+
+def said(assistant: SpecDecPPAssistant) -> list[Tensor]:
+    """The draft's logits along a text."""
+    drafter = assistant.ready_drafter()
+    with torch.no_grad():
+        return [drafter.logits(state, VOCAB_SIZE) for state in drafter.hidden_states(PROMPT)[0]]
+
+
+def test_another_draft_is_refused(run: TrainingConfig, card: ModelCard, tmp_path: Path) -> None:
+    small = save_model(tiny("llama", hidden_size=16, head_dim=8), tmp_path / "small")
+    with pytest.raises(ValueError, match="adapter in .* does not fit"):
+        SpecDecPPAssistant.from_pretrained(run.output, draft=small)
+
+
+def test_early_exits_take_no_draft(tmp_path: Path) -> None:
+    target = tiny("llama")
+    SpecDecPPAssistant.from_early_exit(target, 1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"drafts with layers \[0\] of .*, so draft= must be left out"):
+        SpecDecPPAssistant.from_pretrained(tmp_path, target=target, draft=target)
+
+
+def tables(card: ModelCard) -> dict[str, list[list[str]]]:
+    """The cells of each table, by the line of text before it."""
+    found: dict[str, list[list[str]]] = {}
+    title = ""
+    for line in card.text.splitlines():
+        if line.startswith("|"):
+            found.setdefault(title, []).append([cell.strip() for cell in line.strip("|").split("|")])
+        elif line.strip():
+            title = line
+    return found
+
+
+def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, card: ModelCard) -> None:
+    report = json.loads((run.work / "evaluation" / "evaluation.json").read_text())
+    found = {title: rows for title, rows in tables(card).items() if title.startswith("**")}
+    assert [title.split("**")[1] for title in found] == [
+        f"{name}, temperature {temperature}" for name in ("heldout", "sums") for temperature in ("1", "0")
+    ]
+    for (title, rows), part in zip(
+        found.items(), [part for each in report["sets"].values() for part in each.values()], strict=True
+    ):
+        best = part["equal_verification"]["at_best"]
+        assert f"({part['texts']} texts, {part['candidates']:,} candidates" in title
+        names = ["**head**", "draft probability", "svip", "adaedl", "confidence", f"fixed length {best['length']}"]
+        assert [row[0] for row in rows[2:]] == names
+        assert all(len(row) == 6 for row in rows)
+        head = part["estimators"]["head"]
+        assert rows[2][1:4] == [f"{head[metric]:.3f}" for metric in ("auc", "ece", "binary_kl")]
+        fewer = best["fewer_discards"]["head"]
+        assert rows[2][5] == ("–" if fewer is None else f"{100 * fewer:.0f} %")
+        assert rows[-1][4] == f"{best['discard_rate']:.3f}"
+    results: Any = card.data
+    assert len(results.eval_results) == 2 * 2 * 4
+    assert len({result.dataset_name for result in results.eval_results}) == 2 * 2, "each set keeps its name"
+    assert f"On {report['device']}, float32." in card.text
+
+
+def test_the_card_says_what_was_seen(run: TrainingConfig, card: ModelCard) -> None:
+    metrics = json.loads((run.work / "head" / "metrics.json").read_text())
+    points = json.loads((run.work / "head" / "learning_curve.json").read_text())
+    assert f"the head {metrics['train_candidates']:,} candidates" in card.text
+    rows = next(rows for title, rows in tables(card).items() if title.startswith("Learning curve"))
+    assert [row[:2] for row in rows[2:]] == [[str(p["texts"]), f"{p['train_candidates']:,}"] for p in points]
+    assert [row[2] for row in rows[2:]] == [f"{point['auc']:.3f}" for point in points]
+    calibrated = next(rows for title, rows in tables(card).items() if title.startswith("Calibration"))
+    assert [row[0] for row in calibrated[2:]] == ["1", "0"]
+
+
+def test_the_card_compares_and_times(run: TrainingConfig, card: ModelCard) -> None:
+    ours, theirs = (
+        json.loads((Path(work) / "evaluation" / "evaluation.json").read_text())["sets"]
+        for work in (run.work, run.evaluation.compare or "")
+    )
+    title, rows = next((title, rows) for title, rows in tables(card).items() if title.startswith("Beside another run"))
+    assert "the draft as it was, a head that judges after the forward of a candidate, rejection weight 6.0" in title
+    assert [row[:2] for row in rows[2:]] == [["heldout", "1"], ["heldout", "0"], ["sums", "1"], ["sums", "0"]]
+    pair = [sets["sums"]["0"]["mean_acceptance"] for sets in (ours, theirs)]
+    assert rows[-1][2] == f"{pair[0]:.3f} / {pair[1]:.3f}"
+    title, rows = next((title, rows) for title, rows in tables(card).items() if title.startswith("`specdecpp bench"))
+    assert title == "`specdecpp bench --assistant out` on a slow machine, 1 thread, float32."
+    assert rows[2:] == [
+        ["sums", "0", "plain", "1,234.6", "1.00", "–", "5"],
+        ["sums", "0", "ours", "2,345.7", "1.90", "3.21", "5"],
+    ]
+
+
+def test_the_settings_in_the_card_make_the_run_again(run: TrainingConfig, card: ModelCard) -> None:
+    settings = re.findall(r"```yaml\n(.*?)```", card.text, flags=re.DOTALL)
+    assert len(settings) == 1
+    again = TrainingConfig.from_dict(yaml.safe_load(settings[0]))
+    assert (again.target, again.draft, again.rollouts.data) == ("org/target", "org/draft", ["prompts.jsonl"])
+    assert (again.head, again.distill) == (run.head, run.distill)
+    assert (again.evaluation.data, again.evaluation.compare) == (["sums.jsonl"], None)
+    assert not {"{{", "{%", "None", "nan"} & set(re.findall(r"\{\{|\{%|\bNone\b|\bnan\b", card.text))
+
+
+def test_a_card_without_what_is_optional(run: TrainingConfig, card: ModelCard, tmp_path: Path) -> None:
+    run.evaluation.compare, compare = None, run.evaluation.compare
+    run.output, output = str(tmp_path / "out"), run.output
+    run.work_dir = str(Path(f"{output}-work"))
+    moved = [run.work / "speed.json", run.work / "head" / "learning_curve.json"]
+    for path in moved:
+        path.rename(path.with_suffix(".away"))
+    try:
+        plain = ModelCard((assembly.run(run) / "README.md").read_text())
+        (tmp_path / "empty").mkdir()
+        run.evaluation.compare = str(tmp_path / "empty")
+        with pytest.raises(ValueError, match=r"evaluation\.compare='.*empty' has no evaluation.evaluation\.json"):
+            assembly.run(run)
+    finally:
+        for path in moved:
+            path.with_suffix(".away").rename(path)
+        run.evaluation.compare, run.output, run.work_dir = compare, output, None
+    for part in ("## Speed", "Learning curve", "Beside another run"):
+        assert part in card.text
+        assert part not in plain.text
+
+
+def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path) -> None:
+    config = training_run(tmp_path, early_exit=True, epochs=1.0)
+    config.distill, config.target_id = DistillConfig(rank=2, alpha=4, batch_size=4), "org/target"
+    config.speculation = {"pack_weights": True}
+    for stage in (distillation, head_fitting, calibration, evaluation, assembly):
+        stage.run(config)
+    stored = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == "org/target"
+    ours = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ours["draft_id"] is None
+    assert (ours["speculation"]["rule"], ours["speculation"]["pack_weights"]) == ("throughput", True)
+    target = AutoModelForCausalLM.from_pretrained(config.target)
+    assert greedy(target, SpecDecPPAssistant.from_pretrained(config.output, target)) == greedy(target)

@@ -1,0 +1,166 @@
+"""The evaluation stage on a tiny run, and its rules against the code that generation uses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from support.models import VOCAB_SIZE
+from support.training_files import training_run
+from torch import Tensor
+
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.chain import draft_chain
+from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.evaluation import calibration, chains
+from hf_specdecpp.training.evaluation import stage as evaluation
+from hf_specdecpp.training.evaluation.stage import equal_verification, time_per_token
+from hf_specdecpp.training.head import stage as head_fitting
+from hf_specdecpp.training.metrics import Outcome, stop_length
+from hf_specdecpp.training.models import load_assistant, load_target
+
+
+@pytest.fixture(scope="module", params=["before", "after"])
+def fitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    options = {"inputs": request.param, "rejection_weight": 1.0, "epochs": 4.0}
+    folder = tmp_path_factory.mktemp(request.param)
+    config = training_run(folder, mix=0.9, temperatures=(1.0, 0.0), tests=["sums"], **options)
+    head_fitting.run(config)
+    calibration.run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def report(fitted: Any) -> Any:
+    return evaluation.run(fitted)
+
+
+def test_the_report(fitted: Any, report: Any) -> None:
+    folder = fitted.work / "evaluation"
+    assert json.loads((folder / "evaluation.json").read_text()) == report
+    assert (report["dtype"], report["device"].split()[0]) == ("float32", "CPU")
+    assert {name: list(temperatures) for name, temperatures in report["sets"].items()} == {
+        "heldout": ["1", "0"],
+        "sums": ["1", "0"],
+    }
+    for name, temperatures in report["sets"].items():
+        for temperature, part in temperatures.items():
+            assert set(part["estimators"]) == {"head", "draft probability", "svip", "adaedl"}
+            assert all(0 <= e["ece"] <= 1 and 0 <= e["auc"] <= 1 for e in part["estimators"].values())
+            assert set(part["curves"]) == {"head", "draft probability", "confidence", "svip", "adaedl", "fixed"}
+            assert [point["setting"] for point in part["curves"]["fixed"]] == list(range(1, 15))
+            for points in part["curves"].values():
+                for point in points:
+                    identity = (point["mean_length"] + 1) * point["verification_rate"] - 1
+                    assert point["discard_rate"] == pytest.approx(identity)
+            assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
+            assert part["candidates"] == 20 * part["chains"]
+            for kind in ("curve", "reliability"):
+                with Image.open(folder / f"{kind}-{name}-{temperature}.png") as image:
+                    assert min(image.size) > 500
+
+
+def test_only_heldout_prompts_that_the_calibration_did_not_use(report: Any) -> None:
+    """One of three held-out prompts, two samples of it or one greedy answer; of a test set everything."""
+    texts = {name: [part["texts"] for part in each.values()] for name, each in report["sets"].items()}
+    assert texts == {"heldout": [2, 1], "sums": [4, 2]}
+
+
+def test_acceptance_by_rank(fitted: Any, report: Any) -> None:
+    """What the rows of the features say, siblings that were hardly ever tested counting as little as they do."""
+    ranks = report["acceptance_by_rank"]
+    if fitted.head.inputs == "after":
+        assert ranks == {}, "this head knows nothing of siblings"
+        return
+    assert set(ranks) == {"sampled", "greedy"}
+    for rates in ranks.values():
+        assert len(rates) == fitted.head.siblings
+        assert all(0.0 <= rate <= 1.0 for rate in rates)
+        assert sum(rates) <= 1.0 + 1e-6, "at most one sibling is the accepted one"
+
+
+def test_sources_apart(report: Any) -> None:
+    part = report["sets"]["sums"]["1"]
+    assert set(part["sources"]) == {"source 0", "source 1"}
+    assert sum(each["candidates"] for each in part["sources"].values()) == part["candidates"]
+
+
+def test_each_mode_has_its_calibration(fitted: Any) -> None:
+    target = load_target(fitted)
+    assistant = load_assistant(fitted, target)
+    head = assistant.head
+    assert head is not None
+    for temperature, mode in ((1.0, "sampled"), (0.0, "greedy")):
+        rows = chains.record(fitted, "sums", assistant, target, Sampling(temperature, 0))
+        raw = chains.head_estimates(head, rows, assistant.ready_drafter())
+        ours = evaluation.all_estimates(head, rows, assistant, temperature == 0.0)["head"]
+        expected = head.calibration[mode].apply(raw, rows["index"]).sigmoid().double()
+        torch.testing.assert_close(ours, expected.clamp(1e-6, 1 - 1e-6))
+
+
+# Thresholds at which chains of several lengths occur.
+SETTINGS = {
+    "head": {"rule": "threshold", "threshold": 0.95},
+    "confidence": {"rule": "confidence", "confidence_threshold": 0.2},
+    "svip": {"rule": "svip", "svip_threshold": 0.72},
+    "adaedl": {"rule": "adaedl", "adaedl_threshold": 0.17},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_chains_stop_where_generation_would(fitted: Any, name: str) -> None:
+    """Greedy drafts of both: same tokens, so the lengths must agree."""
+    target = load_target(fitted)
+    assistant = load_assistant(fitted, target)
+    head, drafter = assistant.head, assistant.ready_drafter()
+    assert head is not None
+    knobs: dict[str, Any] = {**SETTINGS[name], "max_tokens": chains.MAX_TOKENS}
+    config = SpeculationConfig(**knobs)
+    texts, lengths = chains.texts_at(fitted, "train", Sampling()), set()
+    for row in range(6):
+        ids, starts = texts[row]["input_ids"], [6, 12, 20]
+        rows = chains.chains_of_text(
+            ids, starts, assistant, target, Sampling(0.0), fitted.head.inputs, torch.Generator()
+        )
+        rows["text"] = torch.zeros_like(rows["start"])
+        estimates = evaluation.all_estimates(head, rows, assistant, greedy=True)
+        recorded = list(evaluation.recorded_chains(rows, estimates, fitted.head.inputs))
+        for start, chain in zip(starts, recorded, strict=True):
+            length = stop_length(make_rule(config, head), chain.signals[evaluation.RULES[name][2]])
+            assert length == live_length(drafter, torch.tensor([ids[:start]]), make_rule(config, head))
+            lengths.add(length)
+    assert len(lengths) > 1
+
+
+@torch.inference_mode()
+def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
+    session = DraftSession(drafter, VOCAB_SIZE)
+    session.begin_round(prefix, 0)
+
+    def step(candidates: list[int]) -> DraftStep:
+        return session.draft_step(len(candidates), *session.step(candidates), greedy=True)
+
+    return len(draft_chain(step, rule, None, chains.MAX_TOKENS).tokens)
+
+
+def test_evaluation_needs_a_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run the stage 'head'"):
+        evaluation.run(training_run(tmp_path, num_texts=2))
+
+
+def test_discards_at_equal_verification_rate() -> None:
+    fixed = [Outcome(1, 0.2, 0.6, 1.0), Outcome(2, 0.6, 0.4, 3.0), Outcome(3, 1.2, 0.38, 4.8)]
+    ours = [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)]
+    table = equal_verification({"head": ours, "fixed": fixed})
+    assert table["all"][1]["fewer_discards"]["head"] == pytest.approx(0.5)
+    assert table["all"][2]["fewer_discards"]["head"] is None
+    times = [time_per_token(point, 0.2) for point in fixed]
+    assert times[1] == pytest.approx(0.2 * (1 + 0.6 - 0.4) + 0.4)
+    assert table["best_fixed_length"] == 2

@@ -1,0 +1,334 @@
+"""Features, and the stage that fits the head on them: against generation's own path, resumed, killed, misled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from support.models import VOCAB_SIZE
+from support.training_files import training_run
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import Trainer, TrainingArguments
+
+from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
+from hf_specdecpp.training.configuration import HeadConfig
+from hf_specdecpp.training.head import features
+from hf_specdecpp.training.head import stage as head_fitting
+from hf_specdecpp.training.metrics import binary_kl
+from hf_specdecpp.training.models import load_assistant, load_head, load_target
+from hf_specdecpp.training.rollouts import stage as rollouts
+
+
+def one_text(config: Any, **head: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    ids = torch.tensor([rollouts.load(config.work, "train")[0]["input_ids"]])
+    generator = torch.Generator().manual_seed(0)
+    item = features.text_features(ids, 5, HeadConfig(**head), Sampling(0.8, 20), drafter, target, generator)
+    return drafter, ids, item
+
+
+@pytest.mark.parametrize("early_exit", [False, True])
+def test_features_are_what_the_head_sees_in_generation(tmp_path: Path, early_exit: bool) -> None:
+    config = training_run(tmp_path, num_texts=2, early_exit=early_exit)
+    drafter, ids, item = one_text(config, inputs="before", rank=8)
+    head = head_fitting.new_head(config, drafter)
+    torch.nn.init.normal_(head.output.weight)
+    ours = head_fitting.batch_log_odds(head, item, drafter).sigmoid()
+    session = DraftSession(drafter, VOCAB_SIZE)
+    for row in range(ids.shape[1] - 5):
+        session.begin_round(ids[:, :5] if row == 0 else ids[:, 4 + row : 5 + row], 0)
+        with torch.inference_mode():
+            logits, hidden = session.step([])
+            scores = Sampling(0.8, 20).scores(logits[None])[0]
+            step = DraftStep(0, scores, hidden, drafter.embed, token=item["tokens"][row, 0])
+            expected = head.estimate(step)
+        assert_close(ours[row, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_siblings_have_labels_and_weights(tmp_path: Path) -> None:
+    _, _, item = one_text(training_run(tmp_path, num_texts=2), inputs="before", siblings=3)
+    rows = item["hidden"].shape[0]
+    assert {name: tuple(value.shape) for name, value in item.items() if name != "hidden"} == {
+        "tokens": (rows, 3), "scalars": (rows, 3, 6), "label": (rows, 3), "mask": (rows, 3),
+    }  # fmt: skip
+    assert_close(item["mask"][:, 0], torch.ones(rows))
+    assert_close(item["mask"][:, 1], 1 - item["label"][:, 0])
+    assert item["scalars"][:, :, 4].unique().tolist() == [0.0, 1.0, 2.0]
+
+
+def test_greedy_labels_say_whether_both_models_agree(tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=2)
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    ids = torch.tensor([rollouts.load(config.work, "train")[0]["input_ids"]])
+    item = features.text_features(ids, 5, config.head, Sampling(0.0), drafter, target, torch.Generator())
+    with torch.no_grad():
+        p, q = (model(ids).logits[0, 4:-1].argmax(-1) for model in (target, drafter.model))
+    assert_close(item["tokens"][:, 0], q)
+    assert_close(item["label"][:, 0], (p == q).float())
+    assert set(item["scalars"][:, 0, 5].tolist()) == {1.0}
+
+
+def test_each_text_is_labelled_at_its_own_temperature(tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=4, mix=0.8, temperatures=(1.0, 0.5, 0.0))
+    config.rollouts.top_k = 5
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    made, texts = features.build(config, "train", drafter, target), rollouts.load(config.work, "train")
+    assert len(made) == len(texts) == 4 + 4 + 2
+    for row, text in enumerate(texts):
+        ids, place = torch.tensor([text["input_ids"]]), torch.arange(len(text["input_ids"]) - 5)
+        with torch.no_grad():
+            p, q = (model(ids).logits[0, 4:-1].float() for model in (target, drafter.model))
+        token = made[row]["tokens"][:, 0].long()
+        if text["temperature"] == 0.0:
+            confidence, expected = q, (p.argmax(-1) == q.argmax(-1)).float()
+        else:
+            p, confidence = (top_five(logits / text["temperature"]) for logits in (p, q))
+            ratio = p.softmax(-1)[place, token] / confidence.softmax(-1)[place, token]
+            expected = ratio.clamp_max(1.0)
+        assert_close(made[row]["label"][:, 0], expected, rtol=1e-3, atol=1e-4)
+        assert_close(made[row]["scalars"][:, 0, 0].exp(), confidence.softmax(-1)[place, token], rtol=1e-3, atol=1e-5)
+        assert set(made[row]["scalars"][:, 0, 5].tolist()) == {float(text["temperature"] == 0.0)}
+
+
+def top_five(logits: Tensor) -> Tensor:
+    return logits.where(logits >= logits.topk(5).values[:, -1:], float("-inf"))
+
+
+def test_a_head_may_be_for_the_texts_of_one_temperature(tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=4, temperatures=(1.0, 0.0), temperature=0.0)
+    _, train, heldout = head_fitting.load_data(config)
+    assert (len(train), len(heldout)) == (2, 3)
+    for index in range(2):
+        assert set(train[index]["label"].unique().tolist()) <= {0.0, 1.0}
+    config.head.temperature = 0.3
+    with pytest.raises(ValueError, match=r"No rollouts were written at temperature 0\.3, only at 0, 1"):
+        head_fitting.load_data(config)
+
+
+def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
+    config = training_run(tmp_path, temperatures=(1.0, 0.0), max_texts=3)
+    _, train, heldout = head_fitting.load_data(config)
+    assert len(train) == 3
+    assert len(heldout) == len(rollouts.load(config.work, "heldout"))
+    config.head.max_texts = None
+    assert len(head_fitting.load_data(config)[1]) == len(rollouts.load(config.work, "train")) > 3
+
+
+@pytest.mark.parametrize("inputs", ["before", "after"])
+def test_a_head_is_fitted_and_written(tmp_path: Path, inputs: str) -> None:
+    config = training_run(tmp_path, inputs=inputs, siblings=1, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)
+    metrics = head_fitting.run(config)
+    head = load_head(config.work / "head")
+    assert head.inputs == inputs
+    assert 0 < metrics["train_candidates"] <= 12 * 24
+    assert metrics["binary_kl"] < 0.6
+    assert not (config.work / "head" / "checkpoints").exists()
+    assert head_fitting.run(config) == metrics, "done already"
+
+
+def test_fitting_beats_the_draft_probability(tmp_path: Path) -> None:
+    """An unfitted head says q(y)."""
+    config = training_run(tmp_path, num_texts=40, mix=0.9, rejection_weight=1.0, epochs=10.0, learning_rate=1e-2)
+    drafter, train, heldout = head_fitting.load_data(config)
+    head = head_fitting.new_head(config, drafter)
+    items = [heldout[index] for index in range(len(heldout))]
+    untrained = [head_fitting.batch_log_odds(head, item, drafter)[:, 0].detach() for item in items]
+    label = torch.cat([item["label"][:, 0] for item in items])
+    q_of = torch.cat([item["scalars"][:, 0, 0].exp() for item in items])
+    assert_close(torch.cat(untrained).sigmoid(), q_of, atol=1e-4, rtol=1e-3)
+    fitted = head_fitting.fit(head, train, heldout, config, drafter, tmp_path / "fit")
+    assert fitted["binary_kl"] < 0.9 * binary_kl(q_of, label)
+
+
+def trainer_of(config: Any, tmp_path: Path) -> tuple[head_fitting.HeadTrainer, AcceptanceHead, dict[str, Tensor]]:
+    drafter, train, _ = head_fitting.load_data(config)
+    head = head_fitting.new_head(config, drafter)
+    torch.nn.init.normal_(head.output.weight)
+    arguments = TrainingArguments(str(tmp_path / "none"), learning_rate=0.01, weight_decay=0.0, report_to="none")
+    trainer = head_fitting.HeadTrainer(config.head, drafter, model=head, args=arguments)
+    return trainer, head, head_fitting.collate([train[0]])
+
+
+def test_the_network_on_the_scalars_learns_faster(tmp_path: Path) -> None:
+    trainer, head, _ = trainer_of(training_run(tmp_path, num_texts=2, inputs="before"), tmp_path)
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
+    rates = {names[id(group["params"][0])]: group["lr"] for group in trainer.create_optimizer().param_groups}
+    assert set(rates) == set(names.values())
+    fast = {name for name, rate in rates.items() if rate > 0.01}
+    assert fast == {name for name in rates if "scalars" in name} != set()
+
+
+@pytest.mark.parametrize("inputs", ["before", "after"])
+def test_hidden_states_are_dropped_only_while_a_before_head_is_fitted(tmp_path: Path, inputs: str) -> None:
+    trainer, head, batch = trainer_of(training_run(tmp_path, num_texts=2, inputs=inputs, dropout=0.9), tmp_path)
+    stored = batch["hidden"].clone()
+    with torch.no_grad():
+        fitting = [float(trainer.compute_loss(head.train(), batch)) for _ in range(2)]
+        measuring = [float(trainer.compute_loss(head.eval(), batch)) for _ in range(2)]
+    assert measuring[0] == measuring[1]
+    assert (fitting[0] != fitting[1]) == (fitting[0] != measuring[0]) == (inputs == "before")
+    assert torch.equal(batch["hidden"], stored)
+
+
+def test_shards_hold_the_features_and_are_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "TEXTS_PER_SHARD", 5)
+    config = training_run(tmp_path)
+    target = load_target(config)
+    drafter = load_assistant(config, target).ready_drafter()
+    made = features.build(config, "train", drafter, target)
+    assert len(made) == 12
+    ids = torch.tensor([rollouts.load(config.work, "train")[7]["input_ids"]])
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + 7)
+    item = features.text_features(ids, 5, config.head, Sampling(), drafter, target, generator)
+    assert_close(made[7]["hidden"], item["hidden"].half())
+    for name in ("label", "mask", "scalars"):
+        assert_close(made[7][name], item[name])
+
+    shards = sorted((config.work / "features").glob("*/train-*.safetensors"))
+    assert len(shards) == 3
+    contents = shards[1].read_bytes()
+    shards[1].unlink()  # killed before this one was written
+    times = [path.stat().st_mtime_ns for path in (shards[0], shards[2])]
+    features.build(config, "train", drafter, target)
+    assert shards[1].read_bytes() == contents
+    assert [path.stat().st_mtime_ns for path in (shards[0], shards[2])] == times
+
+
+def test_other_settings_get_other_features(tmp_path: Path) -> None:
+    config = training_run(tmp_path, temperatures=(1.0, 0.0))
+    before = features.settings(config)
+    for temperature, top_k in ((0.0, None), (1.0, None), (None, 7)):
+        config.head.temperature, config.head.top_k = temperature, top_k
+        assert features.settings(config) != before
+    config.head.top_k = None
+    assert features.settings(config) == before
+    (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True, "seed": 7}))
+    assert features.settings(config) != before
+
+
+def test_a_head_of_other_settings_is_fitted_anew(tmp_path: Path) -> None:
+    config = training_run(tmp_path)
+    head_fitting.run(config)
+    first = load_head(config.work / "head").state_dict()
+    config.head.rejection_weight = 6.0
+    head_fitting.run(config)
+    second = load_head(config.work / "head").state_dict()
+    assert not all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_killed_fit_goes_on_to_the_same_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, killed = (training_run(tmp_path / name) for name in ("whole", "killed"))
+    head_fitting.run(whole)
+
+    evaluate, epochs = Trainer.evaluate, []
+
+    def die_in_the_second_epoch(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        epochs.append(trainer.state.epoch)
+        if trainer.state.epoch == 2:
+            raise KeyboardInterrupt
+        return evaluate(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "evaluate", die_in_the_second_epoch)
+    with pytest.raises(KeyboardInterrupt):
+        head_fitting.run(killed)
+    monkeypatch.undo()
+    assert not (killed.work / "head" / "head.json").exists()
+    checkpoint = last_checkpoint(killed.work / "head" / "checkpoints")
+    assert checkpoint is not None
+    head_fitting.run(killed)
+    assert len(epochs) == 2
+    heads = [load_head(config.work / "head") for config in (whole, killed)]
+    assert [head.siblings for head in heads] == [whole.head.siblings] * 2, "what trees may ask of it"
+    expected, actual = (head.state_dict() for head in heads)
+    for name, value in expected.items():
+        assert_close(actual[name], value, rtol=0, atol=1e-6)
+
+
+def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step, complete in ((9, True), (10, True), (11, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if complete:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "full"),
+    [
+        (SafetensorError("I/O error: No space left on device (os error 28)"), 2**30, True),  # it removes its half file
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), 0, True),  # torch.save
+        (SafetensorError("header too large"), 2**30, False),
+        (RuntimeError("shapes differ"), 2**30, False),
+    ],
+)
+def test_full_disks_are_told_from_other_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int, full: bool
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(OSError if full else type(error)) as raised, telling_of_full_disks(tmp_path):
+        raise error
+    assert ("the disk is full. Earlier ones are kept" in str(raised.value)) == full
+
+
+def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
+    config = training_run(tmp_path, learning_rate=1e35, epochs=4.0)
+    with pytest.raises(ValueError, match=r"loss is (nan|inf).*learning_rate \(now 1e\+35\)"):
+        head_fitting.run(config)
+    assert not (config.work / "head" / "head.json").exists()
+
+
+def test_the_learning_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = training_run(tmp_path, temperatures=(1.0, 0.0), siblings=1, epochs=1.0, learning_curve=True)
+    path = config.work / "head" / "learning_curve.json"
+    fit, parts = head_fitting.fit, []
+
+    def counting(head: Any, train: Any, *arguments: Any) -> Any:
+        parts.append([train[index]["scalars"][0, 0, 5].item() for index in range(len(train))])
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+        return fit(head, train, *arguments)
+
+    monkeypatch.setattr(head_fitting, "fit", counting)
+    with pytest.raises(KeyboardInterrupt):
+        head_fitting.run(config)
+    weights = load_head(config.work / "head").state_dict()
+    assert [point["fraction"] for point in json.loads(path.read_text())] == [0.25]
+    metrics = head_fitting.run(config)
+    points = json.loads(path.read_text())
+    assert [len(part) for part in parts] == [18, 4, 9, 9], "of a killed run only the point that it was at is lost"
+    assert all(set(part) == {0.0, 1.0} for part in parts), "each part has texts of both temperatures"
+    assert [(point["fraction"], point["texts"]) for point in points] == [(0.25, 4), (0.5, 9), (1.0, 18)]
+    assert points[-1] == {"fraction": 1.0, "texts": 18, **metrics}
+    assert points[0]["train_candidates"] == 4 * 24
+    assert all(0 < point["auc"] < 1 and point["binary_kl"] > 0 for point in points)
+    assert {path.name for path in path.parent.iterdir() if path.is_dir()} == set()
+
+    monkeypatch.setattr(head_fitting, "load_data", None)
+    assert head_fitting.run(config) == metrics, "done already"
+    assert all(torch.equal(value, weights[name]) for name, value in load_head(path.parent).state_dict().items())
+
+
+def test_no_learning_curve_unless_asked_for(tmp_path: Path) -> None:
+    config = training_run(tmp_path, epochs=1.0)
+    head_fitting.run(config)
+    path = config.work / "head" / "learning_curve.json"
+    assert not path.exists()
+    time = (path.parent / "head.safetensors").stat().st_mtime_ns
+    config.head.learning_curve = True
+    head_fitting.run(config)
+    assert path.exists()
+    assert (path.parent / "head.safetensors").stat().st_mtime_ns == time, "the head itself is not fitted again"

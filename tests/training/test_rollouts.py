@@ -1,0 +1,459 @@
+"""The target's answers: right ones, each once, and nothing on disk that is half of something."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCAB_SIZE, tiny
+from support.repos import WORDS, save_model
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicLayer
+
+pytest.importorskip("datasets", reason="needs the [train] extra")
+
+import datasets
+from support.rollout_files import EOS, LENGTHS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
+
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.rollouts.local_target import LocalTarget, _Preallocated
+from hf_specdecpp.training.run import train
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny target on disk that ends some of its answers."""
+    return save_model(tiny("llama", seed=4, eos_token_id=EOS), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, target: str) -> TrainingConfig:
+    return small_run(tmp_path, target)
+
+
+def test_greedy_rows_are_those_of_generate(config: TrainingConfig) -> None:
+    rollouts.run(config)
+    rows = rows_of(config)
+    assert sorted(row["prompt_id"] for row in rows) == sorted(f"p{n}" for n in range(NUM_PROMPTS))
+    for row in rows:
+        # One by one, without padding.
+        prompt = [WORDS.index(word) for word in PROMPTS[int(row["prompt_id"][1:])].split()]
+        assert row["input_ids"] == greedy(config.target, prompt), row["prompt_id"]
+        assert row["prompt_length"] == len(prompt)
+        assert row["finished"] == (row["input_ids"][-1] == EOS)
+        assert EOS not in row["input_ids"][len(prompt) : -1]
+        assert (row["source"], row["sample"], row["temperature"]) == ("words", 0, 0.0)
+    ended = sum(row["finished"] for row in rows)
+    assert 0 < ended < len(rows), "some answers must end and some must not, or nothing was tested"
+    record = json.loads((config.work / "rollouts" / "rollouts.json").read_text())
+    assert record["complete"]
+    assert sum(record[split]["answers"] for split in SPLITS) == NUM_PROMPTS
+    assert sum(record[split]["finished"] for split in SPLITS) == ended
+    written = sum(len(row["input_ids"]) - row["prompt_length"] for row in rows)
+    assert sum(record[split]["answer_tokens"] for split in SPLITS) == written
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # positions in a table, and a sliding window
+def test_left_padding_changes_nothing(config: TrainingConfig, tmp_path: Path, family: str) -> None:
+    # In float32, since transformers' eager attention makes NaN of padding in float64.
+    config.target = save_model(tiny(family, seed=1).float(), tmp_path / family)
+    config.rollouts.batch_size = 8
+    rollouts.run(config)
+    for row in rows_of(config):
+        assert row["input_ids"] == greedy(config.target, row["input_ids"][: row["prompt_length"]]), row["prompt_id"]
+        assert not row["finished"]
+
+
+def test_answers_stop_at_the_context(config: TrainingConfig, tmp_path: Path) -> None:
+    config.target = save_model(tiny("gpt2", n_positions=9), tmp_path / "short")
+    rollouts.run(config)
+    rows = rows_of(config)
+    assert len(rows) == sum(length < 9 for length in LENGTHS) < NUM_PROMPTS
+    assert {len(row["input_ids"]) for row in rows} == {9}
+
+
+def test_a_full_context_does_not_stop_the_batch(config: TrainingConfig, tmp_path: Path) -> None:
+    """One answer of ten is full early and stays in the batch, where there is no position for its next tokens."""
+    config.target = save_model(tiny("gpt2", n_positions=9), tmp_path / "short")
+    prompts = ["w1 w2 w3 w4 w5 w6 w7", *(f"w{n}" for n in range(10, 19))]
+    Path(config.rollouts.data[0]).write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
+    config.rollouts.batch_size, config.rollouts.heldout, config.rollouts.shard_size = 10, 0.0, 10
+    rollouts.run(config)
+    rows = list(rollouts.load(config.work, "train"))
+    assert sorted(row["prompt_length"] for row in rows) == [1] * 9 + [7]
+    for row in rows:
+        prompt = row["input_ids"][: row["prompt_length"]]
+        assert row["input_ids"] == greedy(config.target, prompt, max_new_tokens=9 - len(prompt))
+        assert (len(row["input_ids"]), row["finished"]) == (9, False)
+
+
+@pytest.mark.parametrize("batch_size", [8, NUM_PROMPTS])
+def test_finished_answers_leave_the_batch(
+    config: TrainingConfig, tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = list(range(1, len(WORDS), 6))  # so many that answers end at all times
+    config.target = save_model(tiny("llama", seed=4, eos_token_id=ends), tmp_path / "brief")
+    forward, sizes = LocalTarget._forward, []
+
+    def watched(self: LocalTarget, ids: Any, mask: Any, cache: Any) -> Any:
+        logits = forward(self, ids, mask, cache)
+        sizes.append(len(ids))
+        # Nobody but those who still write has a place in the cache.
+        assert {tensor.shape[0] for layer in cache.layers for tensor in (layer.keys, layer.values)} == {len(ids)}
+        assert {type(layer) for layer in cache.layers} == {_Preallocated}
+        return logits
+
+    monkeypatch.setattr(LocalTarget, "_forward", watched)
+    config.rollouts.batch_size, config.rollouts.heldout, config.rollouts.shard_size = batch_size, 0.0, NUM_PROMPTS
+    rollouts.run(config)
+    assert len(set(sizes)) > 2, "the batch shrinks while it is answered"
+    rows = list(rollouts.load(config.work, "train"))
+    assert len(rows) == NUM_PROMPTS
+    for row in rows:
+        assert row["input_ids"] == greedy(config.target, row["input_ids"][: row["prompt_length"]]), row["prompt_id"]
+
+
+def test_a_preallocated_layer_is_a_dynamic_one() -> None:
+    ours: Any = _Preallocated(9)
+    theirs: Any = DynamicLayer()
+    generator, batch = torch.Generator().manual_seed(0), 4
+    for length, kept in ((5, [0, 2, 3]), (1, None), (1, [2, 0]), (2, None)):
+        new = torch.randn(2, batch, 3, length, 8, generator=generator)
+        for one, other in zip(ours.update(*new), theirs.update(*new), strict=True):
+            assert torch.equal(one, other)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        if kept is not None:
+            for layer in (ours, theirs):
+                layer.batch_select_indices(torch.tensor(kept))
+            batch = len(kept)
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+    assert ours.keys.shape == (2, 3, 9, 8)
+    assert ours.keys.untyped_storage().nbytes() == 4 * 2 * 3 * 9 * 8, "full, and nothing was copied to grow"
+
+
+@pytest.mark.parametrize("top_k", [2, 0])
+def test_samples_follow_temperature_and_top_k_alone(config: TrainingConfig, tmp_path: Path, top_k: int) -> None:
+    model = tiny("llama", seed=4)
+    model.generation_config.update(do_sample=True, top_p=0.01, repetition_penalty=9.0, top_k=1)
+    config.target = save_model(model, tmp_path / "own_ideas")
+    config.rollouts.temperatures, config.rollouts.top_k, config.rollouts.samples_per_prompt = [0.3], top_k, 40
+    config.rollouts.max_new_tokens, config.rollouts.batch_size = 1, 40
+    rollouts.run(config)
+    model = AutoModelForCausalLM.from_pretrained(config.target)
+    drawn: dict[str, list[int]] = {}
+    for row in rows_of(config):
+        drawn.setdefault(row["prompt_id"], []).append(row["input_ids"][-1])
+    assert all(len(tokens) == 40 for tokens in drawn.values())
+    expected = observed = 0.0
+    for name, tokens in drawn.items():
+        ids = torch.tensor([[WORDS.index(word) for word in PROMPTS[int(name[1:])].split()]])
+        with torch.no_grad():
+            logits, best = model(ids).logits[0, -1].topk(top_k or VOCAB_SIZE)
+        p = (logits / 0.3).softmax(0)
+        assert set(tokens) <= set(best.tolist())
+        observed += tokens.count(int(best[0]))
+        expected += 40 * float(p[0])
+    # 560 draws, so a standard deviation of at most 12 tokens: six of them are never seen by chance.
+    assert abs(observed - expected) < 72
+
+
+def test_samples_of_a_prompt_differ_and_seeds_matter(config: TrainingConfig) -> None:
+    config.rollouts.temperatures, config.rollouts.samples_per_prompt = [1.0], 2
+    rollouts.run(config)
+    rows = rows_of(config)
+    assert len(rows) == 2 * NUM_PROMPTS
+    answers = {(row["prompt_id"], row["sample"]): row["input_ids"] for row in rows}
+    assert sum(answers[f"p{n}", 0] != answers[f"p{n}", 1] for n in range(NUM_PROMPTS)) > NUM_PROMPTS / 2
+    config.work_dir, config.seed = str(config.work) + "-2", 1
+    rollouts.run(config)
+    assert rows_of(config) != rows
+
+
+def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
+    config.rollouts.temperatures, config.rollouts.samples_per_prompt = [0.7, 0.0], 2
+    rollouts.run(config)
+    assert {name for name in files(config) if "heldout" in name} == {
+        f"heldout/shard-{name}-00000.parquet" for name in ("0-0.7", "0-0", "1-0.7")
+    }
+    for path in (config.work / "rollouts").rglob("*.parquet"):
+        _, sample, temperature, _ = path.stem.split("-")
+        rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(config.work / "cache"))
+        assert {(row["sample"], f"{row['temperature']:g}") for row in rows} == {(int(sample), temperature)}
+    everyone = sorted(f"p{n}" for n in range(NUM_PROMPTS))
+    answers: dict[tuple[int, float], list[str]] = {}
+    for row in rows_of(config):
+        answers.setdefault((row["sample"], round(row["temperature"], 6)), []).append(row["prompt_id"])
+        if row["temperature"] == 0.0:
+            assert row["input_ids"] == greedy(config.target, row["input_ids"][: row["prompt_length"]])
+    assert {key: sorted(names) for key, names in answers.items()} == dict.fromkeys(
+        [(0, 0.7), (0, 0.0), (1, 0.7)], everyone
+    ), "a second greedy answer would be the first one again"
+    assert answers[0, 0.0] != everyone, "a shard is no slice of the file: its prompts may come sorted by kind"
+    for written, count in ((0.7, 2), (0.0, 1)):
+        each = [rollouts.written_at(rollouts.load(config.work, split), written) for split in SPLITS]
+        assert sum(map(len, each)) == count * NUM_PROMPTS
+    with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add it to"):
+        rollouts.written_at(rollouts.load(config.work, "train"), 1.0)
+
+
+# Test sets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tested(config: TrainingConfig, tmp_path: Path) -> TrainingConfig:
+    """With a test set of four prompts, two of which are in the training data, too."""
+    rows = [
+        {"id": f"t{n}", "prompt": text} for n, text in enumerate([PROMPTS[1], "w40 w41", PROMPTS[5], "w42 w43 w44"])
+    ]
+    (tmp_path / "quiz.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config.evaluation.data = [str(tmp_path / "quiz.jsonl")]
+    return config
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_nothing_is_trained_on_test_sets(
+    tested: TrainingConfig, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("hf_specdecpp.texts.prompts.logger.warning", warned.append)
+    tested.evaluation.max_prompts = limit
+    rollouts.run(tested)
+    assert warned == ["2 prompts are in a test set, too: nothing is trained on them."]
+    expected = sorted(f"p{n}" for n in range(NUM_PROMPTS) if n not in (1, 5))
+    assert sorted(row["prompt_id"] for row in rows_of(tested)) == expected, "also those that the limit leaves out"
+    answers = list(rollouts.load(tested.work, "quiz"))
+    assert len(answers) == (limit or 4)
+    assert {row["prompt_id"] for row in answers} <= {"t0", "t1", "t2", "t3"}
+    for row in answers:
+        assert row["input_ids"] == greedy(tested.target, row["input_ids"][: row["prompt_length"]])
+    record = json.loads((tested.work / "rollouts" / "rollouts.json").read_text())
+    assert record["quiz"]["answers"] == (limit or 4)
+
+
+def test_a_test_set_that_is_all_there_is(tested: TrainingConfig, tmp_path: Path) -> None:
+    (tmp_path / "copy.jsonl").write_text(Path(tested.rollouts.data[0]).read_text())
+    tested.evaluation.data.append(str(tmp_path / "copy.jsonl"))
+    with pytest.raises(ValueError, match=rf"All {NUM_PROMPTS} prompts of rollouts\.data are in a test set"):
+        rollouts.run(tested)
+    assert not tested.work.exists()
+
+
+@pytest.mark.parametrize("name", ["other/quiz.jsonl", "heldout.jsonl", "train.jsonl"])
+def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, name: str) -> None:
+    tested.evaluation.data.append(str(tmp_path / name))
+    with pytest.raises(
+        ValueError, match=r"need names of their own, .* other than train and heldout\. Rename the files"
+    ):
+        rollouts.run(tested)
+    assert not tested.work.exists()
+
+
+def test_names_of_test_sets(config: TrainingConfig) -> None:
+    config.evaluation.data = ["/data/quiz.v2.jsonl", "org/sums:test", "org/words"]
+    assert rollouts.test_sets(config) == dict(zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True))
+
+
+def test_a_test_set_without_answers(tested: TrainingConfig) -> None:
+    rollouts.run(tested)
+    with pytest.raises(ValueError, match=r"riddles has no answers\. Give prompts for riddles and run rollouts anew"):
+        rollouts.load(tested.work, "riddles")
+
+
+# Dies in the middle of the third shard: while the target answers, or with half a file written.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import yaml
+from hf_specdecpp.training import rollouts
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.run import train
+
+moment, done = sys.argv[2], []
+answer, write = rollouts.LocalTarget.__call__, rollouts._write
+
+def dying_answer(self, items, temperature, seed):
+    for number, result in enumerate(answer(self, items, temperature, seed)):
+        if moment == "answering" and len(done) == 2 and number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield result
+
+def dying_write(rows, path):
+    if moment == "writing" and len(done) == 2:
+        path.with_name(f"{path.name}.{os.getpid()}.tmp").write_bytes(b"PAR1 and then nothing")
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(rows, path)
+    done.append(path)
+
+rollouts.LocalTarget.__call__, rollouts._write = dying_answer, dying_write
+rollouts.run(TrainingConfig.from_dict(yaml.safe_load(Path(sys.argv[1]).read_text())))
+"""
+
+
+@pytest.mark.parametrize("moment", ["answering", "writing"])
+def test_a_killed_run_goes_on(
+    config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.rollouts.temperatures = [1.0]
+    rollouts.run(config)
+    expected, names = rows_of(config), files(config)
+    config.work_dir = str(tmp_path / "killed")
+    (tmp_path / "config.yaml").write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml"), moment]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    shards = [name for name in files(config) if name.endswith(".parquet")]
+    assert len(shards) == 2
+    with pytest.raises(ValueError, match="is not complete"):
+        rollouts.load(config.work, "train")
+
+    before = {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards}
+    answered, config.layers = count_answers(monkeypatch), 1
+    train(config, ["rollouts"])
+    assert rows_of(config) == expected
+    assert files(config) == names
+    assert {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards} == before
+    assert sum(answered) == NUM_PROMPTS - 2 * config.rollouts.shard_size
+
+
+def count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prompts of each shard that the local target is asked from now on."""
+    asked: list[int] = []
+    answer = LocalTarget.__call__
+
+    def counting(self: LocalTarget, items: Any, temperature: float, seed: int) -> Any:
+        asked.append(len(items))
+        return answer(self, items, temperature, seed)
+
+    monkeypatch.setattr(LocalTarget, "__call__", counting)
+    return asked
+
+
+def test_a_complete_run_is_not_repeated(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts.run(config)
+    monkeypatch.setattr(rollouts, "LocalTarget", None)
+    config.rollouts.batch_size = 1  # changes nothing that was asked for
+    rollouts.run(config)
+
+
+def test_damaged_shards_are_made_again(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts.run(config)
+    expected = rows_of(config)
+    folder = config.work / "rollouts"
+    record = json.loads((folder / "rollouts.json").read_text())
+    (folder / "rollouts.json").write_text(json.dumps({**record, "complete": False}))
+    shard = folder / "train" / "shard-0-0-00001.parquet"
+    shard.write_bytes(shard.read_bytes()[:200])
+    asked = count_answers(monkeypatch)
+    rollouts.run(config)
+    assert asked == [4]
+    assert rows_of(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Go on with the"),
+        ({"top_k": 7}, "top_k was 50 and is now 7"),
+        ({"shard_size": 5, "max_new_tokens": 3}, "max_new_tokens was 12 and is now 3; shard_size was 4 and is now 5"),
+        ({"server": "http://localhost:1"}, "answered_by was 'local' and is now 'server'"),
+    ],
+)
+def test_other_settings_are_refused(config: TrainingConfig, change: dict[str, Any], message: str) -> None:
+    rollouts.run(config)
+    names = files(config)
+    for name, value in change.items():
+        setattr(config.rollouts, name, value)
+    with pytest.raises(ValueError, match=message):
+        rollouts.run(config)
+    assert files(config) == names
+
+
+def test_other_prompts_and_unknown_settings_are_refused(config: TrainingConfig) -> None:
+    rollouts.run(config)
+    data = Path(config.rollouts.data[0])
+    data.write_text(data.read_text().replace(PROMPTS[0], PROMPTS[0] + " w5"))
+    with pytest.raises(ValueError, match=r"prompts was '14 with hash \w+' and is now '14 with hash \w+'\. Go on"):
+        rollouts.run(config)
+    (config.work / "rollouts" / "rollouts.json").unlink()
+    with pytest.raises(ValueError, match=r"has answers but no rollouts\.json"):
+        rollouts.run(config)
+
+
+def test_bad_prompts_leave_nothing(config: TrainingConfig) -> None:
+    Path(config.rollouts.data[0]).write_text('{"prompt": "w1"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match=r"words\.jsonl:2 is not JSON"):
+        rollouts.run(config)
+    assert not config.work.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
+def test_a_full_disk(config: TrainingConfig) -> None:
+    train = config.work / "rollouts" / "train"
+    train.mkdir(parents=True)
+    (train / f"shard-0-0-00001.parquet.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"shard-0-0-00001\.parquet could not be written.*No space left.*make room"):
+        rollouts.run(config)
+    assert files(config) == ["rollouts.json", "train/shard-0-0-00000.parquet"]
+    rollouts.run(config)
+    assert len(rows_of(config)) == NUM_PROMPTS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_is_refused(config: TrainingConfig, tmp_path: Path, temperature: float) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = float("nan")
+    config.target, config.rollouts.temperatures = save_model(model, tmp_path / "nan"), [temperature]
+    with pytest.raises(ValueError, match="computed NaN logits in torch.float64 on cpu"):
+        rollouts.run(config)
+    assert files(config) == ["rollouts.json"]
+
+
+def test_load_without_answers(config: TrainingConfig) -> None:
+    with pytest.raises(ValueError, match="is not complete. Run the stage rollouts first"):
+        rollouts.load(config.work, "train")
+    config.rollouts.heldout = 0.0
+    rollouts.run(config)
+    assert len(rollouts.load(config.work, "train")) == NUM_PROMPTS
+    with pytest.raises(ValueError, match="heldout has no answers"):
+        rollouts.load(config.work, "heldout")
+
+
+# What torchrun or `accelerate launch` starts in each process.
+SHARED = """
+import sys
+from pathlib import Path
+import yaml
+from accelerate import PartialState
+from hf_specdecpp.training import rollouts
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.run import train
+
+rollouts.run(TrainingConfig.from_dict(yaml.safe_load(Path(sys.argv[1]).read_text())))
+Path(f"{sys.argv[1]}.rank-{PartialState().process_index}").touch()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_shards(config: TrainingConfig, tmp_path: Path) -> None:
+    config.rollouts.temperatures = [1.0]
+    rollouts.run(config)
+    expected = rows_of(config)
+    config.work_dir = str(tmp_path / "shared")
+    (tmp_path / "config.yaml").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "script.py").write_text(SHARED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, str(tmp_path / "script.py"), str(tmp_path / "config.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    assert len(list(tmp_path.glob("config.yaml.rank-*"))) == 2
+    assert rows_of(config) == expected

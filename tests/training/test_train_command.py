@@ -1,0 +1,159 @@
+"""`specdecpp train` from prompts to a repository, on a tiny model, through the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from support.hub_server import HubServer, point_client_at
+from support.models import tiny
+from support.repos import WORDS, greedy, save_model
+from transformers import AutoModelForCausalLM, Trainer
+from typer.testing import CliRunner
+
+import hf_specdecpp
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.cli import app
+
+SETTINGS = {
+    "rollouts": {"max_new_tokens": 16, "batch_size": 8, "shard_size": 8, "heldout": 0.4, "top_k": 0},
+    "distill": {"rank": 2, "alpha": 4, "batch_size": 2, "draft_vocab_size": 30},
+    "head": {"num_blocks": 1, "rank": 4, "epochs": 1.0, "batch_size": 8},
+}
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A target, twenty prompts and settings on disk."""
+    target = save_model(tiny("llama").float(), tmp_path / "target")
+    prompts = [{"prompt": " ".join(WORDS[1 + (i * 7 + j) % 40] for j in range(4))} for i in range(20)]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n".join(map(json.dumps, prompts)))
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(SETTINGS))
+    return [
+        "train", "--target", target, "--data", str(data), "--output", str(tmp_path / "out"), "--layers", "1",
+        "--config", str(settings),
+    ]  # fmt: skip
+
+
+def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = tmp_path / "out-work" / "features" / "train-00000.safetensors.123.tmp"  # of a run that was killed
+    unfinished.parent.mkdir(parents=True)
+    unfinished.touch()
+    with HubServer() as hub:
+        point_client_at(monkeypatch, hub, tmp_path / "cache", token="hf_x")  # noqa: S106
+        result = CliRunner().invoke(app, [*arguments, "--push_to_hub", "tester/trained"])
+        assert result.exit_code == 0, result.output
+        uploaded = hub.files("tester/trained")
+    assert not unfinished.exists()
+    target = AutoModelForCausalLM.from_pretrained(arguments[2])
+    assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    assert greedy(target, assistant) == greedy(target)
+    assert assistant.head is not None
+    assert set(assistant.head.calibration) == {"sampled", "greedy"}
+    assert assistant.draft_vocab is not None
+    assert len(assistant.draft_vocab) <= 30
+    assert 0 < assistant.speculation.threshold < 1
+
+    card = ModelCard((tmp_path / "out" / "README.md").read_text())
+    data: Any = card.data
+    metrics = {result.metric_type for result in data.eval_results}
+    assert metrics == {"mean_acceptance", "auc", "ece", "binary_kl"}
+    for part in (
+        "draft probability",
+        "| fixed length ",
+        "**heldout, temperature 1**",
+        "**heldout, temperature 0**",
+        "temperatures 1.0 and 0.0",
+        "DySpec",
+        "specdecpp",
+        "prompts.jsonl",
+        "mean acceptance before",
+    ):
+        assert part in card.text
+    here = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert set(uploaded) - {".gitattributes"} == here
+    assert uploaded["README.md"].decode() == card.content.replace("THIS_REPO", "tester/trained")
+
+    # Again: every stage finds what it has done, and the weights are not touched.
+    def train_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("trained twice")
+
+    monkeypatch.setattr(Trainer, "train", train_again)
+    weights = (tmp_path / "out" / "acceptance_head.safetensors").read_bytes()
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert (tmp_path / "out" / "acceptance_head.safetensors").read_bytes() == weights
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path, arguments: list[str]) -> None:
+    """Every stage knows that it has a sibling: one repository comes out, and it works."""
+    configs = Path(hf_specdecpp.__file__).parent / "training" / "accelerate_configs"
+    launch = ["--config_file", str(configs / "multi_gpu.yaml"), "--num_processes", "2", "-m", "hf_specdecpp"]
+    program = [sys.executable, "-m", "accelerate.commands.launch", *launch, *arguments]
+    result = subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stderr.count("eval: ") == 1
+    target = AutoModelForCausalLM.from_pretrained(arguments[2])
+    assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    assert greedy(target, assistant) == greedy(target)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--stage", "cook"], "Unknown stage 'cook'"),
+        (["--stage", "card"], "run the stages"),
+        (["--layers", "x"], "must be a number such as 4"),
+        (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], extra: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, [*arguments, *extra])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--layers", "50"], "layers=50 must be a number from 1 to"),
+        (["--target", "/nowhere"], "'/nowhere' cannot be loaded: it must be a folder or a Hub id"),
+        (["--draft", "/nowhere"], "'/nowhere' cannot be loaded"),
+        (["--draft", "OTHER"], "different tokenizers"),
+    ],
+)
+def test_models_are_checked_before_the_rollouts(
+    tmp_path: Path, arguments: list[str], extra: list[str], says: str
+) -> None:
+    other = save_model(tiny("llama"), tmp_path / "other", words=[WORDS[0], *WORDS[:0:-1]])
+    result = CliRunner().invoke(app, [*arguments, *[other if word == "OTHER" else word for word in extra]])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert not (tmp_path / "out-work").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("rollout: 1", "Unknown setting rollout"), ("head: {rnk: 1}", "head.rnk"), ("[1", "not valid YAML"), ("3", "int")],
+)
+def test_mistakes_in_the_settings(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["train", "--config", str(path)])
+    assert result.exit_code == 1
+    assert says in result.output
+
+
+def test_what_is_needed_is_named() -> None:
+    result = CliRunner().invoke(app, ["train"])
+    assert result.exit_code == 1
+    assert "Pass --target" in result.output

@@ -1,0 +1,309 @@
+"""Masks and positions of a tree, what happens when they are wrong, and what `check_tree` refuses."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.models import prompt
+from support.token_trees import LEVELS, PARENTS, gap, one_by_one, path_to, prefill, read_tree, tokens_for
+from support.zoo import WINDOW, tiny_of
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_specdecpp.trees import attention as tree_attention
+from hf_specdecpp.trees import checks as support
+from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.checks import check_tree, relations, tree_error
+
+PREFIX = 2 * WINDOW
+
+
+def filled(model: Any, length: int) -> DynamicCache:
+    """A cache of `model` after `length` tokens."""
+    return prefill(model, tokens_for(model, length)[0])
+
+
+def test_mask_and_positions_of_a_small_tree() -> None:
+    model = tiny_of("llama")
+    ancestors, depths = relations([-1, 0, 1, 0])
+    inputs = tree_inputs(model, filled(model, 2), ancestors, depths, num_prefix=2)
+    seen = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 1]]
+    assert torch.equal(inputs["attention_mask"], torch.tensor(seen, dtype=torch.bool)[None, None])
+    assert inputs["position_ids"].tolist() == [[2, 3, 4, 3]]
+
+
+def test_a_window_is_measured_by_place() -> None:
+    """Window 12: a node of depth 1 behind 20 tokens sees places 10 to 21, wherever its parent's row is."""
+    model = tiny_of("mistral")
+    ancestors, depths = relations([-1, 0, 0])
+    inputs = tree_inputs(model, filled(model, 20), ancestors, depths, num_prefix=20)
+    # The layer shows its last 11 rows of text, which are places 9 to 19, then the nodes.
+    text = [[1] * 11, [0] + [1] * 10, [0] + [1] * 10]
+    nodes = [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    expected = torch.tensor([a + b for a, b in zip(text, nodes, strict=True)], dtype=torch.bool)
+    assert torch.equal(inputs["attention_mask"], expected[None, None])
+    assert inputs["position_ids"].tolist() == [[20, 21, 21]]
+
+
+def test_kinds_of_layer_get_masks_of_their_own() -> None:
+    model = tiny_of("gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
+    masks = tree_inputs(model, filled(model, 20), *relations(PARENTS), num_prefix=20)["attention_mask"]
+    rows = {kind: mask.shape[-1] for kind, mask in masks.items()}
+    assert rows == {"sliding_attention": WINDOW - 1 + len(PARENTS), "full_attention": 20 + len(PARENTS)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_eager_attention_gets_an_additive_mask(dtype: torch.dtype) -> None:
+    model = tiny_of("llama", "eager").to(dtype)
+    mask = tree_inputs(model, filled(model, 3), *relations([-1, 0, 0]), num_prefix=3)["attention_mask"]
+    lowest = torch.finfo(dtype).min
+    assert mask.dtype == dtype
+    assert mask[0, 0].tolist() == [[0, 0, 0, 0, lowest, lowest], [0, 0, 0, 0, 0, lowest], [0, 0, 0, 0, lowest, 0]]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_levels_do_not_push_the_text_out_of_the_window(family: str) -> None:
+    """More nodes of earlier levels than the window has places: each node still sees its window."""
+    model = tiny_of(family)
+    parents = [-1] + [0] * WINDOW + list(range(1, WINDOW + 1)) + [WINDOW + 1]
+    depth = relations(parents)[1].tolist()
+    levels = [[i for i, d in enumerate(depth) if d == level] for level in range(4)]
+    text, _ = tokens_for(model, PREFIX)
+    nodes = prompt(len(parents))[0]
+    ancestors, depths = relations(parents)
+    cache, fed = prefill(model, text), []
+    for level in levels:
+        fed += level
+        inputs = tree_inputs(model, cache, ancestors[level][:, fed], depths[fed], PREFIX)
+        with torch.no_grad():
+            last = model(input_ids=nodes[level][None], past_key_values=cache, use_cache=True, **inputs).logits[0, -1]
+            path = nodes[[0, 1, WINDOW + 1, len(parents) - 1]]
+            expected = model(input_ids=torch.cat((text, path))[None], use_cache=False).logits[0, -1]
+    assert torch.allclose(last, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "sdpa"), ("opt", "sdpa"), ("mistral", "sdpa"), ("gemma3_text", "sdpa"), ("llama4_text", "sdpa")]
+    + [("opt", "eager"), ("gemma3_text", "eager")],
+)
+@pytest.mark.parametrize("padding", [3, PREFIX - 2])
+def test_padding_before_the_prompt_changes_nothing(family: str, attention: str, padding: int) -> None:
+    overrides = {"attn_temperature_tuning": False} if family == "llama4_text" else {}
+    # Not float64: transformers' own eager prefill then makes NaN of padding (float64's lowest number is -inf in the
+    # float32 of its softmax).
+    model = tiny_of(family, attention, **overrides).to(torch.float32)
+    text, nodes = tokens_for(model, PREFIX)
+    mask = torch.arange(PREFIX) >= padding
+    for groups in (None, LEVELS):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            positions = (mask.cumsum(0) - 1).clamp_min(0)[None]
+            model(
+                input_ids=text[None],
+                attention_mask=mask[None].long(),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        cache.activate_past_recording()
+        logits = read_tree(model, cache, PREFIX, nodes, groups, prefix_mask=mask)
+        assert gap(logits, one_by_one(model, text[padding:], nodes)) < 1e-4
+
+
+def test_a_cache_that_keeps_all_rows_of_sliding_layers() -> None:
+    """A user's `DynamicCache()`, made without the model's config."""
+    model = tiny_of("mistral")
+    text, nodes = tokens_for(model, PREFIX)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=text[None], past_key_values=cache, use_cache=True)
+    check_tree(model, cache=cache)
+    assert gap(read_tree(model, cache, PREFIX, nodes, LEVELS), one_by_one(model, text, nodes)) < 1e-5
+
+
+# Mutants: what `tree_inputs` must not return.
+
+
+def causal_over_rows(inputs: dict[str, Any]) -> dict[str, Any]:
+    """As if the nodes were a chain, for models with one mask."""
+    mask = inputs["attention_mask"]
+    rows, columns = mask.shape[-2:]
+    seen = torch.ones((rows, columns), dtype=torch.bool).tril(columns - rows)[None, None]
+    additive = torch.zeros(seen.shape, dtype=mask.dtype)
+    return {**inputs, "attention_mask": seen if mask.dtype is torch.bool else additive.masked_fill(~seen, -1e9)}
+
+
+def flat_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+    """One position a row."""
+    positions = inputs["position_ids"]
+    return {**inputs, "position_ids": positions[:, :1] + torch.arange(positions.shape[1])[None]}
+
+
+def bool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {**inputs, "attention_mask": inputs["attention_mask"] == 0}
+
+
+@pytest.mark.parametrize(
+    ("mutant", "attention"),
+    [
+        (causal_over_rows, "sdpa"),
+        (causal_over_rows, "eager"),
+        (flat_positions, "sdpa"),
+        (flat_positions, "eager"),
+        (bool_mask, "eager"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_wrong_inputs_are_noticed(monkeypatch: Any, mutant: Any, attention: str, dtype: torch.dtype) -> None:
+    """By the comparison that the tests of families make, and by the one that `check_tree` makes on a user's model."""
+    model = tiny_of("llama", attention).to(dtype)
+    check_tree(copy.deepcopy(model))
+
+    def wrong(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return mutant(tree_inputs(*args, **kwargs))
+
+    text, nodes = tokens_for(model, PREFIX)
+    expected = one_by_one(model, text, nodes)
+    assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) < 0.05
+    monkeypatch.setattr("support.token_trees.tree_inputs", wrong)
+    assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) > 0.1
+    monkeypatch.setattr(tree_attention, "tree_inputs", wrong)
+    with pytest.raises(ValueError, match="reads a token tree differently from each of its paths"):
+        check_tree(model)
+
+
+def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
+    model = tiny_of("mistral")
+    text, nodes = tokens_for(model, PREFIX)
+    expected = one_by_one(model, text, nodes)
+
+    def by_row(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = tree_inputs(*args, **kwargs)
+        rows, columns = inputs["attention_mask"].shape[-2:]
+        inputs["attention_mask"] &= torch.ones((rows, columns), dtype=torch.bool).triu(columns - rows - WINDOW + 1)
+        return inputs
+
+    monkeypatch.setattr("support.token_trees.tree_inputs", by_row)
+    assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) > 0.01
+
+
+# What `check_tree` refuses.
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("bloom", {}, "ALiBi"),
+        ("mpt", {}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("mamba", {}, "recurrent state"),
+        ("qwen3_next", {}, "recurrent state"),
+        ("lfm2", {}, "layers of type conv"),
+        ("deepseek_v32", {}, "layers of type indexed_attention"),
+        ("bart", {}, "takes no position_ids"),
+        ("roberta", {}, "reads a token tree differently"),
+        ("gpt_neo", {}, "local attention"),
+        ("llama4_text", {}, "attn_temperature_tuning"),
+        ("minimax_m3_vl_text", {}, "index_topk_blocks"),
+        ("moshi", {}, "sliding attention over .12. tokens"),
+        ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "mrope"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(family: str, overrides: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_tree(tiny_of(family, **overrides))
+
+
+def test_other_attention_is_refused_with_advice() -> None:
+    model = tiny_of("llama")
+    check_tree(model)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"draft LlamaForCausalLM runs attn_implementation='flash_attention_2'.*sdpa"):
+        check_tree(model, role="draft")
+
+
+def test_other_caches_are_refused() -> None:
+    class OddLayer(DynamicLayer):
+        pass
+
+    with pytest.raises(ValueError, match="keeps OddLayer in its cache"):
+        check_tree(tiny_of("llama"), cache=Cache(layers=[OddLayer()]))
+
+
+def test_a_forward_that_fails_is_refused(monkeypatch: Any) -> None:
+    model = tiny_of("llama")
+    monkeypatch.setattr(type(model.model), "forward", _fails)
+    with pytest.raises(ValueError, match="fails on a token tree .no trees here"):
+        check_tree(model)
+
+
+def _fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no trees here")
+
+
+def test_the_model_is_tried_once_and_left_as_it_was() -> None:
+    model = tiny_of("gemma3_text")
+    passes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: passes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    before, random, keys = copy.deepcopy(model.state_dict()), torch.get_rng_state(), set(vars(model))
+    check_tree(model)
+    check_tree(model)
+    assert len(passes) == 3
+    assert sum(rows * columns for rows, columns in passes) <= 30
+    assert torch.equal(torch.get_rng_state(), random)
+    assert set(vars(model)) == keys
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.set_attn_implementation("eager")
+    check_tree(model)
+    assert len(passes) == 6
+
+
+def test_dropout_is_refused_and_spares_the_random_numbers() -> None:
+    """A model left in training mode answers differently each time."""
+    model = tiny_of("gpt2").train()
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError, match="reads a token tree differently"):
+        check_tree(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    check_tree(model.eval())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "mixtral"])
+def test_rounding_is_far_below_the_tolerance(family: str) -> None:
+    model = tiny_of(family)
+    assert tree_error(model) < support.TREE_TOLERANCE[torch.float64] / 10
+    assert tree_error(model.to(torch.float32)) < support.TREE_TOLERANCE[torch.float32] / 10
+
+
+def test_building_masks_is_cheap() -> None:
+    """Some ten times what it takes here (0.03 and 0.4 ms), so that a busy machine does not matter."""
+    model = tiny_of("gemma3_text", sliding_window=512, layer_types=["sliding_attention", "full_attention"] * 2)
+    cache = DynamicCache(config=model.config)
+    for index in range(len(cache.layers)):
+        cache.update(torch.zeros(1, 2, 2048, 8), torch.zeros(1, 2, 2048, 8), index)
+    for num_nodes, limit in ((64, 0.001), (768, 0.010)):
+        ancestors, depths = relations([-1, *range(num_nodes - 1)])
+        assert _fastest(lambda a=ancestors, d=depths: tree_inputs(model, cache, a, d, 2048)) < limit
+
+
+def _fastest(function: Any) -> float:
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def test_relations() -> None:
+    ancestors, depths = relations(PARENTS)
+    for node in range(len(PARENTS)):
+        assert ancestors[node].nonzero().flatten().tolist() == path_to(node)
+        assert depths[node] == len(path_to(node)) - 1
+    assert isinstance(ancestors, Tensor)

@@ -1,0 +1,340 @@
+"""Growing trees, their shapes, estimates and drawings; no models."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.toy_rounds import make_estimator
+from support.toy_trees import KINDS, VOCAB, Laws
+from torch import Tensor
+
+from hf_specdecpp import SpeculationConfig
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
+from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.without_replacement import BLOCK, Inverted, Likeliest, Ranked, Siblings
+from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.trees.checks import relations
+from hf_specdecpp.trees.drawing import DrawnTree
+from hf_specdecpp.trees.shapes import Shape, best_shape, from_expansions, from_nodes, nodes_of, size
+from hf_specdecpp.trees.siblings import SiblingDistribution, _entropies
+from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
+from hf_specdecpp.trees.tree import DraftTree, Lineage
+
+
+def growth(
+    expand: Laws,
+    depth: int = 12,
+    randomness: TreeRandomness | None = None,
+    estimator: Estimator | None = None,
+) -> Growth:
+    return Growth(expand, estimator or DraftProbability(), randomness, root=0, max_depth=depth)
+
+
+# Algorithms. ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_budget_is_used_up_and_a_level_costs_a_pass(
+    kind: str, budget: int, randomness: TreeRandomness | None
+) -> None:
+    tree_growth = growth(Laws(kind, seed=budget), randomness=randomness)
+    grow_by_level(tree_growth, budget, ThresholdSchedule())
+    tree = tree_growth.tree
+    assert len(tree) == budget
+    assert tree.passes == tree.depth <= 12
+    for node, children in enumerate(tree.children):
+        tokens = [tree.tokens[child] for child in children]
+        assert len(set(tokens)) == len(tokens), "siblings are drawn without replacement"
+        q = tree.q(node) if children else torch.zeros(0)
+        slot = 1.0
+        for node_, ancestor in ((n, tree.parents[n]) for n in _ancestors(tree, node)):
+            slot *= float(tree.q(ancestor)[tree.tokens[node_]])
+        for rank, child in enumerate(children):
+            left = 1.0 - sum(float(q[token]) for token in tokens[:rank])
+            assert tree.values[child] == pytest.approx(slot * left, abs=1e-4), "the telescoped product of the paper"
+
+
+def _ancestors(tree: DraftTree, node: int) -> list[int]:
+    found = []
+    while node > 0:
+        found.append(node)
+        node = tree.parents[node]
+    return found
+
+
+@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
+def test_algorithm_1_draws_at_the_best_slot(randomness: TreeRandomness | None) -> None:
+    torch.manual_seed(0)
+    tree_growth = growth(Laws("mixed", seed=0), randomness=randomness)
+    grow_exactly(tree_growth, 64)
+    tree = tree_growth.tree
+    worth = tree.values[1:] if randomness else chances(tree)
+    assert worth == sorted(worth, reverse=True)
+    assert tree.passes == len(tree.scores) <= 65
+    assert min(worth) >= max(*tree_growth.open.values(), *tree_growth.leaves.values())
+
+
+def chances(tree: DraftTree) -> list[float]:
+    """That each candidate is accepted."""
+    return [v * a for v, a in zip(tree.values[1:], tree.estimates[1:], strict=True)]
+
+
+@pytest.mark.parametrize("grow", [lambda g, pace: grow_exactly(g, 32), lambda g, pace: grow_by_level(g, 32, pace)])
+def test_greedy_slots_compete_with_what_their_candidate_is_worth(
+    grow: Callable[[Growth, ThresholdSchedule], None],
+) -> None:
+    """The paper's order, by v alone, takes tokens that it knows to be unlikely."""
+    expected = []
+    for papers_order in (True, False):
+        pace, found = ThresholdSchedule(), []
+        for seed in range(20):
+            tree_growth = growth(Laws("mixed", seed))
+            tree_growth.greedy = not papers_order
+            grow(tree_growth, pace)
+            found.append(sum(chances(tree_growth.tree)))
+        expected.append(statistics.mean(found))
+    assert expected[1] > 1.08 * expected[0]
+
+
+@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: TreeRandomness | None) -> None:
+    """In expected accepted candidates, with a draft pass a level in the place of one a node."""
+    means = []
+    for exact in (True, False):
+        pace, accepted = ThresholdSchedule(), []
+        for seed in range(20):
+            torch.manual_seed(seed)
+            tree_growth = growth(Laws(kind, seed), randomness=randomness)
+            grow_exactly(tree_growth, budget) if exact else grow_by_level(tree_growth, budget, pace)
+            accepted.append(tree_growth.tree.expected_accepted)
+        means.append(statistics.mean(accepted))
+    assert means[1] > 0.95 * means[0]
+
+
+def test_a_fixed_threshold_leaves_the_budget_unused() -> None:
+    """The paper's form, which is what `tree_threshold` asks for."""
+    tree_growth = growth(Laws("unsure", seed=0), randomness=TorchRandomness())
+    grow_by_level(tree_growth, 256, ThresholdSchedule(), threshold=0.5)
+    assert len(tree_growth.tree) < 256
+    assert min(tree_growth.tree.values) >= 0.5
+
+
+def test_depth_and_ends_of_sequences() -> None:
+    for grow in (lambda g: grow_by_level(g, 40, ThresholdSchedule()), lambda g: grow_exactly(g, 40)):
+        laws = Laws("sharp", seed=0)
+        eos = int(laws.at(()).argmax())
+        tree_growth = Growth(laws, DraftProbability(), None, 0, 3, {eos})
+        grow(tree_growth)
+        tree = tree_growth.tree
+        assert tree.depth <= 3
+        assert not tree.children[tree.tokens.index(eos, 1)]
+    nothing = growth(laws, depth=0)
+    grow_by_level(nothing, 8, ThresholdSchedule())
+    assert len(nothing.tree) == nothing.tree.passes == 0
+
+
+def test_a_small_support_ends_the_growth() -> None:
+    laws = Laws("sharp", seed=0)
+    laws.at = lambda path: torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor([3, 5]), 0.0)  # type: ignore
+    for randomness in (None, TorchRandomness()):
+        tree_growth = growth(laws, depth=2, randomness=randomness)
+        grow_by_level(tree_growth, 64, ThresholdSchedule())
+        assert sorted(tree_growth.tree.tokens[1:]) == [3, 3, 3, 5, 5, 5]
+
+
+# Shapes. --------------------------------------------------------------------------------------------------------------
+
+
+def test_shapes() -> None:
+    shape = from_expansions([2, 1, 2])
+    assert size(shape) == 2 + 2 + 4
+    assert from_nodes(nodes_of(shape)) == shape
+    tree_growth = growth(Laws("mixed", seed=0), randomness=TorchRandomness())
+    grow_shape(tree_growth, shape)
+    assert [len(children) for children in tree_growth.tree.children] == [2, 1, 1, 2, 2, 0, 0, 0, 0]
+    assert tree_growth.tree.passes == 3
+    with pytest.raises(ValueError, match=r"node \[1\] without its parent or the sibling"):
+        from_nodes([[1]])
+    with pytest.raises(ValueError, match="at least 1"):
+        from_expansions([2, 0])
+
+
+@pytest.mark.parametrize("rates", [[0.6, 0.2, 0.1], [0.9, 0.05], [0.3, 0.35, 0.1]])
+@pytest.mark.parametrize("budget", [1, 2, 4, 6])
+def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> None:
+    def value(shape: Shape, node: tuple[int, ...] = ()) -> float:
+        return sum(rates[k] * (1.0 + value(shape, (*node, k))) for k in range(shape.get(node, 0)))
+
+    def shapes(count: int, depth: int) -> list[Shape]:
+        """All shapes of `count` candidates."""
+        if depth == 0 or count == 0:
+            return [{}] if count == 0 else []
+        found = []
+        for children in range(1, min(len(rates), count) + 1):
+            for sizes in itertools.product(range(count), repeat=children):
+                if sum(sizes) + children == count:
+                    for parts in itertools.product(*(shapes(n, depth - 1) for n in sizes)):
+                        whole: Shape = {(): children}
+                        for rank, part in enumerate(parts):
+                            whole |= {(rank, *node): n for node, n in part.items()}
+                        found.append(whole)
+        return found
+
+    best = best_shape(rates, budget, max_depth=3)
+    assert size(best) <= budget
+    assert value(best) == pytest.approx(max(value(shape) for n in range(1, budget + 1) for shape in shapes(n, 3)))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"tree": "eagle"}, "not a kind of tree"),
+        ({"tree_budget": 1}, "from 2 to 1024"),
+        ({"tree_budget": 1025}, "from 2 to 1024"),
+        ({"tree_depth": 0}, "tree_depth=0"),
+        ({"tree_threshold": 1.0}, "nothing could be drawn"),
+        ({"tree_shape": [2000]}, "no level more than"),
+    ],
+)
+def test_bad_configurations(values: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SpeculationConfig(**values)
+
+
+# Siblings and their estimates. ----------------------------------------------------------------------------------------
+
+
+def race(q: Tensor) -> Siblings:
+    return Ranked(q, q / torch.empty_like(q).exponential_())
+
+
+@pytest.mark.parametrize("draws", [Inverted, race])
+def test_draws_without_replacement(draws) -> None:
+    """The law of the first two, against its definition (chi-square, fixed seed), also across blocks."""
+    q = torch.zeros(2 * BLOCK + 3)
+    support = [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
+    q[support] = torch.tensor([0.6, 0.25, 0.1, 0.05])
+    torch.manual_seed(0)
+    num, counts = 20_000, dict.fromkeys(itertools.permutations(support, 2), 0)
+    siblings = draws(q.expand(num, -1).clone())
+    for row in range(num):
+        first, second = siblings.next(row), siblings.next(row)
+        counts[first[0], second[0]] += 1
+        assert first[1] == pytest.approx(float(q[first[0]]))
+    expected = {(a, b): num * float(q[a] * q[b] / (1.0 - q[a])) for a, b in counts}
+    chi_square = sum((counts[pair] - expected[pair]) ** 2 / expected[pair] for pair in counts)
+    assert chi_square < 31.3, counts  # 11 degrees of freedom, p = 0.001
+    assert [siblings.next(0) is None for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("vocab", [100, BLOCK, 2 * BLOCK + 7])
+@pytest.mark.parametrize("ordered", [Likeliest, lambda q: Ranked(q, q, ahead=3)])
+def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings], vocab: int) -> None:
+    q = torch.rand(2, vocab).softmax(-1)
+    q[1, ::3] = 0.0
+    siblings = ordered(q.clone())
+    expected = q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
+    drawn = [siblings.next(1) for _ in expected]
+    assert drawn == [(int(token), float(q[1, token])) for token in expected]
+    assert siblings.next(1) is None
+    assert siblings.next(0)[0] == int(q[0].argmax())  # type: ignore[index]
+
+
+def test_a_room_for_laws_is_used_again() -> None:
+    room, scores = SoftmaxBuffer(3), torch.randn(2, 5)
+    for _ in range(2):
+        room.clear()
+        first, second = room.softmax(scores), room.softmax(-scores)  # the second finds no room
+        torch.testing.assert_close(first, scores.softmax(-1))
+        torch.testing.assert_close(second, (-scores).softmax(-1))
+    room.clear()
+    assert room.softmax(-scores).data_ptr() == first.data_ptr()
+    room.clear()
+    assert room.softmax(scores[:1]).data_ptr() != room.softmax(scores[:1]).data_ptr()
+
+
+def test_entropies_of_laws_with_forbidden_tokens() -> None:
+    scores = 3.0 * torch.randn(4, 50)
+    scores[1:, ::2] = float("-inf")
+    scores[3, 1:] = float("-inf")
+    scores[3, 0] = 2.0
+    q = scores.softmax(-1)
+    torch.testing.assert_close(_entropies(q, scores), torch.special.entr(q).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_is_told_what_it_was_trained_on() -> None:
+    """`scalar_features` of the renormalised laws, from running sums."""
+    q = Laws("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
+    tokens = [int(q.argsort(descending=True)[k]) for k in (0, 3, 1, 20, 2)]
+    top = q.topk(len(tokens) + 1)
+    law = SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
+    likeliest = [(float(t), float(v)) for t, v in zip(top.indices, top.values, strict=True)]
+    ours = [*law.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
+    ours += law.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)
+    for index, token in enumerate(tokens):
+        left = q.index_fill(0, torch.tensor(tokens[:index], dtype=torch.long), 0.0)
+        mass = q[tokens[:index]].sum()
+        expected = scalar_features(left / left.sum(), torch.tensor(token), True, mass, torch.tensor(index))
+        torch.testing.assert_close(torch.tensor(ours[index]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
+def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> None:
+    head = make_estimator("before", seed=0)
+    tree_growth = growth(Laws("mixed", seed=0), randomness=randomness, estimator=head)
+    calls = []
+    head.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
+    grow_by_level(tree_growth, 64, ThresholdSchedule())
+    assert len(tree_growth.tree) == 64
+    assert len(calls) < 64 / 2
+
+
+# Trees. ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lineage_level_by_level_equals_the_whole() -> None:
+    tree_growth = growth(Laws("mixed", seed=3))
+    grow_by_level(tree_growth, 40, ThresholdSchedule())
+    tree = tree_growth.tree
+    order = tree.depth_first()
+    ancestors, depths = Lineage().feed(tree, order)
+    places = {node: place for place, node in enumerate(order)}
+    expected = relations([places.get(tree.parents[node], -1) for node in order])
+    assert torch.equal(ancestors, expected[0])
+    assert torch.equal(depths, expected[1])
+    lineage, parts = Lineage(), []
+    for depth in range(tree.depth + 1):
+        nodes = [node for node in range(len(tree.tokens)) if tree.depths[node] == depth]
+        rows, _ = lineage.feed(tree, nodes)
+        parts += [set(torch.tensor(lineage.nodes)[row].tolist()) for row in rows]
+    for node, seen in zip(lineage.nodes, parts, strict=True):
+        assert seen == {0, node, *_ancestors(tree, node)}
+
+
+def test_drawings(tmp_path: Path) -> None:
+    tree = DraftTree(7)
+    first = tree.add(0, 1, 1.0, 0.5)
+    tree.add(0, 2, 0.5, 0.3)
+    leaf = tree.add(first, 3, 0.5, 0.9)
+    drawn = DrawnTree(tree, [first, leaf])
+    assert str(drawn).splitlines() == [
+        "7   (3 candidates, depth 2, width 2, 0 draft passes; 2 accepted: *)",
+        "├─*1   a=0.50 v=1.000",
+        "│  └─*3   a=0.90 v=0.500",
+        "└─ 2   a=0.30 v=0.500",
+    ]
+    assert "$one" in drawn.text(lambda token: {1: "$one"}.get(token, "other"))
+    pytest.importorskip("matplotlib")
+    drawn.save(tmp_path / "tree.png", lambda token: f"${token}")
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+    DrawnTree(DraftTree(0), []).save(tmp_path / "empty.png")
