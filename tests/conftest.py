@@ -9,6 +9,7 @@ import pytest
 from support.hub_server import HubServer, point_client_at
 from support.models import partly_agreeing, tiny
 from support.repos import save_model
+from support.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp.models import vocabulary

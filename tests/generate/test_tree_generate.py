@@ -12,7 +12,7 @@ from support.models import FAMILIES, NEWER, VOCAB_SIZE, assistant_for, partly_ag
 from support.outputs import PROCESSORS, RECORDS, assert_same, assert_same_cache, prefill
 from support.repos import head_for
 from support.stock_rounds import PROMPT as SHORT
-from support.stock_rounds import enumerate_torch, small, target_law  # noqa: F401 - a fixture
+from support.stock_rounds import small, target_law
 from support.tree_generation import (
     ARGUMENTS,
     PROMPT,
@@ -127,7 +127,7 @@ def test_sampling(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", "static"])
-def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:  # noqa: F811
+def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:
     """The law of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
     target, draft = small(7), small(107)
     knobs: dict[str, Any] = {"tree": kind, "tree_budget": 3, "tree_depth": 2, "tree_shape": [[0], [1], [0, 0]]}

@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_specdecpp import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.models import prompt, tiny
-from support.stock_rounds import enumerate_torch, small, target_law  # noqa: F401 - a fixture
 
 PROMPT = prompt(20)  # longer than every sliding window
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 150, "no_repeat_ngram_size": 6, "do_sample": False}

@@ -273,7 +273,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import yaml
-from hf_specdecpp.training import rollouts
+from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.run import train
 
@@ -434,7 +434,7 @@ import sys
 from pathlib import Path
 import yaml
 from accelerate import PartialState
-from hf_specdecpp.training import rollouts
+from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.run import train
 
