@@ -15,15 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Pre
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.cli_options import parse_layers
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts.prompts import EXAMPLES
 from hf_specdecpp.trees.drawing import DrawnTree
-
-PROMPTS = (
-    "Explain in three sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
-)
 
 PICTURE = "tree.png"
 
@@ -82,7 +78,7 @@ def run(
     totals = SpeculationStats()
     seconds = {"plain": 0.0, "assisted": 0.0}
     differing = 0
-    questions = prompts or list(PROMPTS)
+    questions = prompts or list(EXAMPLES)
     for number, prompt in enumerate(questions, 1):
         console.print(f"[bold cyan]{number}/{len(questions)}  {prompt}[/]")
         inputs = _encode(tokenizer, prompt).to(model.device)
@@ -179,15 +175,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     return encoded
-
-
-def parse_layers(layers: str) -> int | list[int]:
-    """`"4"` as 4, `"0,1,2,29"` as a list."""
-    try:
-        numbers = [int(part) for part in layers.split(",")]
-    except ValueError:
-        raise ValueError(f"--layers {layers!r} must be a number such as 4 or a list such as 0,1,2,29.") from None
-    return numbers if "," in layers else numbers[0]
 
 
 def _threads() -> str:

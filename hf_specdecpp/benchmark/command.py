@@ -29,7 +29,7 @@ from hf_specdecpp.benchmark.replay.run import replay, text_sets
 from hf_specdecpp.benchmark.replay.trees import replay_trees
 from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, TREES, BenchmarkConfig, RunLog, environment
 from hf_specdecpp.benchmark.summary import comparable, speed_table, summarise
-from hf_specdecpp.demo import PROMPTS, parse_layers
+from hf_specdecpp.cli_options import parse_layers
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -37,7 +37,7 @@ from hf_specdecpp.models.cpu_products import pack
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.provenance import command, commit_of
 from hf_specdecpp.texts.encoding import Codec
-from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts
+from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
 from hf_specdecpp.trees.checks import check_tree
 
 logger = logging.get_logger("hf_specdecpp")
@@ -183,7 +183,7 @@ def _questions(config: BenchmarkConfig) -> list[Question]:
     codec = Codec.from_pretrained(config.target)
     sets = {Path(source).stem: read_prompts(source) for source in config.data}
     if not sets:
-        messages = ([{"role": "user", "content": text}] for text in PROMPTS)
+        messages = ([{"role": "user", "content": text}] for text in EXAMPLES)
         sets = {"demo": [Prompt(f"demo-{number}", "demo", each) for number, each in enumerate(messages, 1)]}
     return [
         Question(name, item.prompt.id, item.input_ids)

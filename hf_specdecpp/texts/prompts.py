@@ -17,6 +17,13 @@ logger = logging.get_logger(__name__)
 COLUMNS = ("prompt", "instruction", "messages", "question")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
+# What `demo` and `bench` ask where no prompts are given.
+EXAMPLES = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
+)
+
 
 @dataclass
 class Prompt:

@@ -17,13 +17,13 @@ from hf_specdecpp.hub.card import make_card
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import command, source_commit
+from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.stage import REPORT
 from hf_specdecpp.training.evaluation.stage import COST_RATIO, time_per_token
 from hf_specdecpp.training.head.stage import LEARNING_CURVE
 from hf_specdecpp.training.metrics import Outcome
 from hf_specdecpp.training.models import load_assistant, load_target
-from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.version import __version__
 
 SPEED = "speed.json"
@@ -83,7 +83,7 @@ def _measured(work: Path) -> dict[str, Any]:
     fit = _read(work / "head" / "fit.json")
     return {
         "evaluation": _read(work / "evaluation" / "evaluation.json"),
-        "rollouts": _read(work / rollouts.FOLDER / rollouts.RECORD),
+        "rollouts": _read(work / answers.FOLDER / answers.RECORD),
         "distillation": _read(work / REPORT),
         "head": None if fit is None else fit["head"],
         "head_metrics": _read(work / "head" / "metrics.json"),

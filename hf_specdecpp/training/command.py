@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.demo import parse_layers
+from hf_specdecpp.cli_options import parse_layers
 from hf_specdecpp.hub.repository import CARD
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.run import train

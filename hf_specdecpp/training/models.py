@@ -20,9 +20,9 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.vocabulary import check_same_tokenizer
+from hf_specdecpp.texts import answers
 from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.rollouts import stage as rollouts
 
 HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
 
@@ -83,7 +83,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
 
 def fingerprint(config: TrainingConfig) -> dict[str, object]:
     """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
-    files = (Path(rollouts.FOLDER) / rollouts.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB))
+    files = (Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB))
     contents = {str(name): _digest(config.work / name) for name in files}
     layers = None if config.draft else config.layers
     return {"target": config.target, "draft": config.draft, "layers": layers, **contents}

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import RolloutConfig, TrainingConfig
-from hf_specdecpp.training.rollouts import stage as rollouts
 from support.repos import WORDS
 
 NUM_PROMPTS, EOS = 14, 7
@@ -32,7 +32,7 @@ def small_run(folder: Path, target: str, **changes: Any) -> TrainingConfig:
 
 
 def rows_of(config: TrainingConfig) -> list[dict[str, Any]]:
-    return [row for split in SPLITS for row in rollouts.load(config.work, split)]
+    return [row for split in SPLITS for row in answers.load(config.work, split)]
 
 
 def files(config: TrainingConfig) -> list[str]:

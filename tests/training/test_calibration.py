@@ -12,13 +12,13 @@ from support.training_files import training_run
 from torch.testing import assert_close
 
 from hf_specdecpp.estimation.head import Calibration
+from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.evaluation import calibration, chains
 from hf_specdecpp.training.evaluation.calibration import calibrate, minimise, survival
 from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.metrics import ece
 from hf_specdecpp.training.models import load_assistant, load_head, load_target
-from hf_specdecpp.training.rollouts import stage as rollouts
 
 
 def test_minimise() -> None:
@@ -72,7 +72,7 @@ def test_labels_of_chains_are_conditioned_on_their_own_candidates(
     target, sampling = load_target(config), Sampling(temperature, 0)
     assistant = load_assistant(config, target)
     drafter = assistant.ready_drafter()
-    ids = rollouts.load(config.work, "train")[0]["input_ids"]
+    ids = answers.load(config.work, "train")[0]["input_ids"]
     rows = chains.chains_of_text(
         ids, [6, 7, 15, 25], assistant, target, sampling, inputs, torch.Generator().manual_seed(0)
     )
@@ -102,7 +102,7 @@ def test_chains_end_with_the_text(tmp_path: Path) -> None:
     target = load_target(config)
     assistant = load_assistant(config, target)
     target.generation_config.eos_token_id = list(range(0, VOCAB_SIZE, 2))
-    ids = rollouts.load(config.work, "train")[0]["input_ids"]
+    ids = answers.load(config.work, "train")[0]["input_ids"]
     rows = chains.chains_of_text(ids, [6, 9], assistant, target, Sampling(), "before", torch.Generator().manual_seed(0))
     ends = torch.cat((rows["index"][1:] == 0, torch.tensor([True])))
     assert (rows["token"][ends] % 2 == 0).all() or len(rows["token"]) == 40
@@ -190,7 +190,7 @@ def test_chains_are_of_texts_spread_over_the_rollouts(tmp_path: Path, monkeypatc
 
 def test_chains_continue_texts_of_their_temperature(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=4, temperatures=(1.0, 0.0))
-    assert len(rollouts.load(config.work, "train")) == 6
+    assert len(answers.load(config.work, "train")) == 6
     for temperature, count in ((1.0, 4), (0.0, 2)):
         texts = chains.texts_at(config, "train", Sampling(temperature))
         assert (set(texts["temperature"]), len(texts)) == ({temperature}, count)

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.configuration import HeadConfig
@@ -26,13 +27,12 @@ from hf_specdecpp.training.head import features
 from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.metrics import binary_kl
 from hf_specdecpp.training.models import load_assistant, load_head, load_target
-from hf_specdecpp.training.rollouts import stage as rollouts
 
 
 def one_text(config: Any, **head: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
     target = load_target(config)
     drafter = load_assistant(config, target).ready_drafter()
-    ids = torch.tensor([rollouts.load(config.work, "train")[0]["input_ids"]])
+    ids = torch.tensor([answers.load(config.work, "train")[0]["input_ids"]])
     generator = torch.Generator().manual_seed(0)
     item = features.text_features(ids, 5, HeadConfig(**head), Sampling(0.8, 20), drafter, target, generator)
     return drafter, ids, item
@@ -71,7 +71,7 @@ def test_greedy_labels_say_whether_both_models_agree(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=2)
     target = load_target(config)
     drafter = load_assistant(config, target).ready_drafter()
-    ids = torch.tensor([rollouts.load(config.work, "train")[0]["input_ids"]])
+    ids = torch.tensor([answers.load(config.work, "train")[0]["input_ids"]])
     item = features.text_features(ids, 5, config.head, Sampling(0.0), drafter, target, torch.Generator())
     with torch.no_grad():
         p, q = (model(ids).logits[0, 4:-1].argmax(-1) for model in (target, drafter.model))
@@ -85,7 +85,7 @@ def test_each_text_is_labelled_at_its_own_temperature(tmp_path: Path) -> None:
     config.rollouts.top_k = 5
     target = load_target(config)
     drafter = load_assistant(config, target).ready_drafter()
-    made, texts = features.build(config, "train", drafter, target), rollouts.load(config.work, "train")
+    made, texts = features.build(config, "train", drafter, target), answers.load(config.work, "train")
     assert len(made) == len(texts) == 4 + 4 + 2
     for row, text in enumerate(texts):
         ids, place = torch.tensor([text["input_ids"]]), torch.arange(len(text["input_ids"]) - 5)
@@ -122,9 +122,9 @@ def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
     config = training_run(tmp_path, temperatures=(1.0, 0.0), max_texts=3)
     _, train, heldout = head_fitting.load_data(config)
     assert len(train) == 3
-    assert len(heldout) == len(rollouts.load(config.work, "heldout"))
+    assert len(heldout) == len(answers.load(config.work, "heldout"))
     config.head.max_texts = None
-    assert len(head_fitting.load_data(config)[1]) == len(rollouts.load(config.work, "train")) > 3
+    assert len(head_fitting.load_data(config)[1]) == len(answers.load(config.work, "train")) > 3
 
 
 @pytest.mark.parametrize("inputs", ["before", "after"])
@@ -190,7 +190,7 @@ def test_shards_hold_the_features_and_are_not_made_twice(tmp_path: Path, monkeyp
     drafter = load_assistant(config, target).ready_drafter()
     made = features.build(config, "train", drafter, target)
     assert len(made) == 12
-    ids = torch.tensor([rollouts.load(config.work, "train")[7]["input_ids"]])
+    ids = torch.tensor([answers.load(config.work, "train")[7]["input_ids"]])
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + 7)
     item = features.text_features(ids, 5, config.head, Sampling(), drafter, target, generator)
     assert_close(made[7]["hidden"], item["hidden"].half())

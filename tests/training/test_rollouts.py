@@ -22,9 +22,11 @@ pytest.importorskip("datasets", reason="needs the [train] extra")
 import datasets
 from support.rollout_files import EOS, LENGTHS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
 
+from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.rollouts.local_target import LocalTarget, _Preallocated
+from hf_specdecpp.training.rollouts.prompts import test_sets
 from hf_specdecpp.training.run import train
 
 
@@ -87,7 +89,7 @@ def test_a_full_context_does_not_stop_the_batch(config: TrainingConfig, tmp_path
     Path(config.rollouts.data[0]).write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
     config.rollouts.batch_size, config.rollouts.heldout, config.rollouts.shard_size = 10, 0.0, 10
     rollouts.run(config)
-    rows = list(rollouts.load(config.work, "train"))
+    rows = list(answers.load(config.work, "train"))
     assert sorted(row["prompt_length"] for row in rows) == [1] * 9 + [7]
     for row in rows:
         prompt = row["input_ids"][: row["prompt_length"]]
@@ -115,7 +117,7 @@ def test_finished_answers_leave_the_batch(
     config.rollouts.batch_size, config.rollouts.heldout, config.rollouts.shard_size = batch_size, 0.0, NUM_PROMPTS
     rollouts.run(config)
     assert len(set(sizes)) > 2, "the batch shrinks while it is answered"
-    rows = list(rollouts.load(config.work, "train"))
+    rows = list(answers.load(config.work, "train"))
     assert len(rows) == NUM_PROMPTS
     for row in rows:
         assert row["input_ids"] == greedy(config.target, row["input_ids"][: row["prompt_length"]]), row["prompt_id"]
@@ -189,20 +191,20 @@ def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
         rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(config.work / "cache"))
         assert {(row["sample"], f"{row['temperature']:g}") for row in rows} == {(int(sample), temperature)}
     everyone = sorted(f"p{n}" for n in range(NUM_PROMPTS))
-    answers: dict[tuple[int, float], list[str]] = {}
+    asked: dict[tuple[int, float], list[str]] = {}
     for row in rows_of(config):
-        answers.setdefault((row["sample"], round(row["temperature"], 6)), []).append(row["prompt_id"])
+        asked.setdefault((row["sample"], round(row["temperature"], 6)), []).append(row["prompt_id"])
         if row["temperature"] == 0.0:
             assert row["input_ids"] == greedy(config.target, row["input_ids"][: row["prompt_length"]])
-    assert {key: sorted(names) for key, names in answers.items()} == dict.fromkeys(
+    assert {key: sorted(names) for key, names in asked.items()} == dict.fromkeys(
         [(0, 0.7), (0, 0.0), (1, 0.7)], everyone
     ), "a second greedy answer would be the first one again"
-    assert answers[0, 0.0] != everyone, "a shard is no slice of the file: its prompts may come sorted by kind"
+    assert asked[0, 0.0] != everyone, "a shard is no slice of the file: its prompts may come sorted by kind"
     for written, count in ((0.7, 2), (0.0, 1)):
-        each = [rollouts.written_at(rollouts.load(config.work, split), written) for split in SPLITS]
+        each = [answers.written_at(answers.load(config.work, split), written) for split in SPLITS]
         assert sum(map(len, each)) == count * NUM_PROMPTS
     with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add it to"):
-        rollouts.written_at(rollouts.load(config.work, "train"), 1.0)
+        answers.written_at(answers.load(config.work, "train"), 1.0)
 
 
 # Test sets ------------------------------------------------------------------------------------------------------------
@@ -230,10 +232,10 @@ def test_nothing_is_trained_on_test_sets(
     assert warned == ["2 prompts are in a test set, too: nothing is trained on them."]
     expected = sorted(f"p{n}" for n in range(NUM_PROMPTS) if n not in (1, 5))
     assert sorted(row["prompt_id"] for row in rows_of(tested)) == expected, "also those that the limit leaves out"
-    answers = list(rollouts.load(tested.work, "quiz"))
-    assert len(answers) == (limit or 4)
-    assert {row["prompt_id"] for row in answers} <= {"t0", "t1", "t2", "t3"}
-    for row in answers:
+    rows = list(answers.load(tested.work, "quiz"))
+    assert len(rows) == (limit or 4)
+    assert {row["prompt_id"] for row in rows} <= {"t0", "t1", "t2", "t3"}
+    for row in rows:
         assert row["input_ids"] == greedy(tested.target, row["input_ids"][: row["prompt_length"]])
     record = json.loads((tested.work / "rollouts" / "rollouts.json").read_text())
     assert record["quiz"]["answers"] == (limit or 4)
@@ -259,13 +261,13 @@ def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, n
 
 def test_names_of_test_sets(config: TrainingConfig) -> None:
     config.evaluation.data = ["/data/quiz.v2.jsonl", "org/sums:test", "org/words"]
-    assert rollouts.test_sets(config) == dict(zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True))
+    assert test_sets(config) == dict(zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True))
 
 
 def test_a_test_set_without_answers(tested: TrainingConfig) -> None:
     rollouts.run(tested)
     with pytest.raises(ValueError, match=r"riddles has no answers\. Give prompts for riddles and run rollouts anew"):
-        rollouts.load(tested.work, "riddles")
+        answers.load(tested.work, "riddles")
 
 
 # Dies in the middle of the third shard: while the target answers, or with half a file written.
@@ -275,7 +277,6 @@ from pathlib import Path
 import yaml
 from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.run import train
 
 moment, done = sys.argv[2], []
 answer, write = rollouts.LocalTarget.__call__, rollouts._write
@@ -313,7 +314,7 @@ def test_a_killed_run_goes_on(
     shards = [name for name in files(config) if name.endswith(".parquet")]
     assert len(shards) == 2
     with pytest.raises(ValueError, match="is not complete"):
-        rollouts.load(config.work, "train")
+        answers.load(config.work, "train")
 
     before = {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards}
     answered, config.layers = count_answers(monkeypatch), 1
@@ -420,12 +421,12 @@ def test_nan_is_refused(config: TrainingConfig, tmp_path: Path, temperature: flo
 
 def test_load_without_answers(config: TrainingConfig) -> None:
     with pytest.raises(ValueError, match="is not complete. Run the stage rollouts first"):
-        rollouts.load(config.work, "train")
+        answers.load(config.work, "train")
     config.rollouts.heldout = 0.0
     rollouts.run(config)
-    assert len(rollouts.load(config.work, "train")) == NUM_PROMPTS
+    assert len(answers.load(config.work, "train")) == NUM_PROMPTS
     with pytest.raises(ValueError, match="heldout has no answers"):
-        rollouts.load(config.work, "heldout")
+        answers.load(config.work, "heldout")
 
 
 # What torchrun or `accelerate launch` starts in each process.

@@ -30,6 +30,7 @@ pytest.importorskip("datasets", reason="needs the [train] extra")
 from support.rollout_files import EOS, NUM_PROMPTS, files, rows_of, small_run
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts import answers
 from hf_specdecpp.training.rollouts import server_target
 from hf_specdecpp.training.rollouts import stage as rollouts
 
@@ -148,7 +149,7 @@ def test_requests_are_in_flight_together(tmp_path: Path, target: str) -> None:
     with serving(reply) as server:
         config.rollouts.server = server.url
         rollouts.run(config)
-    assert len(rollouts.load(config.work, "train")) == 12
+    assert len(answers.load(config.work, "train")) == 12
 
 
 @pytest.mark.parametrize("failures", [[500], [429, 503, 0], [0, 500, 500, 500, 500]])

@@ -22,6 +22,7 @@ from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.generation.rules import make_rule
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.sampling.randomness import seed_of
+from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.throughput.measuring import costs_of
 
@@ -93,21 +94,18 @@ def _rollouts(
     config: BenchmarkConfig, work: Path, temperature: float, eos: frozenset[int]
 ) -> Iterator[tuple[str, Texts, Sampling]]:
     """The answers to test sets that `specdecpp train` has had the target write."""
-    from hf_specdecpp.texts.prompts import sample_prompts
-    from hf_specdecpp.training.rollouts import stage as rollouts  # needs the extra `train`
+    from hf_specdecpp.texts import answers  # needs the extra `train`
 
-    settings = read_json(work / rollouts.FOLDER / rollouts.RECORD)["settings"]
-    for folder in sorted((work / rollouts.FOLDER).iterdir()):
-        if not folder.is_dir() or folder.name in ("train", "heldout"):
-            continue
-        rows = list(rollouts.written_at(rollouts.load(work, folder.name), temperature))
+    settings = answers.record(work)["settings"]
+    for name in answers.test_sets(work):
+        rows = list(answers.written_at(answers.load(work, name), temperature))
         chosen: list[Any] = sample_prompts(rows, config.max_prompts, config.seed)
         texts = {}
         for row in chosen:
             ids, length = row["input_ids"], row["prompt_length"]
             most = len(ids) if not row["finished"] else length + settings["max_new_tokens"]
             texts[f"{row['prompt_id']}-{row['sample']}"] = Text(ids, length, most, eos)
-        yield folder.name, texts, Sampling(temperature, settings["top_k"])
+        yield name, texts, Sampling(temperature, settings["top_k"])
 
 
 def _write(config: BenchmarkConfig, question: Question, temperature: float, target: CausalLM) -> list[int]:

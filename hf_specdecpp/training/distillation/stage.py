@@ -27,6 +27,7 @@ from hf_specdecpp.files import check_finite, differences, read_json, save_tensor
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
@@ -35,7 +36,7 @@ from hf_specdecpp.training.distillation.data import answer_tokens, by_length, co
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
 from hf_specdecpp.training.models import draft_of
 from hf_specdecpp.training.processes import process_state
-from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.rollouts.prompts import training_prompts
 from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 
 logger = logging.get_logger("hf_specdecpp")
@@ -56,7 +57,7 @@ def run(config: TrainingConfig) -> None:
     Raises:
         ValueError: there are no rollouts, they or the draft do not fit the target, or the loss is not finite.
     """
-    train, heldout = (rollouts.load(config.work, split) for split in ("train", "heldout"))
+    train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
     settings, checkpoints = _settings(config, train), config.work / CHECKPOINTS
     if (config.work / REPORT).is_file() and read_json(config.work / REPORT).get("settings") == settings:
         logger.info(f"{config.work / REPORT} is of these settings: the draft is distilled.")
@@ -65,7 +66,7 @@ def run(config: TrainingConfig) -> None:
     target = _load(config.target, config, state.device)
     draft = draft_of(config, target, lambda name: _load(name, config, state.device))
     limit = int(min(config.distill.max_length, Drafter(draft, shares_target=True).max_length))
-    train, heldout = (useful(answers, limit, target, config) for answers in (train, heldout))
+    train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
     vocab = _vocabulary(config, target, draft, train)
     if state.is_main_process:
         _begin(config, settings, vocab)
@@ -130,7 +131,7 @@ def _load(name: str, config: TrainingConfig, device: torch.device) -> CausalLM:
 def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset) -> Tensor | None:
     if config.distill.draft_vocab_size is None:
         return None
-    prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(rollouts.prompts_of(config))]
+    prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(training_prompts(config))]
     always, num_ids = draft_vocab.always_kept(target), draft_vocab.most_ids(target, draft)
     return draft_vocab.choose(train, config.distill.draft_vocab_size, always, num_ids, prompts)
 

@@ -19,13 +19,13 @@ from hf_specdecpp.drafting.drafter import LEARNED_POSITIONS, Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.branches import draft_chains, target_probabilities, together
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.head.features import cache_folder, to_half
 from hf_specdecpp.training.head.stage import batch_log_odds
 from hf_specdecpp.training.models import fingerprint
-from hf_specdecpp.training.rollouts import stage as rollouts
 
 MAX_TOKENS = 20  # candidates a chain, the paper's largest
 STARTS = 12  # chains a text
@@ -68,7 +68,7 @@ def record(
 
 def texts_at(config: TrainingConfig, split: str, sampling: Sampling) -> Dataset:
     """The rollouts of `split` that were written at the temperature of `sampling`."""
-    return rollouts.written_at(rollouts.load(config.work, split), sampling.temperature)
+    return answers.written_at(answers.load(config.work, split), sampling.temperature)
 
 
 def chains_of_text(

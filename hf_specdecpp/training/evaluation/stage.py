@@ -28,7 +28,7 @@ from hf_specdecpp.training.head import features
 from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
 from hf_specdecpp.training.models import load_assistant, load_target
 from hf_specdecpp.training.processes import process_state
-from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.rollouts.prompts import test_sets
 from hf_specdecpp.training.temperatures import sampling_at
 
 LENGTHS = range(1, 15)  # fixed lengths
@@ -63,7 +63,7 @@ def run(config: TrainingConfig) -> dict[str, Any]:
             f"{temperature:g}": _evaluate(config, split, sampling_at(config, temperature), assistant, target, folder)
             for temperature in config.rollouts.temperatures
         }
-        for split in ("heldout", *rollouts.test_sets(config))
+        for split in ("heldout", *test_sets(config))
     }
     measured_on = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
     ranks = acceptance_by_rank(config, assistant, target)

@@ -23,11 +23,11 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.head.labels import analytic_label, sampled_label, sibling_labels, siblings
 from hf_specdecpp.training.models import fingerprint
-from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
 
 TEXTS_PER_SHARD = 64
@@ -40,9 +40,9 @@ def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM
     Raises:
         ValueError: there are no rollouts, or a shard is damaged.
     """
-    texts = rollouts.load(config.work, split)
+    texts = answers.load(config.work, split)
     if config.head.temperature is not None:
-        texts = rollouts.written_at(texts, config.head.temperature)
+        texts = answers.written_at(texts, config.head.temperature)
     if split == "train" and config.head.max_texts is not None:
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
         texts = texts.select(sorted(order[: config.head.max_texts].tolist()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -25,16 +24,17 @@ from transformers.utils import logging
 from hf_specdecpp.files import differences, read_json, replacing, save_text
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.sampling.randomness import seed_of
+from hf_specdecpp.texts.answers import FOLDER, RECORD
 from hf_specdecpp.texts.encoding import Codec, Encoded
-from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts, split_prompts
+from hf_specdecpp.texts.prompts import Prompt
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.rollouts.local_target import LocalTarget
+from hf_specdecpp.training.rollouts.prompts import all_prompts
 from hf_specdecpp.training.rollouts.server_target import ServerTarget
 
 logger = logging.get_logger(__name__)
 
-FOLDER, RECORD = "rollouts", "rollouts.json"
 FEATURES = datasets.Features(
     {
         "prompt_id": datasets.Value("string"),
@@ -68,7 +68,7 @@ def run(config: TrainingConfig) -> None:
     """
     folder = config.work / FOLDER
     state = process_state()
-    prompts = _prompts(config)
+    prompts = all_prompts(config)
     codec = Codec.from_pretrained(config.target)
     settings = _settings(config, codec, prompts)
     record = _earlier(folder, settings)
@@ -86,71 +86,6 @@ def run(config: TrainingConfig) -> None:
         summary = {split: _summary([path for path in shards if path.parent.name == split]) for split in prompts}
         done = {"settings": settings, "complete": True, **summary}
         save_text(json.dumps(done, indent=2) + "\n", folder / RECORD)
-
-
-def load(work: Path, split: str) -> datasets.Dataset:
-    """The answers of `train`, `heldout` or a test set.
-
-    Raises:
-        ValueError: the stage has not ended yet, or nothing is held out.
-    """
-    record = work / FOLDER / RECORD
-    if not record.is_file() or not read_json(record).get("complete"):
-        raise ValueError(f"{work / FOLDER} is not complete. Run the stage rollouts first; it goes on where it stopped.")
-    shards = sorted((work / FOLDER / split).glob("shard-*.parquet"))
-    if not shards:
-        advice = "Set rollouts.heldout above 0" if split == "heldout" else f"Give prompts for {split}"
-        raise ValueError(f"{work / FOLDER / split} has no answers. {advice} and run rollouts anew.")
-    return datasets.Dataset.from_parquet([str(path) for path in shards], cache_dir=str(work / "cache"))
-
-
-def written_at(answers: datasets.Dataset, temperature: float) -> datasets.Dataset:
-    """Those answers that the target wrote at a temperature.
-
-    Raises:
-        ValueError: there are none.
-    """
-    rows = [row for row, own in enumerate(answers["temperature"]) if math.isclose(own, temperature, rel_tol=1e-6)]
-    if not rows:
-        known = ", ".join(f"{own:g}" for own in sorted(set(answers["temperature"])))
-        raise ValueError(
-            f"No rollouts were written at temperature {temperature:g}, only at {known}. Choose one of these, or add it "
-            "to rollouts.temperatures and make them anew."
-        )
-    return answers.select(rows)
-
-
-def test_sets(config: TrainingConfig) -> dict[str, str]:
-    """The name of each test set, and its file or data set.
-
-    Raises:
-        ValueError: two have one name.
-    """
-    named = {Path(source).stem.partition(":")[0]: source for source in config.evaluation.data}
-    if len(named) < len(config.evaluation.data) or {"train", "heldout"} & set(named):
-        raise ValueError(
-            f"The test sets {config.evaluation.data} need names of their own, which are those of their files, other "
-            "than train and heldout. Rename the files."
-        )
-    return named
-
-
-def prompts_of(config: TrainingConfig) -> list[Prompt]:
-    """All that may be trained on: the prompts that are neither held out nor in a test set, answered or not."""
-    if not config.rollouts.data:
-        return []
-    unseen = {prompt.opening for source in config.evaluation.data for prompt in read_prompts(source)}
-    return split_prompts(config.rollouts.data, config.rollouts.heldout, unseen=unseen)["train"]
-
-
-def _prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
-    """The prompts of `train`, `heldout` and every test set."""
-    rollouts = config.rollouts
-    whole = {name: read_prompts(source) for name, source in test_sets(config).items()}
-    unseen = {prompt.opening for prompts in whole.values() for prompt in prompts}  # also those that are not measured
-    prompts = split_prompts(rollouts.data, rollouts.heldout, rollouts.max_prompts, config.seed, unseen)
-    tests = {name: sample_prompts(each, config.evaluation.max_prompts, config.seed) for name, each in whole.items()}
-    return {**prompts, **tests}
 
 
 def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
