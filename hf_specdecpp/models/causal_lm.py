@@ -11,6 +11,9 @@ from transformers import GenerationConfig
 # methods for generation nor that its attributes are what they are, so a checker is told nothing about it.
 CausalLM: TypeAlias = Any
 
+# Decoders whose positions come from a table cannot run past its end; rotary ones merely get worse.
+LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt"})
+
 
 def base_model(model: CausalLM) -> CausalLM:
     """The transformers model inside a PEFT wrapper; other models as they are."""
@@ -26,3 +29,10 @@ def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
     if value is None:
         return frozenset()
     return frozenset([value] if isinstance(value, int) else value)
+
+
+def longest_text(*models: CausalLM) -> float:
+    """The most tokens that all of the models can read; infinite where no positions come from a table."""
+    configs = [model.config.get_text_config(decoder=True) for model in models]
+    limits = [config.max_position_embeddings for config in configs if config.model_type in LEARNED_POSITIONS]
+    return min(limits, default=float("inf"))

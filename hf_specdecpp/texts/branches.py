@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.checks import check_tree
@@ -97,7 +98,7 @@ def draft_chains(
 
 @torch.no_grad()
 def target_probabilities(
-    reader: Drafter, ids: list[int], starts: Tensor, tokens: Tensor, law: Callable[[Tensor], Tensor], vocab_size: int
+    reader: Reader, ids: list[int], starts: Tensor, tokens: Tensor, law: Callable[[Tensor], Tensor], vocab_size: int
 ) -> Tensor:
     """p of every candidate given those before it in its chain, `[c, k]`.
 
@@ -136,7 +137,7 @@ class BranchingText:
         states: `[length, hidden_size]`, the last hidden state at each token of the text.
     """
 
-    def __init__(self, reader: Drafter, ids: list[int]) -> None:
+    def __init__(self, reader: Reader, ids: list[int]) -> None:
         self.reader, self.length = reader, len(ids)
         self.cache = DynamicCache(config=reader.text_config)
         self.cache.activate_past_recording()  # sliding windows must not drop what earlier branches see

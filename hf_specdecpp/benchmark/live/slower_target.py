@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import layer_stack, with_layers
+from hf_specdecpp.models.reader import Reader
 
 # What the families call the projections that write into the residual stream.
 OUTPUTS = frozenset(
@@ -62,8 +63,8 @@ def layers_for_ratio(target: CausalLM, drafter: Drafter, ratio: float) -> int:
     Raises:
         ValueError: the target is too slow for that already, or nothing can be measured.
     """
-    probe = Drafter(slower_target(target, PROBED_LAYERS), shares_target=True)
-    draft, plain, slower = step_seconds([drafter, Drafter(target, shares_target=True), probe])
+    probe = Reader(slower_target(target, PROBED_LAYERS))
+    draft, plain, slower = step_seconds([drafter, Reader(target), probe])
     a_layer = (slower - plain) / PROBED_LAYERS
     if a_layer <= 0.0:
         raise ValueError(
@@ -80,7 +81,7 @@ def layers_for_ratio(target: CausalLM, drafter: Drafter, ratio: float) -> int:
 
 
 @torch.inference_mode()
-def step_seconds(models: list[Drafter]) -> list[float]:
+def step_seconds(models: list[Reader]) -> list[float]:
     """Least seconds of a pass of each over one token, LM head included, taken in turns: other load only adds to it."""
     caches = [DynamicCache(config=model.text_config) for model in models]
     for model, cache in zip(models, caches, strict=True):

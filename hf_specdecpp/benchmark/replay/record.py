@@ -37,6 +37,7 @@ from hf_specdecpp.estimation.features import NUM_SCALARS, scalar_features
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows
 from hf_specdecpp.texts.branches import ROWS_AT_ONCE, BranchingText, draft_chains, target_probabilities, together
 from hf_specdecpp.texts.sampling import Sampling
@@ -116,7 +117,7 @@ def record(
         seed: of the coins and the draft's draws; another one is another sample of the same law.
         length: most candidates in a round of any rule that will be replayed.
     """
-    drafter, reader = assistant.ready_drafter(), Drafter(target, shares_target=True)
+    drafter, reader = assistant.ready_drafter(), Reader(target)
     vocab_size = target.config.get_text_config().vocab_size
     generator = torch.Generator(drafter.device).manual_seed(seed)
     places = torch.arange(text.first, len(text.ids), device=drafter.device)
@@ -201,7 +202,7 @@ def _off_text(
 
 
 def _labels(
-    reader: Drafter, ids: list[int], places: Tensor, chains: Candidates, sampling: Sampling, vocab_size: int
+    reader: Reader, ids: list[int], places: Tensor, chains: Candidates, sampling: Sampling, vocab_size: int
 ) -> Tensor:
     """min(1, p/q) of candidates out of the text."""
     p = [

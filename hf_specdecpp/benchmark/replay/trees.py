@@ -22,11 +22,11 @@ from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.replay.record import Text
 from hf_specdecpp.benchmark.settings import BenchmarkConfig, RunLog
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, seed_of
 from hf_specdecpp.sampling.verification import residual
@@ -60,7 +60,7 @@ class TreeReplay:
     ) -> None:
         self.text, self.assistant, self.sampling, self.seed = text, assistant, sampling, seed
         self.vocab_size = target.config.get_text_config().vocab_size
-        self.reader = Drafter(target, shares_target=True)
+        self.reader = Reader(target)
         self.branching = None if sampling.greedy else BranchingText(self.reader, text.ids[:-1])
 
     @torch.no_grad()

@@ -22,11 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import check_finite, differences, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.models.adapters import ADAPTER_FILES
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.training import draft_vocab
@@ -65,7 +64,7 @@ def run(config: TrainingConfig) -> None:
     state = process_state()
     target = _load(config.target, config, state.device)
     draft = draft_of(config, target, lambda name: _load(name, config, state.device))
-    limit = int(min(config.distill.max_length, Drafter(draft, shares_target=True).max_length))
+    limit = int(min(config.distill.max_length, longest_text(draft)))
     train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
     vocab = _vocabulary(config, target, draft, train)
     if state.is_main_process:

@@ -16,6 +16,7 @@ from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.training.distillation.data import IGNORED
 
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
@@ -94,7 +95,7 @@ class Student(PeftModel):
         return divergence(p_logits[:, kept], q_logits[:, kept])
 
 
-def _num_ids(drafter: Drafter) -> int:
+def _num_ids(drafter: Reader) -> int:
     return drafter.model.get_output_embeddings().weight.shape[0]
 
 
@@ -133,7 +134,7 @@ class DistillationTrainer(Trainer):
         # Losses of micro-batches and processes are weighted by their answer tokens.
         self.model_accepts_loss_kwargs = True
         vocab = self.model.drafter.draft_vocab
-        self.target = Drafter(target, shares_target=True)
+        self.target = Reader(target)
         self.num_ids = _num_ids(self.target)
         # The loss needs the target's logits only where the draft has tokens, too.
         self.teacher = Drafter(target, vocab, shares_target=True) if vocab is not None else self.target
@@ -176,7 +177,7 @@ class DistillationTrainer(Trainer):
         return None, sums, inputs["source"]
 
     @torch.no_grad()
-    def _teach(self, inputs: dict[str, Any], teacher: Drafter) -> tuple[Tensor, Callable[[slice], Tensor]]:
+    def _teach(self, inputs: dict[str, Any], teacher: Reader) -> tuple[Tensor, Callable[[slice], Tensor]]:
         """Where the answers are, and the target's logits there: plain ones, which is to say at temperature 1."""
         answers = inputs["labels"][:, 1:] != IGNORED
         hidden = teacher.hidden_states(inputs["input_ids"])[:, :-1][answers]

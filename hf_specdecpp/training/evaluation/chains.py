@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.drafter import LEARNED_POSITIONS, Drafter
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors, save_tensors
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text
+from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.branches import draft_chains, target_probabilities, together
 from hf_specdecpp.texts.sampling import Sampling
@@ -91,7 +92,7 @@ def chains_of_text(
         One row a candidate, in order: `start`, `index` in the chain, `token`, `hidden` `[rows, hidden_size]`,
         `scalars` `[rows, 6]`, `label`. A chain ends with the first token that ends a text.
     """
-    drafter, reader = assistant.ready_drafter(), Drafter(target, shares_target=True)
+    drafter, reader = assistant.ready_drafter(), Reader(target)
     vocab_size = int(assistant.config.vocab_size or 0)
     drawn_by = None if sampling.greedy else generator
     parts = []
@@ -135,7 +136,7 @@ def _shard(
         text = texts[row]
         bar.update()
         generator = torch.Generator(assistant.device).manual_seed(config.seed * 1_000_003 + row)
-        last = min(len(text["input_ids"]), _longest(assistant.ready_drafter().model, target) - MAX_TOKENS)
+        last = min(len(text["input_ids"]), longest_text(assistant.ready_drafter().model, target) - MAX_TOKENS)
         # A round never begins right after the prompt: the first token comes from the target's pass over it.
         places = torch.arange(text["prompt_length"] + 1, max(last, text["prompt_length"] + 1))
         order = torch.randperm(len(places), generator=torch.Generator().manual_seed(config.seed * 1_000_003 + row))
@@ -144,9 +145,3 @@ def _shard(
             part = chains_of_text(text["input_ids"], starts, assistant, target, sampling, config.head.inputs, generator)
             parts.append({"text": torch.full_like(part["start"], row), **part})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
-
-
-def _longest(*models: CausalLM) -> int:
-    """Most tokens that all of the models can read."""
-    configs = [model.config.get_text_config(decoder=True) for model in models]
-    return min([c.max_position_embeddings for c in configs if c.model_type in LEARNED_POSITIONS], default=1_000_000)

@@ -1,0 +1,137 @@
+"""Read text with a causal LM piece by piece: hidden states, logits and embeddings, without its `generate()`.
+
+Targets and drafts are read in the same way; a draft adds what only drafts have (`drafting.drafter.Drafter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text
+
+
+class Reader(nn.Module):
+    """Runs a model's inner decoder and LM head. It holds no state of a generation, so several threads may share it.
+
+    Args:
+        model: a decoder-only causal LM.
+        owns_model: whether `.to()` and friends on the reader move and cast the model, too. Never for a target.
+
+    Raises:
+        ValueError: the model has no LM head, or turns hidden states into logits in a way that is not understood.
+    """
+
+    model: CausalLM
+
+    def __init__(self, model: CausalLM, owns_model: bool = False) -> None:
+        super().__init__()
+        check_head_of(model)
+        self.owns_model = owns_model
+        if owns_model:
+            self.model = model
+        else:
+            object.__setattr__(self, "model", model)  # past nn.Module's registration, on purpose
+        self.text_config = model.config.get_text_config(decoder=True)
+        self._check_logits()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self._head().weight.shape[1]
+
+    @property
+    def embedding_size(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[1]
+
+    @property
+    def max_length(self) -> float:
+        """Longest sequence that the model can read."""
+        return longest_text(self.model)
+
+    def embed(self, token: Tensor) -> Tensor:
+        """Input embeddings `[..., embedding_size]` of token ids `[...]`; unknown ids count as 0."""
+        weight = self.model.get_input_embeddings().weight
+        return weight[self._known(token)]
+
+    def hidden_states(self, input_ids: Tensor, cache: DynamicCache | None = None, **inputs: Any) -> Tensor:
+        """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
+
+        With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward,
+        such as those of `tree_attention.tree_inputs`.
+        """
+        decoder = self.model.get_decoder()
+        use_cache = cache is not None
+        output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache, **inputs)
+        return output.last_hidden_state
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """Logits `[..., vocab_size]` float32 of hidden states `[..., hidden_size]`.
+
+        The model's own are cut or padded to `vocab_size`, which is the width of the target's logits; ids that the
+        model does not have get -inf, so that their probability is zero.
+        """
+        logits = self._own_logits(hidden)
+        missing = vocab_size - logits.shape[-1]
+        if missing > 0:
+            return nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[..., :vocab_size]
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        return self._head_logits(self._head(), hidden)
+
+    def _head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
+        """The model's own route from hidden state to logits: the head, then what some families do to its output."""
+        logits = head(hidden)
+        config = self.text_config
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2 and later
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float()
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Replace ids beyond the embedding table: a draft then guesses badly, but its guesses are verified."""
+        return token_ids.where(token_ids < self.model.get_input_embeddings().weight.shape[0], 0)
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        """Compare the route above with the model's own forward on one token."""
+        probe = torch.zeros((1, 1), dtype=torch.long, device=self.device)
+        expected = self.model(probe).logits[0, -1].float()
+        actual = self._head_logits(self._head(), self.hidden_states(probe)[0, -1])
+        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
+        error = float((actual - expected).abs().max())
+        if not error <= tolerance * max(1.0, float(expected.abs().max())):
+            raise ValueError(
+                f"{type(self.model).__name__} turns hidden states into logits in a way that hf_specdecpp does not know "
+                f"(largest difference {error:.3g}), so its probabilities would be wrong. Use another model."
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Reader:
+        return super()._apply(fn, recurse) if self.owns_model else self
+
+
+def check_head_of(model: CausalLM) -> None:
+    """Raise `ValueError` unless `model` has an LM head."""
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM."
+        )
