@@ -34,7 +34,8 @@ def record(work: Path) -> dict[str, Any]:
 
 def test_sets(work: Path) -> list[str]:
     """The names of the test sets that were answered, in alphabetical order."""
-    return sorted(set(record(work)) - {"settings", "complete", TRAIN, HELDOUT})
+    folders = sorted(path.name for path in (work / FOLDER).iterdir() if path.is_dir())
+    return [name for name in folders if name not in (TRAIN, HELDOUT)]
 
 
 def load(work: Path, split: str) -> datasets.Dataset:
