@@ -9,7 +9,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor lint format types bench-overhead clean
+.PHONY: help install demo test test-slow test-floor lint format types docs bench-overhead clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -55,6 +55,9 @@ format: install  ## Fix what ruff can fix, and format
 
 types: install  ## Check types
 	@$(BIN)/mypy
+
+docs: install  ## Write docs/settings.md from the docstrings of the settings
+	@$(BIN)/python docs/settings.py
 
 bench-overhead: install  ## Measure what a round costs beside the two models
 	@$(BIN)/python examples/round_overhead.py $(ARGS)

@@ -117,7 +117,8 @@ def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant, int]:
     original: CausalLM = AutoModelForCausalLM.from_pretrained(
         config.target, dtype=config.dtype, trust_remote_code=False
     )
-    original.to(config.device).eval()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    original.to(config.device or accelerator or "cpu").eval()
     assistant = _assistant(config, original)
     if config.cost_ratio is None:
         return original, assistant, 0

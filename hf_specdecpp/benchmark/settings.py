@@ -28,28 +28,29 @@ class BenchmarkConfig:
     """A benchmark.
 
     Args:
-        target: Hub id or folder.
-        assistant: Hub id or folder; by default an untrained early exit after `layers`.
-        layers: of that: 4 for the first four, or a list.
+        target: Hub id or folder of the model to speed up.
+        assistant: Hub id or folder of its assistant; by default an untrained early exit after `layers`.
+        layers: of that early exit: 4 for the first four, or a list of indices.
         draft: a copy of the draft that the assistant's repository names, where that cannot be reached.
         data: prompts: JSON Lines files, each a set of its own; a few of ours by default.
-        max_prompts: of each set, chosen by `seed`.
-        max_new_tokens: of an answer.
-        temperatures: 0 is greedy.
+        max_prompts (prompts): the most taken of each set, chosen by `seed`; all by default.
+        max_new_tokens (tokens): the longest answer.
+        temperatures: every prompt is answered at each of them; 0 is greedy.
         contestants: patterns of the names of those who take part; all by default.
-        output: folder of the results.
+        output: folder of the results; a killed run goes on there.
         dtype: of the target; `"auto"` is what it is stored in.
-        device: of the target, by default an accelerator if there is one.
-        threads: of torch; as many as torch takes by default.
+        device: of the target; by default an accelerator if there is one.
+        threads (threads): of torch; as many as torch takes by default.
         seed: of the choice of prompts and of all draws.
-        pack_weights: of ours, see `SpeculationConfig`.
-        cost_ratio: make the target slower until a draft step costs this share of a pass.
+        pack_weights: ours keeps packed copies of the weights, see `SpeculationConfig`.
+        cost_ratio (target passes): make the target slower until a draft step costs this share of a pass.
         costs: what replays reckon with: `"measured"`, `"paper"`, ratios t_draft / t_target, or JSON files.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
-        live, replay: which halves to run.
-        replay_trees: count the tokens per target pass of all trees along the texts (`tree_replay.py`).
-        draws: records of a sampled text.
-        attempts: most at a generation that other load disturbs.
+        live: time generations.
+        replay: compare all rules on recorded texts.
+        replay_trees: count the tokens per target pass of all trees along the texts.
+        draws (records): made of each sampled text.
+        attempts (generations): the most of one that other load disturbs; the quietest is kept.
         quick: a few contestants, prompts and tokens.
     """
 
@@ -64,7 +65,7 @@ class BenchmarkConfig:
     contestants: list[str] = field(default_factory=list)
     output: Path = Path("bench")
     dtype: str = "auto"
-    device: str = field(default_factory=lambda: _default_device())
+    device: str | None = None
     threads: int | None = None
     seed: int = 0
     pack_weights: bool = False
@@ -94,10 +95,6 @@ class BenchmarkConfig:
                 f"--rollouts {self.rollouts} has no folder `rollouts`. Give the work folder of a `specdecpp train`, "
                 "such as my-assistant-work."
             )
-
-
-def _default_device() -> str:
-    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -16,11 +16,11 @@ class Costs:
     """What a round costs, in seconds.
 
     Args:
-        draft: one draft step, its estimate and its draw included.
-        verify: a target pass over 1, 2, ... tokens; longer ones are extrapolated along a straight line.
-        overhead: whatever else a round takes.
-        read: the draft reading one more token of a text that it has not followed, after a pause.
-        branch: in trees: each further node that a draft step reads.
+        draft (seconds): one draft step, its estimate and its draw included.
+        verify (seconds): target passes over 1, 2, ... tokens; longer ones are extrapolated along a straight line.
+        overhead (seconds): whatever else a round takes.
+        read (seconds): the draft reading one more token of a text that it has not followed, after a pause.
+        branch (seconds): in trees: each further node that a draft step reads.
 
     Raises:
         ValueError: a value is not a number of seconds, or `verify` is empty.

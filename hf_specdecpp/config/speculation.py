@@ -24,39 +24,44 @@ class SpeculationConfig:
 
     Args:
         rule: when a round stops drafting.
-            `"threshold"` (SpecDec++, section 3): stop once the chance that a candidate was rejected passes `threshold`;
-            `"throughput"`: stop where that maximises tokens a second; nothing to tune (`docs/throughput.md`). Also for
+            `"threshold"` (SpecDec++, section 3): once the chance that a candidate was rejected passes `threshold`;
+            `"throughput"`: where that maximises tokens a second, with nothing to tune (`docs/throughput.md`); also for
             `tree="dyspec"`;
-            `"fixed"`: classic speculative decoding, always `num_tokens` candidates;
-            `"confidence"`: stop after a candidate whose own draft probability is below `confidence_threshold`
+            `"fixed"`: after `num_tokens` candidates, which is classic speculative decoding;
+            `"confidence"`: after a candidate whose own draft probability is below `confidence_threshold`
             (what transformers does by default);
-            `"svip"`: stop once sqrt(0.15 H(q)) > `svip_threshold`, H being the entropy of q in nats (arXiv 2411.18462);
-            `"adaedl"`: stop once 1 - sqrt(0.2 H(q)) falls under a bound that follows the acceptance rate and starts at
+            `"svip"`: once sqrt(0.15 H(q)) > `svip_threshold`, H being the entropy of q in nats (arXiv 2411.18462);
+            `"adaedl"`: once 1 - sqrt(0.2 H(q)) falls under a bound that follows the acceptance rate and starts at
             `adaedl_threshold` (arXiv 2410.18351).
-        threshold: SpecDec++'s h, in [0, 1]. Larger speculates further.
-        num_tokens: candidates a round for `rule="fixed"`.
-        min_tokens, max_tokens: bounds on the candidates a round for every other rule, both inclusive (paper: 2 and 20).
-            `"throughput"` has no least number: it drafts nothing where that is fastest.
-        costs: for `rule="throughput"`: `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s}`,
-            the seconds of a draft step, of target passes over 1, 2, ... tokens, of the rest of a round, of each token
-            that the draft has yet to read after a pause, and of each further node that a draft step reads in a tree.
-            The last three may be missing. `None` measures them, once a machine.
+        threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. Larger speculates further.
+        num_tokens (candidates): in every round of `rule="fixed"`.
+        min_tokens (candidates): the fewest that a round drafts under every other rule (paper: 2). `"throughput"` has no
+            such number: it drafts nothing where that is fastest.
+        max_tokens (candidates): the most that a round drafts under every rule but `"fixed"` (paper: 20).
+        confidence_threshold (probability): for `rule="confidence"`, in [0, 1]. Larger stops earlier.
+        svip_threshold (sqrt of nats): for `rule="svip"`, in [0, 1]. Larger speculates further.
+        adaedl_threshold (probability): for `rule="adaedl"`, in [0, 1]: where its bound starts. Larger stops earlier.
+        costs (seconds): of a round, for `rule="throughput"`, as
+            `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s}`: a draft step, target passes
+            over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to read after a pause, each
+            further node that a draft step reads in a tree. The last three may be missing. `None` measures them, once a
+            machine.
         tree: draft a token tree (on a target that the assistant is attached to). `"dyspec"`: DySpec's Algorithm 2, a
             draft pass a level; `"dyspec-exact"`: its Algorithm 1, a draft pass for every node that gets children;
             `"static"`: always `tree_shape`. `None` drafts chains. With trees `rule` and its parameters do not matter,
             but for `rule="throughput"` with `"dyspec"`: the tree then stops growing where a further candidate or level
             no longer raises tokens a second, and nothing is drafted where that is fastest.
-        tree_budget: candidates a round for the dynamic trees, 2 to 1024. All are used unless `tree_threshold` forbids;
-            with `rule="throughput"` a `"dyspec"` tree has this many at most.
-        tree_depth: longest path, which is also the most draft passes of `"dyspec"`.
-        tree_threshold: a dynamic tree never draws where the chance of getting there is estimated to be lower. In
-            [0, 1); the paper has 1 / budget and less, 0 always uses the whole budget.
-        tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the ranks of
-            the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget` candidates
-            for the rates of acceptance that the assistant's repository has.
-        pack_weights: on a CPU, in float32: keep a copy of the weights of target and draft in the order that its
-            matrix products like best, made at the first answer. Verifying a few tokens then costs half, and the weights
-            take twice the memory until `detach`.
+        tree_budget (candidates): in a dynamic tree, 2 to 1024. All are used unless `tree_threshold` forbids; with
+            `rule="throughput"` a `"dyspec"` tree has this many at most.
+        tree_depth (candidates): the longest path, 1 to 1024, which is also the most draft passes of `"dyspec"`.
+        tree_threshold (probability): a dynamic tree never draws where the chance of getting there is estimated to be
+            lower. In [0, 1); the paper has 1 / budget and less, 0 always uses the whole budget.
+        tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the
+            ranks of the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget`
+            candidates for the rates of acceptance that the assistant's repository has.
+        pack_weights: on a CPU, in float32: keep a copy of the weights of target and draft in the order that its matrix
+            products like best, made at the first answer. Verifying a few tokens then costs half, and the weights take
+            twice the memory until `detach`.
 
     Raises:
         ValueError: a value is outside its range.

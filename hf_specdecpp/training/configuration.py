@@ -19,16 +19,16 @@ class RolloutConfig:
 
     Args:
         data: JSON Lines files with a `prompt` column, or `datasets` ids.
-        max_prompts: most prompts of each file, chosen by `seed`; all by default.
-        temperatures: each prompt is answered at each of them; 0 is greedy. The draft and the head meet what they learn.
-        top_k: how many of its likeliest tokens the target draws from; 0 for all.
-        samples_per_prompt: answers a prompt and temperature (of greedy answers there is only one).
-        max_new_tokens: of an answer.
-        batch_size: prompts that the local target answers at once, or requests in flight to the server.
-        server: base URL of an OpenAI-compatible server that serves the target; by default it runs here.
+        max_prompts (prompts): the most taken of each file, chosen by `seed`; all by default.
+        temperatures: each prompt is answered at each of them; 0 is greedy. Draft and head learn from all these texts.
+        samples_per_prompt (answers): for each prompt at each temperature; there is only one greedy answer.
+        top_k (tokens): how many of its likeliest tokens the target draws from; 0 for all.
+        max_new_tokens (tokens): the longest answer.
+        batch_size (prompts): answered at once by a local target, or requests in flight to the server.
+        server: base URL of an OpenAI-compatible server that serves the target; by default the target runs here.
         server_model: name of the target on that server, by default the target's id.
-        shard_size: answers a parquet shard; a killed run loses at most one shard.
-        heldout: share of the prompts, chosen by a hash of the text, that nothing is trained on.
+        shard_size (answers): in a parquet shard; a killed run loses at most one shard.
+        heldout (share of prompts): kept out of all training, chosen by a hash of the text.
     """
 
     data: list[str] = field(default_factory=list)
@@ -49,13 +49,21 @@ class DistillConfig:
     """LoRA distillation of the draft.
 
     Args:
-        enabled: False leaves the draft as it is (the paper's setting).
-        draft_vocab_size: how many of the most frequent tokens, of the answers and then of the prompts, the draft keeps;
-            all by default. With too few texts to choose from it costs acceptance: see what the stage says it covers.
+        enabled: `False` leaves the draft as it is (the paper's setting).
+        draft_vocab_size (tokens): keep only so many in the draft's LM head, the most frequent of the answers and then
+            of the prompts; all by default. With too few texts to choose from it costs acceptance: see what the stage
+            says it covers.
         on_prompts: learn on the prompts' tokens, too: more text for no more answers. Good for an early exit, which has
             much to learn; what is measured are the answers alone.
-        rank, alpha, dropout: of the adapter.
-        epochs, learning_rate, batch_size, gradient_accumulation_steps, max_length, bf16: of the training loop.
+        rank (dimensions): of the adapter, LoRA's r.
+        alpha: LoRA's alpha; the adapter's update is multiplied by alpha / rank.
+        dropout (share of inputs): of the adapter, left out at random while it learns.
+        epochs (passes over the texts): may be a fraction.
+        learning_rate: the highest of its cosine schedule.
+        batch_size (texts): in one forward and backward pass of a process.
+        gradient_accumulation_steps (passes): before each step of the optimiser.
+        max_length (tokens): a prompt with its answer is cut off there.
+        bf16: train in mixed precision: float32 weights, bfloat16 products.
     """
 
     enabled: bool = True
@@ -77,20 +85,26 @@ class HeadConfig:
     """The acceptance head and its fit.
 
     Args:
-        inputs, num_blocks, tied, rank: of `AcceptanceHead`.
+        inputs: `"before"` judges a candidate by the state that produced q, before the draft reads the candidate;
+            `"after"` is the paper's head, which reads the state at the candidate.
+        num_blocks (layers): residual blocks of an `"after"` head.
+        tied: whether these blocks share their weights, as in the released code.
+        rank (dimensions): of a `"before"` head's low-rank correction.
         label: `"sampled"` is the paper's min(1, p(y)/q(y)) of the drawn token; `"analytic"` is sum min(p, q).
-        rejection_weight: w_rej of the weighted BCE (paper: 6). 1 leaves the estimates as they are; more makes the head
+        rejection_weight: weight w_rej of the BCE (paper: 6). 1 leaves the estimates as they are; more makes the head
             wary, which the calibration then takes back from its average.
-        mixing: share of the positions where the draft reads the target's token instead of its own (paper: 0.15).
-        siblings: candidates drawn without replacement at each position (`inputs="before"`). Trees ask about siblings;
+        mixing (share of positions): there the draft reads the target's token instead of its own (paper: 0.15).
+        siblings (candidates): drawn without replacement at each position (`inputs="before"`). Trees ask about siblings;
             for chains 1 is enough.
+        dropout (share of inputs): of the hidden states, left out at random while a `"before"` head is fitted: what few
+            texts teach does not carry over to others without it.
         temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
-        top_k: of p and q in the labels, by default that of the rollouts.
-        dropout: of the hidden states while the head is fitted (`inputs="before"`): what few texts teach does not carry
-            over to others without it.
-        epochs, learning_rate, batch_size: of the training loop (paper: 3, 5e-5, 32); a batch is of texts. The network
-            on the scalars (`inputs="before"`) has ten times the rate.
-        max_texts: fit on so many of the texts, chosen by `seed`; on all by default. A head needs fewer than a draft.
+        top_k (tokens): how many p and q keep in the labels, by default as many as in the rollouts.
+        epochs (passes over the texts): may be a fraction (paper: 3).
+        learning_rate: the highest of its cosine schedule (paper: 5e-5). The network on the scalars (`inputs="before"`)
+            has ten times the rate.
+        batch_size (texts): in one step (paper: 32).
+        max_texts (texts): fit on so many, chosen by `seed`; on all by default. A head needs fewer than a draft.
         learning_curve: also fit heads on a quarter and a half of the texts, for the card: would more data help?
     """
 
@@ -119,7 +133,7 @@ class EvalConfig:
     Args:
         data: JSON Lines files with prompts, or `datasets` ids; each is a test set, reported by its name. Prompts that
             are in one are never trained on.
-        max_prompts: most prompts of each, chosen by `seed`; all by default.
+        max_prompts (prompts): the most taken of each, chosen by `seed`; all by default.
         compare: `work_dir` of another run whose evaluation the card shows beside this one's, such as the paper's
             setting on the same test sets.
     """
@@ -139,9 +153,10 @@ class TrainingConfig:
         draft: Hub id or folder of an independent draft; by default an early exit after `layers`.
         layers: of the early exit: a number of first layers, or ascending indices.
         dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
-        target_id, target_revision: what the published config says in place of `target`: its Hub id and commit, where
-            training read a local copy.
-        draft_id, draft_revision: the same for `draft`.
+        target_id: what the published config names in place of `target`, where that is a local copy.
+        target_revision: commit of `target_id`.
+        draft_id: what the published config names in place of `draft`, where that is a local copy.
+        draft_revision: commit of `draft_id`.
         speculation: what users of the repository speculate with unless they choose: fields of `SpeculationConfig`. By
             default `threshold` at its best value here, for an early exit `throughput`.
         seed: of everything random.
