@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation import attached
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import PassSeconds, SpeculationStats
 from hf_specdecpp.generation.unattached import DraftOutput, DraftState, draft_round
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
@@ -80,7 +80,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.merge_adapter = True
         self.draft_vocab = draft_vocab
         # Measured once per target: what the verdict compares with.
-        self.plain_pass_seconds: WeakKeyDictionary[CausalLM, float] = WeakKeyDictionary()
+        self.pass_seconds: WeakKeyDictionary[CausalLM, PassSeconds | None] = WeakKeyDictionary()
         self.throughput = ThroughputMemory()
         self.last_tree: DrawnTree | None = None
         if head is not None and drafter is not None:

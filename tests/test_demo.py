@@ -10,8 +10,10 @@ from support.models import tiny
 from support.repos import save_model
 from typer.testing import CliRunner
 
+from hf_specdecpp import demo
 from hf_specdecpp.cli import app
 from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation.stats import PassSeconds
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
 
@@ -35,6 +37,18 @@ def test_demo_compares_and_reports(target: str, mode: list[str]) -> None:
         assert part in result.output
     assert result.output.count("equal: all 12 tokens") == (0 if mode else 2)
     assert "24 in" in result.output
+
+
+def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that were timed at another moment, here a thousand times too fast, do not decide."""
+    seen = []
+    monkeypatch.setattr(demo, "_report", lambda stats, seconds, _: seen.append((stats, seconds)))
+    monkeypatch.setattr(decoding.AssistedDecoding, "_time_passes", lambda *_: PassSeconds(2e-6, 1e-6))
+    result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS])
+    assert result.exit_code == 0, result.output
+    [(stats, seconds)] = seen
+    assert stats.speedup == pytest.approx(seconds["plain"] / seconds["assisted"], rel=0.5)  # prompts are left out
+    assert stats.same_pass_speedup == pytest.approx(stats.speedup / 2)
 
 
 def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ class AttachedMixin:
             model_kwargs=model_kwargs,
         )
         assistant_model.stats = generator.stats
-        output, assistant_model.plain_pass_seconds[self] = assisted_decoding(
+        output, assistant_model.pass_seconds[self] = assisted_decoding(
             self,
             input_ids,
             generator,
@@ -150,7 +150,7 @@ class AttachedMixin:
             generation_config,
             streamer,
             model_kwargs,
-            assistant_model.plain_pass_seconds.get(self),
+            assistant_model.pass_seconds.get(self),
         )
         return output
 

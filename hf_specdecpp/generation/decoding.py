@@ -8,7 +8,9 @@ where it ends; scores, hidden states and attentions belong to the token they are
 from __future__ import annotations
 
 import time
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.refusals import check_inputs
+from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.cpu_products import fast_linear
@@ -29,8 +32,8 @@ from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
-# How many plain target passes are timed, after the first answer for a target, so that the verdict can compare.
-PLAIN_PASSES = 3
+# How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
+TIMED_PASSES = 3
 
 
 class AssistedDecoding:
@@ -66,22 +69,25 @@ class AssistedDecoding:
         self.cached = 0  # tokens in the cache after the last whole round, those of an earlier turn included
 
     def run(
-        self, input_ids: Tensor, plain_pass_seconds: float | None
-    ) -> tuple[Tensor | GenerateDecoderOnlyOutput, Any]:
+        self, input_ids: Tensor, pass_seconds: PassSeconds | None
+    ) -> tuple[Tensor | GenerateDecoderOnlyOutput, PassSeconds | None]:
         """Generate.
 
         Args:
             input_ids: `[1, length]`.
-            plain_pass_seconds: what one target pass over one token takes, if known; else it is measured at the end.
+            pass_seconds: what one target pass over one token takes, if known; else it is measured before the first
+                round.
 
         Returns:
-            What `generate()` returns, and the plain pass's time.
+            What `generate()` returns, and the pass's time.
         """
         begin = time.perf_counter()
         input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = self._since(begin)
         drafter = self.generator.session.drafter
         try:
+            if pass_seconds is None and not finished:
+                pass_seconds = self._time_passes(input_ids)
             with fast_linear(self.target, drafter.model, drafter):
                 while not finished:
                     begin = time.perf_counter()
@@ -94,10 +100,8 @@ class AssistedDecoding:
             raise
         if self.streamer is not None:
             self.streamer.end()
-        if plain_pass_seconds is None and self.stats.rounds > 0:
-            plain_pass_seconds = self._time_plain_pass(input_ids)
-        self.stats.plain_pass_seconds = plain_pass_seconds
-        return self._output(input_ids), plain_pass_seconds
+        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = pass_seconds or (None, None)
+        return self._output(input_ids), pass_seconds
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
@@ -254,13 +258,20 @@ class AssistedDecoding:
             if layer.get_seq_length() > self.cached:
                 layer.crop(self.cached - layer.get_seq_length())
 
-    def _time_plain_pass(self, input_ids: Tensor) -> float:
-        """Seconds of one target pass as plain `generate()` does it, mean of a few. Leaves the cache as it was."""
-        begin = time.perf_counter()
-        for _ in range(PLAIN_PASSES):
-            outputs = self.target(**self._chain_inputs(input_ids, []), return_dict=True)
-            outputs.past_key_values.crop(-1)
-        return self._since(begin) / PLAIN_PASSES
+    def _time_passes(self, input_ids: Tensor) -> PassSeconds:
+        """One target pass over the last token, with its own products and with ours in turns: medians.
+
+        Plain `generate()` makes this very pass, so the text has room for it. Leaves the cache as it was.
+        """
+        times: dict[str, list[float]] = {"plain": [], "same": []}
+        for _ in range(TIMED_PASSES):
+            for name, products in (("plain", nullcontext), ("same", partial(fast_linear, self.target))):
+                begin = time.perf_counter()
+                with products():
+                    outputs = self.target(**self._chain_inputs(input_ids, []), return_dict=True)
+                times[name].append(self._since(begin))
+                outputs.past_key_values.crop(-1)
+        return PassSeconds(median(times["plain"]), median(times["same"]))
 
     def _since(self, begin: float) -> float:
         if self.target.device.type != "cpu":
@@ -288,12 +299,12 @@ def assisted_decoding(
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
-    plain_pass_seconds: float | None,
-) -> tuple[Tensor | GenerateDecoderOnlyOutput, float | None]:
+    pass_seconds: PassSeconds | None,
+) -> tuple[Tensor | GenerateDecoderOnlyOutput, PassSeconds | None]:
     """Check the inputs and run `AssistedDecoding`."""
     check_inputs(input_ids, model_kwargs)
     decoding = AssistedDecoding(target, generator, stopping_criteria, generation_config, streamer, model_kwargs)
-    return decoding.run(input_ids, plain_pass_seconds)
+    return decoding.run(input_ids, pass_seconds)
 
 
 def _extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from hf_specdecpp.trees.tree import DraftTree
+
+PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of one target pass over a single token.
+
+    Attributes:
+        plain: as plain `generate()` makes it.
+        same: with the CPU products and packed weights that an assistant's passes run on.
+    """
+
+    plain: float
+    same: float
 
 
 @dataclass
@@ -29,7 +43,9 @@ class SpeculationStats:
         draft_seconds: drafting, the draft's pass over the prompt included.
         target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`).
         overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
-        plain_pass_seconds: one target pass over a single token, measured; `None` if it was not.
+        plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
+            was not.
+        same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
     """
@@ -52,6 +68,7 @@ class SpeculationStats:
     prompt_seconds: float = 0.0
     overhead_seconds: float = 0.0
     plain_pass_seconds: float | None = None
+    same_pass_seconds: float | None = None
     complete: bool = True
 
     def record_round(self, num_drafted: int, num_accepted: int) -> None:
@@ -134,43 +151,54 @@ class SpeculationStats:
         The estimate takes the measured time of a plain pass for every token and nothing for plain decoding's own
         overhead, so it errs against the assistant.
         """
+        return self._speed_over(self.plain_pass_seconds)
+
+    @property
+    def same_pass_speedup(self) -> float | None:
+        """The same relative to plain `generate()` on the assistant's own passes: what speculation itself gains."""
+        return self._speed_over(self.same_pass_seconds)
+
+    def _speed_over(self, pass_seconds: float | None) -> float | None:
         spent = self.draft_seconds + self.target_seconds + self.overhead_seconds
         plain_tokens = self.generated - self.plain_passes
-        if self.plain_pass_seconds is None or plain_tokens <= 0 or spent <= 0:
+        if pass_seconds is None or plain_tokens <= 0 or spent <= 0:
             return None
-        return plain_tokens * self.plain_pass_seconds / spent
+        return plain_tokens * pass_seconds / spent
 
     @property
     def verdict(self) -> str:
-        """One or two sentences: did it pay, and if not, why not."""
+        """A few sentences: did speculation pay, and if not, why not; and what faster passes alone give."""
         if self.rounds == 0:
             return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
-        if self.speedup is None:
+        if self.speedup is None or self.same_pass_speedup is None:
             return (
                 f"{self.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
                 "measured: attach the assistant to the target (assistant.attach(model))."
             )
+        gain, passes = self.same_pass_speedup, self.speedup / self.same_pass_speedup
+        faster_passes = not LOSES < passes < PAYS
+        plain = "plain generate() with the same passes" if faster_passes else "plain generate()"
+        products = f" {_share_of_passes(passes, self.speedup)}" if faster_passes else ""
         if 2 * self.idle_rounds > self.rounds:
             return (
                 f"Speculating does not pay here, so the rule stopped: {self.idle_rounds} of {self.rounds} passes "
-                f"without candidates, about {self.speedup:.2f} times the speed of plain generate()"
-                f"{', since the passes themselves are faster' if self.speedup >= 1.03 else ''}."
+                f"without candidates, about {gain:.2f} times the speed of {plain}.{products}"
             )
-        if self.speedup >= 1.03:
+        if gain >= PAYS:
             return (
-                f"It pays: about {self.speedup:.2f} times the speed of plain generate(), "
-                f"{self.tokens_per_pass:.2f} tokens per target pass."
+                f"It pays: about {gain:.2f} times the speed of {plain}, {self.tokens_per_pass:.2f} tokens per target "
+                f"pass.{products}"
             )
-        how = "about as fast as" if self.speedup >= 0.97 else f"it runs at about {self.speedup:.2f} times the speed of"
-        return f"It does not pay: {how} plain generate(). {self._why_not()}"
+        how = "about as fast as" if gain > LOSES else f"it runs at about {gain:.2f} times the speed of"
+        return f"It does not pay: {how} {plain}.{products} {self._why_not()}"
 
     def _why_not(self) -> str:
-        unit = self.rounds * (self.plain_pass_seconds or 1.0)
+        unit = self.rounds * (self.same_pass_seconds or 1.0)
         draft, verify, overhead = (
             seconds / unit for seconds in (self.draft_seconds, self.target_seconds, self.overhead_seconds)
         )
         reason = (
-            f"A round costs {draft + verify + overhead:.2f} plain passes (drafting {draft:.2f}, verifying "
+            f"A round costs {draft + verify + overhead:.2f} passes over one token (drafting {draft:.2f}, verifying "
             f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + self.accepted / self.rounds:.2f} tokens: "
             f"{self.acceptance_rate:.0%} of the candidates are accepted. "
         )
@@ -193,13 +221,16 @@ class SpeculationStats:
         for item in fields(self):
             setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.complete = self.complete and other.complete
-        if self.plain_pass_seconds is not None and other.plain_pass_seconds is not None:
-            weights = self.generated, other.generated
-            weighted = weights[0] * self.plain_pass_seconds + weights[1] * other.plain_pass_seconds
-            total.plain_pass_seconds = _ratio(weighted, sum(weights)) or self.plain_pass_seconds
-        else:
-            total.plain_pass_seconds = None
+        for name in ("plain_pass_seconds", "same_pass_seconds"):
+            setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))
         return total
+
+    def _mean_with(self, other: SpeculationStats, own: float | None, others: float | None) -> float | None:
+        """The mean by tokens of a time that both calls may know."""
+        if own is None or others is None:
+            return None
+        weighted = self.generated * own + other.generated * others
+        return _ratio(weighted, self.generated + other.generated) or own
 
     def __str__(self) -> str:
         rows = [
@@ -239,6 +270,15 @@ class SpeculationStats:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
+
+
+def _share_of_passes(passes: float, speedup: float) -> str:
+    """What the CPU products alone give, and whether that is most of the speed of products and speculation together."""
+    most = ", most of which comes from the products" if passes >= PAYS and passes * passes > speedup else ""
+    return (
+        f"The CPU products alone run at {passes:.2f} times the speed of plain generate() as it is, with speculation "
+        f"it is {speedup:.2f} times{most}."
+    )
 
 
 def _one_at(index: int) -> list[int]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from support.models import Rounds, assistant_for, prompt, tiny
 
 from hf_specdecpp import SpeculationStats
+from hf_specdecpp.generation import decoding
 
 
 def made(**values: object) -> SpeculationStats:
-    """Ten rounds of four candidates, half of them accepted; a plain pass takes 0.1 s."""
-    stats = SpeculationStats(plain_passes=1, plain_pass_seconds=0.1, draft_seconds=0.2, target_seconds=1.2)
+    """Ten rounds of four candidates, half of them accepted; a plain pass takes 0.1 s with all products."""
+    stats = SpeculationStats(plain_passes=1, draft_seconds=0.2, target_seconds=1.2)
+    stats.plain_pass_seconds = stats.same_pass_seconds = 0.1
     for _ in range(10):
         stats.record_round(4, 2)
     stats.generated = stats.accepted + stats.rounds + stats.plain_passes
@@ -62,6 +68,7 @@ def test_times_add_up_and_are_those_of_this_call() -> None:
     for stats in (first, assistant.stats):
         assert min(stats.prompt_seconds, stats.draft_seconds, stats.target_seconds, stats.overhead_seconds) > 0
     assert assistant.stats.plain_pass_seconds == first.plain_pass_seconds  # measured once a target
+    assert assistant.stats.same_pass_seconds == first.same_pass_seconds
 
 
 def test_rates() -> None:
@@ -84,10 +91,58 @@ def test_rates() -> None:
         ({"overhead_seconds": 3.0}, "too fast for the overhead"),
         ({"target_seconds": 2.8}, "about as fast as plain"),
         ({"plain_pass_seconds": None}, "was not measured"),
+        ({"same_pass_seconds": 0.05}, "It pays: about 1.07 times the speed of plain generate() with the same passes"),
+        ({"same_pass_seconds": 0.05}, "The CPU products alone run at 2.00 times the speed of plain generate()"),
+        ({"same_pass_seconds": 0.05}, "with speculation it is 2.14 times, most of which comes from the products."),
+        ({"same_pass_seconds": 0.08}, "The CPU products alone run at 1.25 times"),
+        ({"same_pass_seconds": 0.04}, "It does not pay: it runs at about 0.86 times the speed of plain"),
+        ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "alone run at 0.50 times"),
     ],
 )
 def test_verdict_names_the_reason(values: dict[str, object], says: str) -> None:
     assert says in made(**values).verdict
+
+
+def test_faster_passes_are_named_only_where_they_differ() -> None:
+    assert "products" not in made().verdict
+    assert "products" not in made(same_pass_seconds=0.099).verdict
+    assert "most of which" not in made(same_pass_seconds=0.08).verdict
+
+
+def test_the_passes_are_timed_with_and_without_our_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first round, on the very pass that plain generation makes, in turns; the cache stays as it was."""
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    seen: list[tuple[int, int, bool]] = []  # tokens in the cache, tokens read, our products
+    inside = [False]
+
+    @contextmanager
+    def products(*_: Any) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def watch(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        seen.append((kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"].shape[1], inside[0]))
+
+    monkeypatch.setattr(decoding, "fast_linear", products)
+    with target.register_forward_pre_hook(watch, with_kwargs=True):
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False)
+        length, timed = prompt().shape[1], 2 * decoding.TIMED_PASSES
+        assert seen[1 : 1 + timed] == [(length, 1, False), (length, 1, True)] * decoding.TIMED_PASSES
+        assert seen[1 + timed] == (length, 5, True)
+        assert len(seen) == assistant.stats.target_passes + timed
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False)
+    assert len(seen) == 2 * assistant.stats.target_passes + timed
+
+
+def test_a_text_that_fills_the_positions_is_finished() -> None:
+    """Plain generation returns one token more than there are positions; so must ours, while it times passes, too."""
+    target = tiny("gpt2", n_positions=24)
+    plain = target.generate(prompt(), max_length=25, do_sample=False)
+    assisted = target.generate(prompt(), assistant_model=assistant_for(target), max_length=25, do_sample=False)
+    assert plain.shape[1] == 25
+    assert assisted.tolist() == plain.tolist()
 
 
 def test_nothing_drafted() -> None:
@@ -105,6 +160,7 @@ def test_sum_of_two_calls() -> None:
     assert (total.rounds, total.drafted, total.accepted) == (21, 86, 46)
     assert total.drafted_at == [21, 21, 21, 21, 1, 1]
     assert total.plain_pass_seconds == pytest.approx(0.1)
+    assert (made() + made(same_pass_seconds=0.05)).same_pass_seconds == pytest.approx(0.075)
     assert (made() + made(plain_pass_seconds=None)).speedup is None
     assert not (made() + made(complete=False)).complete
 

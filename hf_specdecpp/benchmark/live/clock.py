@@ -69,7 +69,9 @@ class RoundClock:
         Args:
             ids: the whole text, prompt included.
         """
-        passes = [each for each in self.passes if max(each.cached + 1, prompt_length) < len(ids)]  # others led nowhere
+        cached = [*[each.cached for each in self.passes], len(ids) - 1]
+        # Others led nowhere: passes that are only timed are made again.
+        passes = [each for each, later in zip(self.passes, cached[1:], strict=True) if each.cached < later]
         # All of the text but its last token is in the cache when a pass begins, the prompt's aside.
         lengths = [prompt_length, *[each.cached + 1 for each in passes[1:]], len(ids)]
         rounds, ended = [], self.entered
