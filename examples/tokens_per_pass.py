@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_specdecpp.benchmark.intervals import ratio_of_sums
+from hf_specdecpp.intervals import ratio_of_sums
 
 BEGIN, END = "<!-- tokens per pass: begin -->", "<!-- tokens per pass: end -->"
 LEADS = [

@@ -7,19 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # no display; before pyplot is imported
-
-from matplotlib import pyplot as plt
-
 from hf_specdecpp.benchmark.contestants import PLAIN
 from hf_specdecpp.benchmark.replay.sweep import FIXED, INFORMED
 from hf_specdecpp.benchmark.summary import best_of_families, overall
-
-# Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
+from hf_specdecpp.plotting import COLOURS, MARKERS, new_figure, save
 
 
 def plot_all(results: dict[str, Any], folder: Path) -> None:
@@ -40,7 +31,7 @@ def plot_all(results: dict[str, Any], folder: Path) -> None:
 def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
     """The best setting of each family: median speed relative to plain generation with its interval."""
     best = [row for row in best_of_families(rows) if row["contestant"] != PLAIN.name][::-1]
-    figure, axes = plt.subplots(figsize=(7.5, 1.2 + 0.36 * len(best)), layout="constrained")
+    figure, axes = new_figure(7.5, 1.2 + 0.36 * len(best))
     speeds = [row["speedup"] for row in best]
     lows = [max(row["speedup"] - row["interval"][0], 0.0) for row in best]
     highs = [max(row["interval"][1] - row["speedup"], 0.0) for row in best]
@@ -51,12 +42,12 @@ def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
     axes.set(
         xlabel="speed relative to plain generate(), median of prompts", title=f"Best setting of each rule ({mode})"
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Discard over verification rate, a line a rule, and the front of all rules (SpecDec++, figure 4)."""
-    figure, axes = plt.subplots(figsize=(7.5, 5.5), layout="constrained")
+    figure, axes = new_figure(7.5, 5.5)
     families: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row["setting"] is not None:
@@ -73,12 +64,12 @@ def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     axes.set_ylim(0, min(axes.get_ylim()[1], 2.5))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="down and left is better")
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_budgets(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
     """Tokens per target pass over candidates a round."""
-    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    figure, axes = new_figure(7, 5)
     families: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         families[row["family"]].append((row["drafted_per_round"], row["tokens_per_pass"]))
@@ -88,13 +79,13 @@ def plot_budgets(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
     axes.set(xlabel="candidates a round", ylabel="tokens per target pass", title=f"What a budget yields ({mode})")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_times(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
     """What the time of a token goes into, for the best setting of each family."""
     best = best_of_families(rows)[::-1]
-    figure, axes = plt.subplots(figsize=(7.5, 1.4 + 0.36 * len(best)), layout="constrained")
+    figure, axes = new_figure(7.5, 1.4 + 0.36 * len(best))
     left = [0.0] * len(best)
     for part, colour in zip(("prompt", "draft", "target", "rest"), COLOURS, strict=False):
         widths = [1e3 * row["time"][part] / row["tokens_per_second"] for row in best]
@@ -104,7 +95,7 @@ def plot_times(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
         xlabel="milliseconds a token (of contestants not ours, the rest includes drafting)", title=f"Time ({mode})"
     )
     axes.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -114,10 +105,3 @@ def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         if not front or point[1] < front[-1][1]:
             front.append(point)
     return front
-
-
-def _save(figure: plt.Figure, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
-    plt.close(figure)
-    temporary.replace(path)

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN
-from hf_specdecpp.benchmark.intervals import ratio_of_sums
 from hf_specdecpp.benchmark.summary import best_of_families, measured_ratio, overall, verdict
+from hf_specdecpp.intervals import ratio_of_sums
 
 WIDTH = 100
 

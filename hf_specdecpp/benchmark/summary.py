@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
-from hf_specdecpp.benchmark.intervals import median_of_ratios
+from hf_specdecpp.intervals import median_of_ratios
 
 ALL = "all"  # the sets together
 PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_specdecpp.benchmark.intervals import ratio_of_sums
 from hf_specdecpp.benchmark.replay.oracle import oracle
 from hf_specdecpp.benchmark.replay.record import MAX_TOKENS
 from hf_specdecpp.benchmark.replay.tracks import Outcomes, Track, judge, replay_all
@@ -17,6 +16,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json
 from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.intervals import ratio_of_sums
 from hf_specdecpp.throughput.chains import ThroughputState, settings_of
 
 LENGTHS = range(1, 15)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hf_specdecpp.benchmark.intervals import Floats
 from hf_specdecpp.benchmark.replay.record import Candidates, Record
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.intervals import Floats
 
 
 @dataclass(slots=True)

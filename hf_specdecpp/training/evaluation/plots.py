@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # no display; before pyplot is imported
-
-from matplotlib import pyplot as plt
 from torch import Tensor
 
+from hf_specdecpp.plotting import COLOURS, MARKERS, new_figure, save
 from hf_specdecpp.training.metrics import Outcome, reliability
-
-# Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "x", "P")
 
 
 def plot_curves(curves: Mapping[str, Sequence[Outcome]], path: Path, title: str) -> None:
     """Discard rate over verification rate, a line a rule. Down and left is better."""
-    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    figure, axes = new_figure(7, 5)
     for (name, points), colour, marker in zip(curves.items(), COLOURS, MARKERS, strict=False):
         x, y = [point.verification_rate for point in points], [point.discard_rate for point in points]
         width = 2.2 if name == "head" else 1.2
@@ -30,12 +22,12 @@ def plot_curves(curves: Mapping[str, Sequence[Outcome]], path: Path, title: str)
     axes.set_ylabel("discard rate: discarded candidates per generated token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="stopping rule (down and left is better)")
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_reliability(estimates: Mapping[str, Tensor], label: Tensor, path: Path, title: str) -> None:
     """Mean acceptance over mean estimate in ten bins, an estimator a line. On the diagonal is calibrated."""
-    figure, axes = plt.subplots(figsize=(5.5, 5.5), layout="constrained")
+    figure, axes = new_figure(5.5, 5.5)
     axes.plot([0, 1], [0, 1], color="#999999", linestyle="--", linewidth=1, label="calibrated")
     for (name, estimate), colour, marker in zip(estimates.items(), COLOURS, MARKERS, strict=False):
         _, predicted, observed, _ = reliability(estimate, label, bins=10)
@@ -44,11 +36,4 @@ def plot_reliability(estimates: Mapping[str, Tensor], label: Tensor, path: Path,
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def _save(figure: plt.Figure, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
-    plt.close(figure)
-    temporary.replace(path)
+    save(figure, path)

@@ -1,0 +1,28 @@
+"""How the pictures of training and benchmarks look, and how they are written. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # no display; before pyplot is imported
+
+from matplotlib import pyplot as plt
+
+# Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")
+MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
+
+
+def new_figure(width: float, height: float) -> tuple[plt.Figure, plt.Axes]:
+    """A figure of that many inches with one pair of axes."""
+    return plt.subplots(figsize=(width, height), layout="constrained")
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """Write a figure as PNG, whole or not at all, and close it."""
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
+    temporary.replace(path)
