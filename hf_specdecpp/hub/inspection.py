@@ -16,6 +16,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.hub import repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, Repository
+from hf_specdecpp.models import adapters
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
@@ -97,7 +98,7 @@ def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, b
         (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
         (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
         (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
-        (ADAPTER, bool(promised.adapter), lambda: _read_any(folder / ADAPTER)),
+        (ADAPTER, bool(promised.adapter), lambda: _read_adapter(folder / ADAPTER_FOLDER)),
     ]
 
 
@@ -128,12 +129,20 @@ def _read_draft_vocab(config: SpecDecPPConfig, folder: Path) -> str:
 
 
 def _read_adapter_config(path: Path) -> str:
-    adapter = files.read_json(path)
-    if not isinstance(adapter, dict) or not adapter.get("peft_type"):
-        raise ValueError(f"{path} names no peft_type, so it is not of a PEFT adapter. Save the adapter again.")
+    adapter = adapters.read_adapter_config(path)
     modules = adapter.get("target_modules")
     where = ", ".join(sorted(map(str, modules))) if isinstance(modules, list) else str(modules)
     return f"{adapter['peft_type']}, rank {adapter.get('r')}, on {where}"
+
+
+def _read_adapter(folder: Path) -> str:
+    try:
+        adapters.read_adapter_config(folder / ADAPTER_FILES[0])
+    except (ValueError, OSError):  # reported with that file
+        return _read_any(folder / ADAPTER_FILES[1])
+    adapter = adapters.read_adapter(folder)
+    numbers = sum(lora.a.numel() + lora.b.numel() for lora in adapter.loras.values())
+    return f"{numbers:,} numbers for {len(adapter.loras)} modules"
 
 
 def _read_any(path: Path) -> str:

@@ -1,101 +1,259 @@
-"""Give a draft its PEFT adapter."""
+"""Give a draft its LoRA adapter, from the files that PEFT writes.
+
+An adapter may come from anybody, and a draft may share its tensors with the target, which nothing may change. Some
+kinds of LoRA (KaSA, PiSSA, OLoRA, ...) overwrite the model's own weights while PEFT builds them. Here nothing of a
+model is written to: two small matrices for each module are read and checked, and go into new tensors and modules.
+"""
 
 from __future__ import annotations
 
-import copy
-import warnings
+import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_specdecpp.files import load_tensors, read_json
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import copy_sharing
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-# Ways to begin that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
+
+# What we read, and what says nothing about a trained adapter: its tensors name the modules that it is for and show
+# their ranks, and the type of a module shows whether its weight is transposed. Every other field must be unset.
+FIELDS = {
+    "peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "target_modules", "bias",
+    "init_lora_weights",
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern",
+    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "task_type",
+}  # fmt: skip
+# Ways to begin training that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
+STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Lora:
+    """What an adapter adds to the weight of one module: scaling * B A.
+
+    Attributes:
+        a: `[rank, in]`, for an embedding `[rank, number of tokens]`.
+        b: `[out, rank]`.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A and scaling * B."""
+        return self.a.to(device, dtype), self.scaling * self.b.to(device, dtype)
+
+
+@dataclass
+class Adapter:
+    """The contents of an adapter's folder.
+
+    Attributes:
+        config: `adapter_config.json`.
+        loras: by the names of the modules, such as `"model.layers.0.self_attn.q_proj"`.
+        others: further tensors of the file, by their full names.
+    """
+
+    config: dict[str, Any]
+    loras: dict[str, Lora]
+    others: dict[str, Tensor]
+
+
+class LoraLinear(nn.Module):
+    """A linear layer of any kind, quantised too, with a LoRA adapter beside it."""
+
+    def __init__(self, base_layer: nn.Module, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = base_layer, _linear(a), _linear(b)
+
+    @property
+    def weight(self) -> Any:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.base_layer(x)
+        return output + self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))).to(output.dtype)
 
 
 def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
-    """The model with the adapter of `folder`, for inference.
+    """A copy of the model, sharing its tensors, with the adapter of `folder` for inference.
 
-    With `merge` the adapter is added to the weights, of which those that change are copied first, so that tensors
-    shared with a target keep their values. Without it the adapter stays beside them: slower, but no copies.
+    With `merge` the weights that the adapter changes are new ones. Without it the adapter stays beside them: slower,
+    but no copies. Embeddings and the LM head are merged in either case, quantised layers in neither.
 
     Raises:
-        ValueError: the adapter does not fit the model, or would overwrite weights that a target may share.
+        ValueError: the adapter is not ordinary LoRA, is damaged, or does not fit the model.
     """
     if hasattr(model, "peft_config"):
         raise ValueError(
             "The draft already has a PEFT adapter, and a second one on top would not be what it was trained as. Merge "
             "the first: model.merge_and_unload()."
         )
-    _check_kind(folder)
-    stored = load_tensors(folder / ADAPTER_FILES[1])
-    if not merge:
-        model = copy_sharing(model)
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-        config.inference_mode = True
-        with warnings.catch_warnings():
-            # peft 0.21 reads what transformers 5.23 deprecates: nothing that a user could do anything about.
-            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
-            adapted = PeftModel(model, config, autocast_adapter_dtype=False)
-    finally:
-        for parameter, flag in flags:  # PEFT freezes them, but they may be a target's
-            parameter.requires_grad_(flag)
-    _load(adapted, stored, folder)
-    if not merge:
-        return adapted.get_base_model().eval()
-    for module in adapted.modules():
-        if isinstance(module, BaseTunerLayer):
-            base = module.get_base_layer()
-            for name, parameter in list(base.named_parameters(recurse=False)):
-                # A new object: an assignment to the old one's `.data` would reach the target.
-                setattr(base, name, copy.deepcopy(parameter))
-    return adapted.merge_and_unload().eval()
+    adapter = read_adapter(folder)
+    _check_fit(adapter, model, folder)
+    adapted = copy_sharing(model)
+    head = adapted.get_output_embeddings()
+    for name, lora in adapter.loras.items():
+        module = adapted.get_submodule(name)
+        weight = module.weight
+        if type(weight) is not nn.Parameter or weight.dtype not in ORDINARY:
+            adapted.set_submodule(name, LoraLinear(module, *lora.to(weight.device, model.dtype)))
+        elif merge or isinstance(module, nn.Embedding) or module is head:
+            module.weight = _merged(module, lora)
+        else:
+            adapted.set_submodule(name, LoraLinear(module, *lora.to(weight.device, weight.dtype)))
+    return adapted.eval()
 
 
-def _check_kind(folder: Path) -> None:
-    """Raise `ValueError` unless the adapter adds to a model and leaves the model's own weights as they are."""
-    path = folder / ADAPTER_FILES[0]
+def read_adapter(folder: Path) -> Adapter:
+    """The adapter of `folder`.
+
+    Raises:
+        ValueError: it is not ordinary LoRA, or a file is damaged.
+    """
+    config = read_adapter_config(folder / ADAPTER_FILES[0])
+    path = folder / ADAPTER_FILES[1]
+    halves: dict[str, dict[str, Tensor]] = {}
+    others = {}
+    for stored, tensor in load_tensors(path).items():
+        if match := STORED_NAME.fullmatch(stored):
+            halves.setdefault(match[1], {})[match[2] or match[3]] = tensor
+        else:
+            others[stored] = tensor
+    return Adapter(config, {name: _pair(name, half, config, path) for name, half in halves.items()}, others)
+
+
+def read_adapter_config(path: Path) -> dict[str, Any]:
+    """Parse an `adapter_config.json`.
+
+    Raises:
+        ValueError: it does not describe an ordinary LoRA adapter, or a value is of the wrong kind.
+    """
     config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only.")
-    bias, init = config.get("bias", "none"), config.get("init_lora_weights")
-    if bias != "none" or init not in HARMLESS_INITS:
+    odd = {name: value for name, value in config.items() if name not in FIELDS and value}
+    for name, harmless in (("bias", ("none", None)), ("init_lora_weights", HARMLESS_INITS)):
+        if config.get(name) not in harmless:
+            odd[name] = config[name]
+    if odd:
+        settings = ", ".join(f"{name}={str(value)[:40]}" for name, value in odd.items())
         raise ValueError(
-            f"{path} has bias={bias!r} and init_lora_weights={init!r}, so loading the adapter overwrites the model's "
-            "own weights, which a draft may share with its target. Use one with bias='none' and the usual "
-            "initialisation, or merge it, save that model (merge_and_unload) and make it an independent draft."
+            f"{path} has {settings}, so it is more than an ordinary LoRA adapter, or overwrites the model's own "
+            "weights, which a draft may share with its target. Use one with bias='none' and the usual initialisation, "
+            "or merge it, save that model (merge_and_unload) and make it an independent draft."
         )
+    _check_numbers(config, path)
+    return config
 
 
-def _load(adapted: PeftModel, stored: dict[str, Tensor], folder: Path) -> None:
-    """Fill the adapter. Only what is the adapter's: PEFT would take values for the model's own weights, too."""
-    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    own = adapted.state_dict()
-    # PEFT stores the embeddings as they are beside an adapter on them.
-    copies = {name for name, tensor in stored.items() if name in own and _equal(own[name], tensor)}
-    odd = sorted((set(stored) ^ set(expected)) - (copies - set(expected)))
-    name = type(adapted.get_base_model()).__name__
+def _check_numbers(config: dict[str, Any], path: Path) -> None:
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in pattern):
+            raise ValueError(
+                f"{path} has {name}={str(pattern)[:80]}; it must map names of modules to numbers. Regular expressions "
+                "are not read, since one from a stranger can take for ever."
+            )
+    ranks, alphas = ([config.get(one, 8), *(config.get(more) or {}).values()] for one, more in (
+        ("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")
+    ))  # fmt: skip
+    if not all(type(rank) is int and rank > 0 for rank in ranks):
+        raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1.")
+    if not all(type(alpha) in (int, float) and abs(alpha) < 2**31 for alpha in alphas):
+        raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number.")
+
+
+def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path) -> Lora:
+    """The two matrices of a module, with their scaling."""
+    shapes = {which: list(tensor.shape) for which, tensor in half.items()}
+    if set(half) != {"A", "B"} or not half["A"].dim() == half["B"].dim() == 2 or shapes["A"][0] != shapes["B"][1]:
+        raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. Download or save it again.")
+    a, b, rank = half["A"], half["B"], shapes["A"][0]
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise ValueError(f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers.")
+    if rank not in (config.get("r", 8), *(config.get("rank_pattern") or {}).values()):
+        raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}.")
+    alpha = config.get("lora_alpha", 8)
+    alphas = config.get("alpha_pattern") or {}
+    if fitting := [key for key in _suffixes(name) if key in alphas]:
+        alpha = alphas[min(fitting, key=list(alphas).index)]  # the first that fits, as in PEFT
+    return Lora(a, b, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
+    """Raise `ValueError` unless every tensor has its place, and no module that the adapter is for lacks its own."""
+    modules = dict(model.named_modules())
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    wanted = adapter.config.get("target_modules")
+    odd = sorted(set(adapter.loras) - set(modules))
+    if isinstance(wanted, list) and not any(adapter.config.get(n) for n in ("exclude_modules", "layers_to_transform")):
+        listed = set(map(str, wanted))
+        meant = {name for name in modules if listed & set(_suffixes(name))}
+        odd += sorted(meant - set(adapter.loras))
+    for stored, tensor in adapter.others.items():
+        # PEFT stores the embeddings as they are beside an adapter on them.
+        ours = own.get(stored.removeprefix("base_model.model.").replace(".base_layer.", "."))
+        if ours is None or not _equal(ours, tensor):
+            odd.append(stored)
+    kind = type(model).__name__
     if odd:
         raise ValueError(
-            f"The adapter in {folder} does not fit {name}: {len(odd)} tensors have no counterpart, for example "
-            f"{odd[0]}. It was trained for another draft; see base_model_name_or_path and the layers in its config."
+            f"The adapter in {folder} does not fit {kind}: {len(odd)} modules or tensors have no counterpart, for "
+            f"example {odd[0]}. It was trained for another draft; see base_model_name_or_path and the layers in its "
+            "config."
         )
-    try:
-        set_peft_model_state_dict(adapted, {name: stored[name] for name in expected})
-    except RuntimeError as error:
-        raise ValueError(
-            f"The adapter in {folder} does not fit {name}; it was trained for another draft. {error}"
-        ) from None
+    for name, lora in adapter.loras.items():
+        theirs = [lora.a.shape[1], lora.b.shape[0]]
+        if theirs != (ours := _sizes(modules[name])):
+            raise ValueError(
+                f"The adapter in {folder} does not fit {kind}; it was trained for another draft. {name} has "
+                f"{ours or type(modules[name]).__name__} as inputs and outputs, the adapter {theirs}."
+            )
+
+
+def _merged(module: nn.Module, lora: Lora) -> nn.Parameter:
+    """The module's weight with the adapter in it. A new tensor: the old one may be a target's."""
+    weight: Any = module.weight
+    a, b = lora.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+    delta = b @ a
+    merged = weight.detach() + (delta if isinstance(module, nn.Linear) else delta.T)
+    return nn.Parameter(merged.to(weight.dtype), requires_grad=False)
+
+
+def _sizes(module: nn.Module) -> list[int]:
+    """Inputs and outputs of a module that LoRA is for, nothing for others."""
+    if isinstance(module, nn.Embedding):
+        return [module.num_embeddings, module.embedding_dim]
+    if isinstance(module, Conv1D):
+        return list(module.weight.shape)
+    sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]  # quantised layers have them, too
+    return [size for size in sizes if isinstance(size, int)]
+
+
+def _suffixes(name: str) -> list[str]:
+    """`"layers.0.mlp"` as `["layers.0.mlp", "0.mlp", "mlp"]`: what may name the module in a config."""
+    parts = name.split(".")
+    return [".".join(parts[place:]) for place in range(len(parts))]
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:

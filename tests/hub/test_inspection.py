@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_a_sound_assistant(folder: Path) -> None:
     assert contents["acceptance_head.safetensors"].endswith("bytes, 162 parameters")  # 2 (8 * 8 + 8) + 2 * 8 + 2
     assert contents["draft_vocab.safetensors"].endswith("bytes, 10 token ids")
     assert contents["adapter/adapter_config.json"].endswith("LORA, rank 2, on q_proj, v_proj")
-    assert contents["adapter/adapter_model.safetensors"].endswith("bytes, 32 numbers")
+    assert contents["adapter/adapter_model.safetensors"].endswith("bytes, 32 numbers for 1 modules")
     assert report.config is not None
     assert report.config.target_id == "org/target"
 
@@ -86,7 +87,7 @@ def test_all_problems_are_collected(folder: Path) -> None:
     assert "has shape [8, 8], not [9, 9]" in found["acceptance_head.safetensors"]
     assert "'org/draft'" in found["acceptance_head.safetensors"]
     assert "promises 11 token ids" in found["draft_vocab.safetensors"]
-    assert "names no peft_type" in found["adapter/adapter_config.json"]
+    assert "describes a None adapter" in found["adapter/adapter_config.json"]
 
 
 def test_files_are_checked_even_if_the_config_cannot_be_read(folder: Path) -> None:
@@ -137,6 +138,44 @@ def test_a_draft_vocabulary_that_makes_no_sense(folder: Path, ids: list[float]) 
     save_tensors({"token_ids": torch.tensor(ids)}, folder / "draft_vocab.safetensors")
     edit_config(folder, draft_vocab_size=3)
     assert "distinct whole numbers" in problems(look(folder))["draft_vocab.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kasa_config": {"beta": 1e-4}}, "has kasa_config=.*overwrites the model's own weights"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa"),
+        ({"peft_type": "PROMPT_TUNING"}, "describes a 'PROMPT_TUNING' adapter"),
+        ({"r": 5_000_000}, "adapter_model.safetensors has rank 2 .* says r=5000000"),
+        ({"r": "8"}, r"has ranks \['8'\]"),
+        ({"lora_alpha": [8]}, r"has lora_alpha \[\[8\]\]"),
+        ({"alpha_pattern": {"(x+x+)+y": 8}}, "Regular expressions are not read"),
+        ({"rank_pattern": [8]}, "must map names"),
+    ],
+)
+def test_an_adapter_that_no_draft_takes(folder: Path, changed: dict[str, Any], message: str) -> None:
+    path = folder / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    (problem,) = problems(look(folder)).values()
+    assert re.search(message, problem)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"A.weight": torch.ones(2, 8)},
+        {"A.weight": torch.ones(2, 8), "B.weight": torch.ones(8, 3)},
+        {"A.weight": torch.ones(2), "B.weight": torch.ones(2)},
+        {"A.weight": torch.ones(2, 8).int(), "B.weight": torch.ones(8, 2).int()},
+    ],
+)
+def test_an_adapter_of_other_matrices(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path = folder / "adapter" / "adapter_model.safetensors"
+    place = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    save_tensors({place + name: tensor for name, tensor in tensors.items()}, path)
+    found = problems(look(folder))
+    assert list(found) == ["adapter/adapter_model.safetensors"]
+    assert "for model.layers.0.self_attn.q_proj" in found["adapter/adapter_model.safetensors"]
 
 
 def test_broken_numbers(folder: Path) -> None:

@@ -20,6 +20,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.hub.inspection import inspect
+from hf_specdecpp.hub.repository import Repository
 
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
@@ -54,6 +56,12 @@ def test_files(folder: Path) -> None:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", config["draft_id"])
     with safe_open(folder / "adapter" / "adapter_model.safetensors", "pt") as adapter:
         assert {adapter.get_slice(name).get_dtype() for name in adapter.keys()} <= {"F16", "BF16"}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_they_are_sound(folder: Path) -> None:
+    report = inspect(Repository(str(folder)))
+    assert [file.problem for file in report.files] == [None] * 5
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)

@@ -26,11 +26,14 @@ from support.repos import (
     save_model,
     tokenizer,
 )
+from support.snapshots import hash_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.files import read_json
+from hf_specdecpp.models import adapters
 from hf_specdecpp.models.early_exit import early_exit
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
@@ -141,23 +144,93 @@ def test_pickle_in_the_repository_of_the_draft(tmp_path: Path, hub: HubServer, b
     assert not [path for method, path, _ in hub.requests if method == "GET" and path.endswith(".bin")]
 
 
+# What peft 0.21 does with each: truncates, replaces or subtracts from the model's own weights, needs data, wraps other
+# modules, or puts layers in another order.
+HOSTILE: dict[str, dict[str, Any]] = {
+    "kasa": {"kasa_config": {"beta": 1e-4, "gamma": 1e-3}},
+    **{kind: {"init_lora_weights": kind} for kind in ("pissa", "pissa_niter_4", "olora", "eva", "lora_ga", "mica")},
+    "loftq": {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+    "corda": {"init_lora_weights": "corda", "corda_config": {"corda_method": "kpm"}},
+    "dora": {"use_dora": True},
+    "bias": {"bias": "all"},
+    "bias of the adapter": {"lora_bias": True},
+    "trainable tokens": {"trainable_token_indices": [1, 2]},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "alora": {"alora_invocation_tokens": [1]},
+    "target_parameters": {"target_parameters": ["mlp.gate_proj.weight"]},
+    "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
+    "tied": {"ensure_weight_tying": True},
+    "velora": {"velora_config": {"num_groups": 4}},
+    "bdlora": {"use_bdlora": {"nblocks": 2}},
+    "a later version": {"new_kind_config": {"gamma": 1}},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_adapter_cannot_change_the_target(tmp_path: Path, kind: str) -> None:
+    target = tiny("qwen2").float()
+    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    change_json(folder / "adapter_config.json", **HOSTILE[kind])
+    before = hash_of(target)
+    for merge in (False, True):
+        with pytest.raises(ValueError, match=f"has .*{next(iter(HOSTILE[kind]))}=.* more than an ordinary LoRA"):
+            SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
+    with pytest.raises(ValueError, match="more than an ordinary LoRA"):
+        SpecDecPPAssistant.from_draft(target, adapter=folder)
+    assert hash_of(target) == before
+
+
 @pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("kind", ["foreign tensor", "bias", "pissa"])
-def test_adapter_cannot_overwrite_the_target(tmp_path: Path, kind: str, merge: bool) -> None:
-    """PEFT loads any tensor whose name is in the model, and some adapters change the model's own weights."""
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_adapter_could_not_change_the_target_if_it_were_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, merge: bool
+) -> None:
+    """None of its settings reaches code that writes to a model."""
+    monkeypatch.setattr(adapters, "read_adapter_config", read_json)
+    target = tiny("qwen2").float()
+    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    change_json(folder / "adapter_config.json", **HOSTILE[kind])
+    before = hash_of(target)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
+    assert hash_of(target) == before
+    assistant.detach()
+    assert hash_of(target) == before
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize(
+    "name", ["base_model.model.model.layers.0.mlp.down_proj.weight", "model.norm.weight", "x.lora_A"]
+)
+def test_adapter_brings_no_foreign_tensors(tmp_path: Path, name: str, merge: bool) -> None:
+    """PEFT loads any tensor whose name is in the model."""
     target = tiny("qwen2")
     folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
     path = folder / "adapter_model.safetensors"
-    if kind == "foreign tensor":
-        name = "base_model.model.model.layers.0.mlp.down_proj.weight"
-        save_file({**load_file(path), name: torch.zeros(32, 48, dtype=torch.float64)}, path)
-    else:
-        changes: dict[str, Any] = {"bias": "all"} if kind == "bias" else {"init_lora_weights": "pissa"}
-        change_json(folder / "adapter_config.json", **changes)
-    before = target(prompt()).logits
-    with pytest.raises(ValueError, match="does not fit" if kind == "foreign tensor" else "overwrites the model's own"):
+    save_file({**load_file(path), name: torch.zeros(32, 48, dtype=torch.float64)}, path)
+    before = hash_of(target)
+    with pytest.raises(ValueError, match="does not fit"):
         SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
-    assert torch.equal(target(prompt()).logits, before)
+    assert hash_of(target) == before
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_no_tensor_of_the_target_is_written_to(tmp_path: Path, merge: bool) -> None:
+    """Nor while an adapter is used, detached, or found not to fit in the midst of its modules."""
+    target = tiny("qwen2")
+    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    before, expected = hash_of(target), greedy(target)
+    versions = {name: tensor._version for name, tensor in target.named_parameters()}
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
+    assert greedy(target, assistant) == expected
+    assistant.detach()
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    last = max(name for name in tensors if "lora_B" in name)
+    save_file({**tensors, last: torch.zeros(7, 4)}, path)
+    with pytest.raises(ValueError, match="does not fit"):
+        SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
+    assert hash_of(target) == before
+    assert {name: tensor._version for name, tensor in target.named_parameters()} == versions
 
 
 # --- code ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from support.hub_server import HubServer
 from support.models import tiny
 from support.repos import change_json, check_round_trip, estimates, files_of, greedy, logits, save_adapter
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.adapters import LoraLinear, add_adapter
 from hf_specdecpp.models.early_exit import early_exit
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
@@ -89,16 +92,20 @@ def test_memory_of_an_early_exit(merge: bool, tmp_path: Path) -> None:
 
 
 def test_adapter_that_does_not_fit(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
-    deep = save_adapter(tiny("llama"), tmp_path / "deep")
+    deep, shallow = (save_adapter(model, tmp_path / name) for name, model in (
+        ("deep", tiny("llama")), ("shallow", early_exit(tiny("llama"), 1))
+    ))  # fmt: skip
     wide = save_adapter(early_exit(tiny("llama", intermediate_size=64), 2), tmp_path / "wide")
     foreign = save_adapter(tiny("gpt2"), tmp_path / "foreign", targets=["c_attn"])
     before = logits(target)
     for merge in (True, False):
-        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: \d+ tensors have no .*layers\.2"):
+        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: \d+ modules or .*layers\.2"):
             SpecDecPPAssistant.from_early_exit(target, 2, deep, merge=merge)
-        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM; (?s:.*)size mismatch"):
+        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: 2 modules or .*layers\.1"):
+            SpecDecPPAssistant.from_early_exit(target, 2, shallow, merge=merge)
+        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM; .*up_proj has \[32, 48\].*\[32, 64\]"):
             SpecDecPPAssistant.from_early_exit(target, 2, wide, merge=merge)
-        with pytest.raises(ValueError, match=r"c_attn.*not found in the base model"):
+        with pytest.raises(ValueError, match=r"no counterpart, for example transformer\.h\.0\.attn\.c_attn"):
             SpecDecPPAssistant.from_early_exit(target, 2, foreign, merge=merge)
     with pytest.raises(ValueError, match="does not fit LlamaForCausalLM"):
         SpecDecPPAssistant.from_draft(draft, target, wide)
@@ -111,6 +118,88 @@ def test_other_kinds_of_adapter(target: PreTrainedModel, tmp_path: Path, changes
     change_json(folder / "adapter_config.json", **changes)
     with pytest.raises(ValueError, match="describes a .* adapter; a draft takes LoRA adapters only"):
         SpecDecPPAssistant.from_early_exit(target, 2, folder)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"use_rslora": True, "lora_alpha": 12},
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*layers\.1\..*proj"},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+        {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"1.self_attn.q_proj": 9, "q_proj": 3}},
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+    ],
+    ids=lambda lora: next(iter(lora)),
+)
+def test_ordinary_lora_is_what_peft_makes_of_it(tmp_path: Path, lora: dict[str, Any], merge: bool) -> None:
+    folder = str(tmp_path)
+    trained = get_peft_model(tiny("llama"), LoraConfig(**{"target_modules": ["q_proj"], **lora}))
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    trained.save_pretrained(folder)
+    adapted = add_adapter(tiny("llama"), Path(folder), merge)
+    torch.testing.assert_close(logits(adapted), logits(trained.eval()), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(logits(adapted), logits(tiny("llama")))
+
+
+EARLY = {  # what peft 0.2 wrote, and peft 0.4
+    "base_model_name_or_path": "org/draft", "bias": "none", "enable_lora": None, "fan_in_fan_out": False,
+    "inference_mode": True, "lora_alpha": 4, "lora_dropout": 0.05, "merge_weights": False, "modules_to_save": None,
+    "peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM",
+}  # fmt: skip
+LATER = {"auto_mapping": None, "init_lora_weights": True, "layers_pattern": None, "layers_to_transform": None}
+
+
+@pytest.mark.parametrize("config", [EARLY, {**EARLY, **LATER, "revision": None, "exclude_modules": None}])
+def test_adapters_of_early_peft(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = Path(save_adapter(tiny("llama"), tmp_path))
+    expected = logits(add_adapter(tiny("llama"), folder, merge=True))
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(add_adapter(tiny("llama"), folder, merge=True)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapter_on_a_model_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Merged it is rounded once, from the file's own precision."""
+    folder = Path(save_adapter(tiny("llama"), tmp_path))
+    model = tiny("llama").to(dtype)
+    expected = logits(add_adapter(tiny("llama"), folder, merge=True))
+    for merge in (True, False):
+        actual = logits(add_adapter(model, folder, merge))
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=0.1, atol=0.1)
+
+
+def test_quantised_layers_keep_the_adapter_beside_them(tmp_path: Path) -> None:
+    """Their weights cannot be added to, so `merge` has no effect."""
+
+    class Quantised(nn.Module):
+        weight: torch.Tensor
+
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+            self.scale = float(linear.weight.detach().abs().max()) / 127
+            self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+    model, folder = tiny("llama"), Path(save_adapter(tiny("llama"), tmp_path))
+    for name in ("q_proj", "v_proj"):
+        attention = model.model.layers[0].self_attn
+        setattr(attention, name, Quantised(getattr(attention, name)))
+    bare = logits(model)
+    merged, beside = (add_adapter(model, folder, merge) for merge in (True, False))
+    assert type(merged.model.layers[0].self_attn.q_proj) is LoraLinear
+    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+    torch.testing.assert_close(logits(merged), logits(beside))
+    assert not torch.allclose(logits(merged), bare)
+    assert torch.equal(logits(model), bare)
 
 
 def test_target_with_a_peft_adapter(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def write_assistant(folder: Path, **changed: Any) -> Path:
     """A complete repository: head, adapter and draft vocabulary."""
     head = AcceptanceHead(8, num_blocks=2)
     LoraConfig(r=2, target_modules=["v_proj", "q_proj"]).save_pretrained(str(folder / "adapter"))
-    save_tensors({"lora_A": torch.ones(2, 8), "lora_B": torch.ones(8, 2)}, folder / "adapter/adapter_model.safetensors")
+    place = "base_model.model.model.layers.0.self_attn.q_proj.lora"
+    matrices = {f"{place}_A.weight": torch.ones(2, 8), f"{place}_B.weight": torch.ones(8, 2)}
+    save_tensors(matrices, folder / "adapter/adapter_model.safetensors")
     save_tensors(head.state_dict(), folder / "acceptance_head.safetensors")
     save_tensors({"token_ids": torch.arange(10)}, folder / "draft_vocab.safetensors")
     values: dict[str, Any] = {
