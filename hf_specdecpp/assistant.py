@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
@@ -18,13 +18,16 @@ from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation import attached
-from hf_specdecpp.generation.stats import PassSeconds, SpeculationStats
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.unattached import DraftOutput, DraftState, draft_round
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import pack, unpack
 from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
@@ -49,7 +52,6 @@ class SpecDecPPAssistant(PreTrainedModel):
         speculation: the knobs of a run; change them at any time between two calls.
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
-        last_tree: the latest tree that was drafted and verified; `str()` draws it.
         throughput: what `rule="throughput"` has learned; `throughput.clear()` forgets it.
         drafter: the draft model, or `None` for an early-exit assistant that has not met its target yet.
     """
@@ -79,10 +81,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.adapter_folder = adapter
         self.merge_adapter = True
         self.draft_vocab = draft_vocab
-        # Measured once per target: what the verdict compares with.
-        self.pass_seconds: WeakKeyDictionary[CausalLM, PassSeconds | None] = WeakKeyDictionary()
         self.throughput = ThroughputMemory()
-        self.last_tree: DrawnTree | None = None
         if head is not None and drafter is not None:
             check_head(head, drafter, config.draft_name)
 
@@ -246,19 +245,19 @@ class SpecDecPPAssistant(PreTrainedModel):
         """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         for model in targets:
-            attached.detach(self, model)
+            if attached.is_attached(self, model):
+                unpack(*self._models(model))
+                attached.detach(self, model)
 
     @property
     def estimator(self) -> Estimator:
         """What judges candidates: the head, or without one the draft's own probability."""
-        if self.head is not None:
-            return self.head
-        if self.speculation.rule == "threshold":
-            logger.warning_once(
-                "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
-                "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
-            )
-        return DraftProbability()
+        return self.head or DraftProbability()
+
+    @property
+    def last_tree(self) -> DrawnTree | None:
+        """The tree of the latest round that drafted one, with its accepted path; `str()` draws it."""
+        return self.stats.last_tree
 
     def ready_drafter(self) -> Drafter:
         """The drafter.
@@ -299,10 +298,44 @@ class SpecDecPPAssistant(PreTrainedModel):
         if "encoder_outputs" in model_kwargs or model_kwargs.get("inputs_embeds") is not None:
             kind = "Encoder-decoder targets" if "encoder_outputs" in model_kwargs else "Prompts given as inputs_embeds"
             raise ValueError(f"{kind} cannot be assisted by hf_specdecpp. Generate without assistant_model=.")
+        start = partial(self.start_generation, None)
         return draft_round(
-            self, input_ids, generation_config, logits_processor, past_key_values, attention_mask, min_new_tokens,
+            start, input_ids, generation_config, logits_processor, past_key_values, attention_mask, min_new_tokens,
             max_new_tokens,
         )  # fmt: skip
+
+    def setup(self) -> DraftSetup:
+        """What a generation needs of this assistant.
+
+        Raises:
+            ValueError: an early-exit assistant that has not met its target.
+        """
+        return DraftSetup(
+            drafter=self.ready_drafter(),
+            head=self.head,
+            speculation=self.speculation,
+            memory=self.throughput,
+            rates=self.config.acceptance_by_rank,
+            vocab_size=self.config.vocab_size,
+        )
+
+    def start_generation(
+        self,
+        target: CausalLM | None,
+        config: GenerationConfig,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> SpecDecPPCandidateGenerator:
+        """Begin one `generate()` call of `target`, or of a target that this assistant is not attached to (`None`).
+
+        Raises:
+            ValueError: the generation cannot be assisted.
+        """
+        if target is not None:
+            self._arrange_weights(target)
+        generator = SpecDecPPCandidateGenerator(self.setup(), config, logits_processor, attention_mask, target=target)
+        self.stats = generator.stats
+        return generator
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """The draft model's own forward, for measuring it."""
@@ -347,6 +380,16 @@ class SpecDecPPAssistant(PreTrainedModel):
         return publishing.push(self, repo_id, **kwargs)
 
     # Details ---------------------------------------------------------------------------------------------------------
+
+    def _models(self, target: CausalLM) -> list[nn.Module]:
+        drafter = self.drafter
+        return [target] if drafter is None else [target, drafter.model, drafter]
+
+    def _arrange_weights(self, target: CausalLM) -> None:
+        if not self.speculation.pack_weights:
+            unpack(*self._models(target))
+        elif copied := pack(*self._models(target)):
+            logger.info(f"Packed the weights for faster passes over few tokens: {copied / 2**20:.0f} MiB more memory.")
 
     def _exit_early(self, target: CausalLM) -> None:
         if self.drafter is not None:

@@ -6,34 +6,36 @@ it. Nothing else of the target is touched, and only calls with an attached assis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import assisted_decoding
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.models.cpu_products import pack, unpack
-
-if TYPE_CHECKING:
-    from hf_specdecpp.assistant import SpecDecPPAssistant
 
 
-logger = logging.get_logger("hf_specdecpp")
+class Assistant(Protocol):
+    """What this door asks of an assistant, which is a module (`SpecDecPPAssistant`)."""
+
+    def start_generation(
+        self, target: CausalLM, config: GenerationConfig, logits_processor: Any, attention_mask: Tensor | None
+    ) -> SpecDecPPCandidateGenerator:
+        """Begin one `generate()` call of `target`."""
+
 
 # Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
-_attached: WeakKeyDictionary[CausalLM, WeakSet[SpecDecPPAssistant]] = WeakKeyDictionary()
+_attached: WeakKeyDictionary[CausalLM, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 # Arguments of transformers' decoding method that are not for the model's forward.
 MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
 
 
-def attach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
+def attach(assistant: nn.Module, target: CausalLM) -> None:
     """Make `target.generate(assistant_model=assistant)` run our decoding loop.
 
     Raises:
@@ -47,35 +49,22 @@ def attach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
     _attached.setdefault(target, WeakSet()).add(assistant)
 
 
-def detach(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
+def detach(assistant: nn.Module, target: CausalLM) -> None:
     """Undo `attach`. The target's class is restored when its last assistant leaves."""
     assistants = _attached.get(target)
     if assistants is None or assistant not in assistants:
         return
-    unpack(*_models(assistant, target))
     assistants.discard(assistant)
     if not assistants:
         del _attached[target]
         target.__class__ = original_class(target)
 
 
-def _arrange_weights(assistant: SpecDecPPAssistant, target: CausalLM) -> None:
-    if not assistant.speculation.pack_weights:
-        unpack(*_models(assistant, target))
-    elif copied := pack(*_models(assistant, target)):
-        logger.info(f"Packed the weights for faster passes over few tokens: {copied / 2**20:.0f} MiB more memory.")
-
-
-def _models(assistant: SpecDecPPAssistant, target: CausalLM) -> list[nn.Module]:
-    drafter = assistant.drafter
-    return [target] if drafter is None else [target, drafter.model, drafter]
-
-
 def is_attached(assistant: Any, target: CausalLM) -> bool:
     return assistant in _attached.get(target, ())
 
 
-def targets_of(assistant: SpecDecPPAssistant) -> list[CausalLM]:
+def targets_of(assistant: nn.Module) -> list[CausalLM]:
     """All targets that an assistant is attached to."""
     return [target for target, assistants in _attached.items() if assistant in assistants]
 
@@ -96,24 +85,9 @@ class AttachedMixin:
         if is_attached(assistant, self):
             check_target(self)
             check_mode(mode, config, mode_kwargs)
-            assistant.ready_drafter()
             # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
             mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
         original._validate_generation_mode(mode, config, mode_kwargs)
-
-    def _get_candidate_generator(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
-        original: Any = super()
-        assistant: Any = kwargs.get("assistant_model")
-        if not is_attached(assistant, self):
-            return original._get_candidate_generator(*args, **kwargs)
-        return SpecDecPPCandidateGenerator(
-            assistant,
-            generation_config=kwargs["generation_config"],
-            logits_processor=kwargs["logits_processor"],
-            attention_mask=kwargs["model_kwargs"].get("attention_mask"),
-            vocab_size=self.config.get_text_config().vocab_size,
-            target=self,
-        )
 
     # `inputs_tensor` is named because transformers reads from the signature whether to pass it.
     def _assisted_decoding(
@@ -134,25 +108,13 @@ class AttachedMixin:
                 input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
             )
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
-        _arrange_weights(assistant_model, self)
-        generator = self._get_candidate_generator(
-            generation_config=generation_config,
-            logits_processor=logits_processor,
-            assistant_model=assistant_model,
-            model_kwargs=model_kwargs,
+        assistant: Assistant = assistant_model
+        generator = assistant.start_generation(
+            self, generation_config, logits_processor, model_kwargs.get("attention_mask")
         )
-        assistant_model.stats = generator.stats
-        output, assistant_model.pass_seconds[self] = assisted_decoding(
-            self,
-            input_ids,
-            generator,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
-            assistant_model.pass_seconds.get(self),
+        return assisted_decoding(
+            self, input_ids, generator, stopping_criteria, generation_config, streamer, model_kwargs
         )
-        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle of an attached target is an ordinary, unattached model. Made by `object.__new__`, since

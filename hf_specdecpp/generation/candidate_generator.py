@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.utils import logging
 
+from hf_specdecpp.config.speculation import MOST_NODES
 from hf_specdecpp.drafting.chain import Chain, draft_chain
 from hf_specdecpp.drafting.session import DraftSession
-from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
+from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.rules import rule_of
+from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.trees.checks import check_tree
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hf_specdecpp.assistant import SpecDecPPAssistant
-
-from hf_specdecpp.models.causal_lm import eos_ids
-
-logger = logging.get_logger("hf_specdecpp")
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
@@ -42,13 +35,17 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     through it.
 
     Args:
-        assistant: whose draft, head and speculation config to use.
+        setup: the draft and what decides how far it drafts.
         generation_config: the target's, as prepared by `generate()`.
         logits_processor: the target's processors; they are applied to the draft's logits too.
         attention_mask: `[1, length]` of the prompt, or `None`. Masked tokens are not shown to the draft.
-        vocab_size: width of the target's logits, by default what the assistant's config says.
         randomness: draws the candidates when sampling.
         target: the model that decides; `rule="throughput"` measures it. Trees are drafted only where it is given.
+
+    Attributes:
+        stats: of this generation.
+        trees: drafts trees; `None` where chains are drafted.
+        rule: stops chains; `None` where trees are drafted.
 
     Raises:
         ValueError: the speculation config or a processor cannot be used, or a model cannot read trees.
@@ -56,60 +53,45 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        assistant: SpecDecPPAssistant,
+        setup: DraftSetup,
         generation_config: GenerationConfig,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         attention_mask: Tensor | None = None,
-        vocab_size: int | None = None,
         randomness: TreeRandomness | None = None,
         target: CausalLM | None = None,
     ) -> None:
-        width = vocab_size or assistant.config.vocab_size or 0
-        self.session = DraftSession(assistant.ready_drafter(), width)
+        setup.speculation.validate()
+        width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
+        self.setup = setup
+        self.session = DraftSession(setup.drafter, width or 0)
         self.processing = Processing(logits_processor or [])
         self.stats = SpeculationStats()
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         sample = randomness if randomness is not None else TorchRandomness()
         self.randomness = sample if generation_config.do_sample else None
+        self.rule: StoppingRule | None = None
         self.trees: TreeDrafting | None = None
-        self.rule = self._set_up(assistant, target, generation_config)
-        self._assistant = assistant
+        if setup.speculation.tree is not None and target is not None:
+            self.trees = self._tree_drafting(target, generation_config)
+        else:
+            self.rule = rule_of(setup, target, generation_config)
         self._attention_mask = attention_mask
         self._seen_length = 0
         self._num_accepted = 0
         self._num_drafted = 0
 
-    def _set_up(
-        self, assistant: SpecDecPPAssistant, target: CausalLM | None, generation_config: GenerationConfig
-    ) -> StoppingRule:
-        """Set up trees, if they are wanted, and return the rule for chains."""
-        config = assistant.speculation
-        config.validate()
-        if config.tree is not None and target is not None:
-            check_tree(target, "target")
-            check_tree(self.session.drafter.model, "draft")
-            estimator = assistant.head or DraftProbability()
-            self.trees = TreeDrafting(
-                config,
-                estimator,
-                self.session,
-                self.processing,
-                self.randomness,
-                self.eos_token_ids,
-                assistant.config.acceptance_by_rank,
-            )
-            if config.tree == "dyspec" and config.rule == "throughput":
-                self.trees.throughput = assistant.throughput.tree_state(assistant, target, generation_config)
-            return FixedLength(config.tree_depth)  # for transformers' own loop, which cannot verify a tree
-        if config.tree is not None:
-            logger.warning_once(
-                f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
-                "Attach it to the target for trees: assistant.attach(model)."
-            )
-        by_throughput = config.rule == "throughput"
-        state = assistant.throughput.state(assistant, target, generation_config) if by_throughput else None
-        return make_rule(config, assistant.estimator, state)
+    def _tree_drafting(self, target: CausalLM, generation_config: GenerationConfig) -> TreeDrafting:
+        setup, config = self.setup, self.setup.speculation
+        check_tree(target, "target")
+        check_tree(setup.drafter.model, "draft")
+        estimator = setup.head or DraftProbability()
+        trees = TreeDrafting(
+            config, estimator, self.session, self.processing, self.randomness, self.eos_token_ids, setup.rates
+        )
+        if config.tree == "dyspec" and config.rule == "throughput":
+            trees.throughput = setup.memory.tree_state(config, setup.drafter, estimator, target, generation_config)
+        return trees
 
     @torch.inference_mode()
     def draft(self, input_ids: Tensor, max_tokens: int | None = None) -> Chain:
@@ -118,7 +100,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         Args:
             input_ids: `[1, length]`, everything emitted so far, the prompt included.
             max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`.
+
+        Raises:
+            ValueError: this generation drafts trees, which transformers' own loop cannot verify.
         """
+        if self.rule is None:
+            raise ValueError("This generator drafts trees, which only an attached target verifies. Set tree=None.")
         start = time.perf_counter()
         self.session.begin_round(self._new_tokens(input_ids), self._num_accepted)
         room = self._room(input_ids.shape[1])
@@ -153,7 +140,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._num_accepted = len(path)
         self.stats.record_tree(tree, path)
         tree.scores.clear()  # they are large
-        self._assistant.last_tree = DrawnTree(tree, path)
+        self.stats.last_tree = DrawnTree(tree, path)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form.
@@ -175,7 +162,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Learn that `num_matches` candidates of the last round were accepted."""
         self._num_accepted = int(num_matches)
         self.stats.record_round(self._num_drafted, self._num_accepted)
-        self.rule.update(self._num_drafted, self._num_accepted)
+        if self.rule is not None:
+            self.rule.update(self._num_drafted, self._num_accepted)
 
     def _new_tokens(self, input_ids: Tensor) -> Tensor:
         new = input_ids[:, self._seen_length :]
@@ -190,6 +178,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _room(self, length: int) -> int:
         # One place under max_length belongs to the token that the target adds after the candidates.
-        room = self.max_length - length - 1 if self.max_length is not None else self.rule.max_tokens
+        room = self.max_length - length - 1 if self.max_length is not None else MOST_NODES
         draft_room = self.session.drafter.max_length - self.session.length + 1
         return int(max(min(room, draft_room), 0))

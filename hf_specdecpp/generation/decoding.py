@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import cache, partial
 from statistics import median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,19 +22,19 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
+from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.cpu_products import fast_linear
-from hf_specdecpp.models.kv_cache import keep_path
 from hf_specdecpp.sampling.verification import verify_chain, verify_greedy
-from hf_specdecpp.trees.attention import tree_inputs
-from hf_specdecpp.trees.tree import DraftTree, Lineage
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
 # How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
 TIMED_PASSES = 3
+# What they took: of each target, without and with packed weights.
+_pass_seconds: WeakKeyDictionary[CausalLM, dict[bool, PassSeconds]] = WeakKeyDictionary()
 
 
 class AssistedDecoding:
@@ -56,7 +57,7 @@ class AssistedDecoding:
         model_kwargs: dict[str, Any],
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
-        self.model_kwargs = model_kwargs
+        self.prefix = Prefix(target, model_kwargs)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config)
         self.criteria = stopping_criteria
@@ -64,30 +65,16 @@ class AssistedDecoding:
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
         self.eos = {i for c in stopping_criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
-        mask = model_kwargs.get("attention_mask")
-        self.is_padded = mask is not None and not bool(mask.all())
-        self.cached = 0  # tokens in the cache after the last whole round, those of an earlier turn included
 
-    def run(
-        self, input_ids: Tensor, pass_seconds: PassSeconds | None
-    ) -> tuple[Tensor | GenerateDecoderOnlyOutput, PassSeconds | None]:
-        """Generate.
-
-        Args:
-            input_ids: `[1, length]`.
-            pass_seconds: what one target pass over one token takes, if known; else it is measured before the first
-                round.
-
-        Returns:
-            What `generate()` returns, and the pass's time.
-        """
-        begin = time.perf_counter()
-        input_ids, finished = self._prompt(input_ids)
-        self.stats.prompt_seconds = self._since(begin)
+    def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
+        """Generate after `input_ids` `[1, length]`: what `generate()` returns."""
         drafter = self.generator.session.drafter
         try:
-            if pass_seconds is None and not finished:
-                pass_seconds = self._time_passes(input_ids)
+            begin = time.perf_counter()
+            input_ids, finished = self._prompt(input_ids)
+            self.stats.prompt_seconds = self._since(begin)
+            if not finished:
+                self._compare_passes(input_ids)
             with fast_linear(self.target, drafter.model, drafter):
                 while not finished:
                     begin = time.perf_counter()
@@ -96,17 +83,18 @@ class AssistedDecoding:
                     spent = self.stats.draft_seconds + self.stats.target_seconds - spent
                     self.stats.overhead_seconds += time.perf_counter() - begin - spent
         except BaseException:
-            self._roll_back()
+            self.prefix.roll_back()
             raise
         if self.streamer is not None:
             self.streamer.end()
-        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = pass_seconds or (None, None)
-        return self._output(input_ids), pass_seconds
+        return self._output(input_ids)
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
+        outputs = self.target._prefill(input_ids, self.config, self.prefix.model_kwargs)
         check_cache(outputs.past_key_values)
+        if self.generator.trees is not None:
+            self.prefix.check_rows(input_ids, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         outputs.past_key_values.activate_past_recording()
         self.stats.plain_passes += 1
@@ -118,23 +106,9 @@ class AssistedDecoding:
             return self._tree_round(input_ids)
         chain = self.generator.draft(input_ids)
         begin = time.perf_counter()
-        outputs = self._forward(input_ids, chain.tokens)
+        outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.tokens), return_dict=True)
         self.stats.target_seconds += self._since(begin)
         return self._select(input_ids, chain.tokens, chain.scores, outputs)
-
-    def _forward(self, input_ids: Tensor, candidates: list[int]) -> Any:
-        """One target pass over the last token and the candidates; logits for each of them."""
-        return self.target(**self._chain_inputs(input_ids, candidates), return_dict=True)
-
-    def _chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
-        count = len(candidates)
-        tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
-        inputs = self.target.prepare_inputs_for_generation(
-            tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
-        )
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count + 1
-        return inputs
 
     def _select(
         self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
@@ -160,7 +134,7 @@ class AssistedDecoding:
         tree = self.generator.draft_tree(input_ids)
         order = tree.depth_first()
         begin = time.perf_counter()
-        outputs = self._forward_tree(input_ids, tree, order) if len(tree) else self._forward(input_ids, [])
+        outputs = self.target(**self.prefix.tree_inputs(input_ids, tree, order), return_dict=True)
         self.stats.target_seconds += self._since(begin)
         logits = outputs.logits[0, -len(order) :]
         rows = {node: row for row, node in enumerate(order)}
@@ -180,21 +154,6 @@ class AssistedDecoding:
         emitted = [*(tree.tokens[node] for node in path), token]
         processed = torch.stack([scores(node) for node in (0, *path)])
         return self._emit(input_ids, emitted, processed, raw, outputs, len(tree), kept_rows)
-
-    def _forward_tree(self, input_ids: Tensor, tree: DraftTree, order: list[int]) -> Any:
-        """One target pass over the nodes in `order`, the last token (the root) first; logits for each of them."""
-        count = len(tree)
-        tokens = torch.cat((input_ids, input_ids.new_tensor([[tree.tokens[node] for node in order[1:]]])), dim=1)
-        inputs = self.target.prepare_inputs_for_generation(
-            tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
-        )
-        past, mask = self.model_kwargs["past_key_values"], self.model_kwargs.get("attention_mask")
-        num_prefix = past.get_seq_length()
-        prefix_mask = mask[0, :num_prefix].bool() if mask is not None and self.is_padded else None
-        inputs |= tree_inputs(self.target, past, *Lineage().feed(tree, order), num_prefix, prefix_mask)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count + 1
-        return self.target(**inputs, return_dict=True)
 
     def _emit(
         self,
@@ -221,16 +180,7 @@ class AssistedDecoding:
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path)
         self.stats.generated += kept
-        # The last emitted token is not in the cache, as in plain generation.
-        past = outputs.past_key_values
-        if path is None:
-            past.crop(kept - 1 - count)
-        else:
-            keep_path(past, past.get_seq_length() - count - 1, path[:kept])
-        self.cached = past.get_seq_length()
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=kept
-        )
+        self.prefix.settle(outputs, kept, count, path)
         if self.streamer is not None:
             self.streamer.put(input_ids[:, before:].cpu())
         return input_ids, finished
@@ -252,11 +202,13 @@ class AssistedDecoding:
                 return i + 1, True
         return kept, finished
 
-    def _roll_back(self) -> None:
-        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
-        for layer in self.model_kwargs["past_key_values"].layers:
-            if layer.get_seq_length() > self.cached:
-                layer.crop(self.cached - layer.get_seq_length())
+    def _compare_passes(self, input_ids: Tensor) -> None:
+        """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
+        known = _pass_seconds.setdefault(self.target, {})
+        packs = self.generator.setup.speculation.pack_weights
+        if packs not in known:
+            known[packs] = self._time_passes(input_ids)
+        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = known[packs]
 
     def _time_passes(self, input_ids: Tensor) -> PassSeconds:
         """One target pass over the last token, with its own products and with ours in turns: medians.
@@ -268,7 +220,7 @@ class AssistedDecoding:
             for name, products in (("plain", nullcontext), ("same", partial(fast_linear, self.target))):
                 begin = time.perf_counter()
                 with products():
-                    outputs = self.target(**self._chain_inputs(input_ids, []), return_dict=True)
+                    outputs = self.target(**self.prefix.chain_inputs(input_ids, []), return_dict=True)
                 times[name].append(self._since(begin))
                 outputs.past_key_values.crop(-1)
         return PassSeconds(median(times["plain"]), median(times["same"]))
@@ -287,7 +239,7 @@ class AssistedDecoding:
             logits=self.records.logits,
             attentions=self.records.attentions,
             hidden_states=self.records.hidden_states,
-            past_key_values=self.model_kwargs.get("past_key_values"),
+            past_key_values=self.prefix.cache,
         )
 
 
@@ -299,26 +251,8 @@ def assisted_decoding(
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
-    pass_seconds: PassSeconds | None,
-) -> tuple[Tensor | GenerateDecoderOnlyOutput, PassSeconds | None]:
+) -> Tensor | GenerateDecoderOnlyOutput:
     """Check the inputs and run `AssistedDecoding`."""
     check_inputs(input_ids, model_kwargs)
     decoding = AssistedDecoding(target, generator, stopping_criteria, generation_config, streamer, model_kwargs)
-    return decoding.run(input_ids, pass_seconds)
-
-
-def _extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
-    if count == 0:
-        return model_kwargs
-    extended = dict(model_kwargs)
-    if (mask := model_kwargs.get("attention_mask")) is not None:
-        extended["attention_mask"] = torch.cat((mask, mask.new_ones((1, count))), dim=-1)
-    if (positions := model_kwargs.get("position_ids")) is not None:
-        further = positions[..., -1:] + torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
-        extended["position_ids"] = torch.cat((positions, further), dim=-1)
-    if (types := model_kwargs.get("token_type_ids")) is not None:
-        extended["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
-    if (types := model_kwargs.get("mm_token_type_ids")) is not None:
-        extended["mm_token_type_ids"] = torch.cat((types, types.new_zeros((1, count))), dim=-1)
-    return extended
+    return decoding.run(input_ids)

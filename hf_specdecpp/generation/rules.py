@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from transformers import GenerationConfig
+from transformers.utils import logging
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.estimation.estimators import Estimator
-
-if TYPE_CHECKING:
-    from hf_specdecpp.throughput.chains import ThroughputState
-
 from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
+from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput.chains import Throughput, ThroughputState, settings_of
+
+logger = logging.get_logger("hf_specdecpp")
 
 
 def make_rule(config: SpeculationConfig, estimator: Estimator, state: ThroughputState | None = None) -> StoppingRule:
@@ -24,11 +26,31 @@ def make_rule(config: SpeculationConfig, estimator: Estimator, state: Throughput
     """
     config.validate()
     if config.rule == "throughput":
-        from hf_specdecpp.throughput.chains import Throughput, ThroughputState, settings_of  # they build on this module
-
         return Throughput(estimator, state or ThroughputState(*settings_of(config, estimator)))
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
     if config.rule == "threshold":
         return Threshold(config, estimator)
     return {"confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL}[config.rule](config)
+
+
+def rule_of(setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig) -> StoppingRule:
+    """The rule for the chains of one generation; `target` is `None` in transformers' own loop.
+
+    Raises:
+        ValueError: `rule="throughput"` does not know what a round costs and has no target to measure.
+    """
+    config, estimator = setup.speculation, setup.head or DraftProbability()
+    if config.tree is not None:
+        logger.warning_once(
+            f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
+            "Attach it to the target for trees: assistant.attach(model)."
+        )
+    if config.rule == "threshold" and setup.head is None:
+        logger.warning_once(
+            "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
+            "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
+        )
+    if config.rule != "throughput":
+        return make_rule(config, estimator)
+    return make_rule(config, estimator, setup.memory.state(config, setup.drafter, estimator, target, generation_config))

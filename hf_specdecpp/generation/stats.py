@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.drawing import DrawnTree
+from hf_specdecpp.trees.tree import DraftTree
 
 PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
 
@@ -46,6 +46,7 @@ class SpeculationStats:
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
             was not.
         same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
+        last_tree: the latest tree that was drafted and verified; `str()` draws it. `None` for chains.
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
     """
@@ -69,6 +70,7 @@ class SpeculationStats:
     overhead_seconds: float = 0.0
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
+    last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
     complete: bool = True
 
     def record_round(self, num_drafted: int, num_accepted: int) -> None:
@@ -219,7 +221,9 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
+            if item.name != "last_tree":
+                setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
+        total.last_tree = other.last_tree or self.last_tree
         total.complete = self.complete and other.complete
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))

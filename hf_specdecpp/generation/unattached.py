@@ -1,15 +1,16 @@
 """The unattached door: transformers' own candidate generator calls `assistant.generate()` once a round.
 
-What that loop hides from an assistant and gets wrong is looked up once a generation in the frame of the loop, and
-refused: a wrong answer would be worse than an unusual look.
+transformers passes an assistant neither the cache nor the stopping criteria of the target. So the frame of its loop is
+inspected once a generation, and what the loop would answer wrongly is refused.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,6 @@ from hf_specdecpp.generation.refusals import check_lossless
 from hf_specdecpp.models.causal_lm import eos_ids
 from hf_specdecpp.models.cpu_products import fast_linear
 from hf_specdecpp.sampling.processors import Processing
-
-if TYPE_CHECKING:
-    from hf_specdecpp.assistant import SpecDecPPAssistant
 
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
 
@@ -56,7 +54,7 @@ class DraftState:
 
 
 def draft_round(
-    assistant: SpecDecPPAssistant,
+    start: Callable[[GenerationConfig, Any, Tensor | None], SpecDecPPCandidateGenerator],
     input_ids: Tensor,
     generation_config: GenerationConfig,
     logits_processor: list[Any] | None,
@@ -68,6 +66,7 @@ def draft_round(
     """One round as `transformers.generation.AssistedCandidateGenerator` asks for it.
 
     Args:
+        start: begins a generation; called in the first round.
         input_ids: `[1, length]`, everything emitted so far.
         past_key_values: what the previous round returned, `None` in the first.
 
@@ -76,9 +75,8 @@ def draft_round(
     """
     if past_key_values is None:
         check_loop(generation_config)
-        generator = SpecDecPPCandidateGenerator(assistant, generation_config, logits_processor, attention_mask)
+        generator = start(generation_config, logits_processor, attention_mask)
         generator.stats.complete = False
-        assistant.stats = generator.stats
     else:
         generator = past_key_values.generator
         emitted = input_ids.shape[1] - past_key_values.length

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 
 def keep_path(cache: Cache, num_prefix: int, path: list[int]) -> None:
@@ -42,6 +42,41 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int]) -> None:
 def _move(nodes: Tensor, indices: Tensor, to: int) -> None:
     """Copy the rows `indices` of `nodes` `[..., nodes, head]` to the rows from `to` on."""
     nodes[..., to : to + indices.shape[0], :] = nodes.index_select(-2, indices)
+
+
+def roll_back(cache: Cache, num_tokens: int) -> None:
+    """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
+
+    An exception may leave the layers with different numbers of rows: those before the failing layer have the pass's
+    tokens already. Where a layer cannot go back (its window has moved on and it did not record), nothing is changed.
+
+    Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
+    """
+    layers: list[Any] = cache.layers
+    surplus = [_surplus(layer, num_tokens) for layer in layers]
+    if all(_can_crop(layer) for layer, count in zip(layers, surplus, strict=True) if count > 0):
+        for layer, count in zip(layers, surplus, strict=True):
+            if count > 0:
+                layer.crop(-count)
+
+
+def _surplus(layer: Any, num_tokens: int) -> int:
+    """Rows of a layer beyond `num_tokens`; of a convolution's states those since it was last cropped."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        states: dict[int, Any] = layer.conv_states
+        sizes: dict[int, Any] = layer.conv_kernel_size
+        return max((states[i].shape[-1] - sizes[i] for i in states if states[i] is not None), default=0)
+    return layer.get_seq_length() - num_tokens
+
+
+def _can_crop(layer: Any) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return layer.record_past
+    return (
+        type(layer) is not DynamicSlidingWindowLayer
+        or layer.record_past
+        or (layer.get_seq_length() < layer.sliding_window)
+    )
 
 
 class GrowingTreeLayer(DynamicSlidingWindowLayer):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput.chains import ThroughputState, settings_of
 from hf_specdecpp.throughput.measuring import costs_of
 from hf_specdecpp.throughput.trees import TreeThroughput
-
-if TYPE_CHECKING:
-    from hf_specdecpp.assistant import SpecDecPPAssistant
-
-from hf_specdecpp.throughput.chains import ThroughputState, settings_of
 
 State = TypeVar("State")
 
@@ -33,29 +32,38 @@ class ThroughputMemory:
         self.states: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
     def state(
-        self, assistant: SpecDecPPAssistant, target: CausalLM | None, generation: GenerationConfig
+        self,
+        config: SpeculationConfig,
+        drafter: Drafter,
+        estimator: Estimator,
+        target: CausalLM | None,
+        generation: GenerationConfig,
     ) -> ThroughputState:
         """What is known of `target` in chains, its costs measured now if they have to be.
 
         Raises:
             ValueError: costs are neither given nor can be measured.
         """
-        config, estimator = assistant.speculation, assistant.estimator
         if config.costs is None and target is not None:
-            costs = costs_of(target, assistant.ready_drafter(), estimator, config.max_tokens)
+            costs = costs_of(target, drafter, estimator, config.max_tokens)
             config = replace(config, costs=costs.to_dict())
-        owner = assistant if target is None else target
+        owner = drafter if target is None else target
         return self._recall(ThroughputState, settings_of(config, estimator), owner, generation)
 
     def tree_state(
-        self, assistant: SpecDecPPAssistant, target: CausalLM, generation: GenerationConfig
+        self,
+        config: SpeculationConfig,
+        drafter: Drafter,
+        estimator: Estimator,
+        target: CausalLM,
+        generation: GenerationConfig,
     ) -> TreeThroughput:
         """The same for trees."""
-        config, most = assistant.speculation, assistant.speculation.tree_budget
+        most = config.tree_budget
         if config.costs is not None:
             costs = Costs.from_dict(config.costs)
         else:
-            costs = costs_of(target, assistant.ready_drafter(), assistant.estimator, most, trees=True)
+            costs = costs_of(target, drafter, estimator, most, trees=True)
         return self._recall(TreeThroughput, (costs, most, not generation.do_sample), target, generation)
 
     def _recall(

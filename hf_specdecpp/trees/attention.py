@@ -23,6 +23,7 @@ def tree_inputs(
     depths: Tensor,
     num_prefix: int,
     prefix_mask: Tensor | None = None,
+    position: int | Tensor | None = None,
 ) -> dict[str, Any]:
     """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
 
@@ -35,6 +36,7 @@ def tree_inputs(
             and not yet in the cache, has depth 0.
         num_prefix: tokens of text in the cache, masked ones included.
         prefix_mask: bool `[num_prefix]`: false where a token is padding, which nobody sees. `None` if none is.
+        position: the root's position id; `num_prefix` by default. They differ where tokens are masked.
 
     Returns:
         `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
@@ -55,10 +57,10 @@ def tree_inputs(
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
         masks[kind] = _as_mask(seen, dtype)
-    before = num_prefix if prefix_mask is None else prefix_mask.sum()
+    root = num_prefix if position is None else position
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": (before + depths[-num_queries:])[None],
+        "position_ids": (root + depths[-num_queries:])[None],
     }
 
 

@@ -231,7 +231,7 @@ def test_get_candidates_returns_the_scores_of_the_draw() -> None:
 
     target = small(0)
     generator = SpecDecPPCandidateGenerator(
-        assistant_for(target, small(1), "attached"),
+        assistant_for(target, small(1), "attached").setup(),
         GenerationConfig(do_sample=True, max_length=40),
         LogitsProcessorList([TemperatureLogitsWarper(0.8), MinPLogitsWarper(0.1), FavoursTheNextId()]),
         randomness=Recorder(),

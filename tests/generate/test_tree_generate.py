@@ -226,7 +226,7 @@ def test_caches_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) 
     def check(self: Any, input_ids: Tensor) -> Any:
         ids, finished = original(self, input_ids)
         session = self.generator.session
-        for cache, model in ((self.model_kwargs["past_key_values"], target), (session.cache, session.drafter.model)):
+        for cache, model in ((self.prefix.cache, target), (session.cache, session.drafter.model)):
             length = cache.get_seq_length()
             assert length <= ids.shape[1] - 1
             fresh = prefill(model, ids[:, :length])

@@ -10,7 +10,7 @@ from support.models import NEWER, assistant_for
 from support.tree_generation import ARGUMENTS, PROMPT, TREES, assert_trees_mattered, generate, plain_text, target_of
 from support.watchers import tokenizer
 
-from hf_specdecpp.generation import candidate_generator
+from hf_specdecpp.generation import rules
 
 
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact"])
@@ -52,7 +52,7 @@ def test_processors_on_more_families(kind: str, family: str, processors: dict[st
 
 def test_an_unattached_assistant_says_why_it_drafts_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(candidate_generator.logger, "warning_once", warnings.append)
+    monkeypatch.setattr(rules.logger, "warning_once", warnings.append)
     target = target_of("llama")
     assistant = assistant_for(target, attached=False, mix=0.9, rule="fixed", **TREES["static"])
     generate(target, assistant)

@@ -1,0 +1,117 @@
+"""What a target has read so far, and the forward arguments of its next pass over candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.kv_cache import keep_path, roll_back
+from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.tree import DraftTree, Lineage
+
+
+class Prefix:
+    """The text in a target's cache, continued as its own `generate()` would continue it.
+
+    The prompt may be padded, masked in its middle, given with position ids, end in a masked token, or lie partly in the
+    cache of an earlier turn. So neither rows of the cache nor positions are counted anew: both are taken from what
+    `generate()` prepared, by chains and by trees alike.
+
+    Example: the prompt `[pad, pad, 5, 6]` has the mask `[0, 0, 1, 1]` and the positions `[0, 0, 0, 1]`. Once it has
+    been read and 7 has been emitted, the cache holds 4 rows, of which 2 are hidden, and 7 stands at position 2.
+
+    Args:
+        target: the model.
+        model_kwargs: arguments of its forward as `generate()` prepared them: `past_key_values`, and where the model
+            takes them `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
+    """
+
+    def __init__(self, target: CausalLM, model_kwargs: dict[str, Any]) -> None:
+        self.target, self.model_kwargs = target, model_kwargs
+        mask = model_kwargs.get("attention_mask")
+        self.is_masked = mask is not None and not bool(mask.all())
+        self.num_settled = self._rows(model_kwargs.get("past_key_values"))
+
+    @staticmethod
+    def _rows(cache: Any) -> int:
+        return 0 if cache is None else cache.get_seq_length()
+
+    @property
+    def cache(self) -> Any:
+        return self.model_kwargs.get("past_key_values")
+
+    def check_rows(self, input_ids: Tensor, mask_length: int | None) -> None:
+        """Raise `ValueError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
+        mask = self.model_kwargs.get("attention_mask")
+        num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
+        if (rows := self.cache.get_seq_length()) != num_tokens:
+            raise ValueError(
+                f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
+                "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
+            )
+
+    def chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
+        """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it."""
+        count = len(candidates)
+        tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count + 1
+        return inputs
+
+    def tree_inputs(self, input_ids: Tensor, tree: DraftTree, order: list[int]) -> dict[str, Any]:
+        """The same for the nodes of a tree in `order`, the root first, which is the last token of `input_ids`."""
+        inputs = self.chain_inputs(input_ids, [tree.tokens[node] for node in order[1:]])
+        if not len(tree):
+            return inputs
+        num_rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
+        prefix_mask = mask[0, :num_rows].bool() if mask is not None and self.is_masked else None
+        position = self.model_kwargs["position_ids"][0, -1]
+        ancestors, depths = Lineage().feed(tree, order)
+        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, num_rows, prefix_mask, position)
+
+    def settle(self, outputs: Any, kept: int, num_candidates: int, path: list[int] | None = None) -> None:
+        """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
+
+        Args:
+            outputs: of the pass.
+            kept: how many tokens were emitted.
+            num_candidates: how many candidates the target read.
+            path: rows of the root and the accepted candidates in the pass, where they were a tree.
+        """
+        cache = outputs.past_key_values
+        if path is None:
+            cache.crop(kept - 1 - num_candidates)
+        else:
+            keep_path(cache, cache.get_seq_length() - num_candidates - 1, path[:kept])
+        self.num_settled = cache.get_seq_length()
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs, num_new_tokens=kept
+        )
+
+    def roll_back(self) -> None:
+        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
+        if self.cache is not None:
+            roll_back(self.cache, self.num_settled)
+
+
+def _extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
+    if count == 0:
+        return model_kwargs
+    extended = dict(model_kwargs)
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        extended["attention_mask"] = torch.cat((mask, mask.new_ones((1, count))), dim=-1)
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        further = positions[..., -1:] + torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
+        extended["position_ids"] = torch.cat((positions, further), dim=-1)
+    if (types := model_kwargs.get("token_type_ids")) is not None:
+        extended["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
+    if (types := model_kwargs.get("mm_token_type_ids")) is not None:
+        extended["mm_token_type_ids"] = torch.cat((types, types.new_zeros((1, count))), dim=-1)
+    return extended

@@ -1,0 +1,32 @@
+"""What an assistant brings to one generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.throughput.memory import ThroughputMemory
+
+
+@dataclass(frozen=True)
+class DraftSetup:
+    """The parts that draft for a target; `SpecDecPPAssistant.setup()` makes it. A generation reads it only.
+
+    Attributes:
+        drafter: the draft model.
+        head: the acceptance head, or `None`: then the draft's own probability takes its place.
+        speculation: the knobs of a run.
+        memory: what `rule="throughput"` has learned, which generations add to.
+        rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
+        vocab_size: width of the target's logits, where no target says it.
+    """
+
+    drafter: Drafter
+    head: AcceptanceHead | None = None
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    memory: ThroughputMemory = field(default_factory=ThroughputMemory)
+    rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    vocab_size: int | None = None
