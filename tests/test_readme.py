@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import watchers
+from support.models import tiny
 from typer.main import get_command
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import RULES, TREES
-from support import watchers
-from support.models import tiny
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
