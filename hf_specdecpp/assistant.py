@@ -346,11 +346,7 @@ class SpecDecPPAssistant(PreTrainedModel):
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
         """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule."""
-        return GenerationConfig(
-            num_assistant_tokens=self.speculation.most_tokens,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=0.0,
-        )
+        return _AssistantGenerationConfig(self.speculation.most_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -415,6 +411,26 @@ class SpecDecPPAssistant(PreTrainedModel):
             self.config.target_revision = commit_of(target)
             tokenizer = tokenizer_of(target.config.name_or_path)
             self.config.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
+
+
+class _AssistantGenerationConfig(GenerationConfig):
+    """What transformers' loop reads of an assistant. Its own knobs of drafting would have no effect, so they refuse."""
+
+    def __init__(self, most_tokens: int) -> None:
+        super().__init__(
+            num_assistant_tokens=most_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in vars(self) and "assistant" in name:
+            raise AttributeError(
+                f"{name}={value!r} has no effect on this assistant, whose own settings say how far it drafts: "
+                "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=5)."
+            )
+        super().__setattr__(name, value)
 
 
 def _tokens(model: CausalLM) -> dict[str, Any]:

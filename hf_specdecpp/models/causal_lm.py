@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from peft import PeftModel
+from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig
 
 # A `PreTrainedModel` with `GenerationMixin` and an LM head. The annotations of `PreTrainedModel` know neither its
@@ -16,7 +17,9 @@ LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt"
 
 
 def base_model(model: CausalLM) -> CausalLM:
-    """The transformers model inside a PEFT wrapper; other models as they are."""
+    """The transformers model inside the wrappers of PEFT and `torch.compile`; other models as they are."""
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
