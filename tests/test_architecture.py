@@ -1,0 +1,73 @@
+"""Imports point down the floors that docs/architecture.md lists, and no files import one another in a circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hf_specdecpp"
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in PACKAGE.rglob("*.py")
+}
+MOST_FILES = 12
+# Still to be cut: the card and the writer of repositories know the assistant.
+OPEN = {(f"hf_specdecpp.hub.{name}", "hf_specdecpp.assistant") for name in ("card", "publishing")}
+
+
+def floors() -> dict[str, int]:
+    """`{"files.py": 0, "sampling/": 1, ...}`, the table of rooms in docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", page, flags=re.MULTILINE)
+    return {room: int(floor) for floor, names in rows for room in re.findall(r"`([^`]+)`", names)}
+
+
+def room_of(module: str) -> str:
+    parts = FILES[module].relative_to(PACKAGE).parts
+    return parts[0] if len(parts) == 1 else f"{parts[0]}/"
+
+
+def imports(module: str) -> Iterator[str]:
+    """The modules of this package that a module imports anywhere, for type checking too."""
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found = {name if name in FILES else node.module for name in names} & FILES.keys()
+            yield from {name for name in found if (module, name) not in OPEN}
+        elif isinstance(node, ast.Import):
+            yield from {alias.name for alias in node.names} & FILES.keys()
+
+
+def test_every_room_is_on_the_map_and_nothing_else() -> None:
+    assert {room_of(module) for module in FILES} == set(floors())
+
+
+def test_imports_point_down() -> None:
+    floor = floors()
+    wrong = [
+        f"{module} imports {imported}"
+        for module in FILES
+        for imported in imports(module)
+        if room_of(module) != room_of(imported) and floor[room_of(module)] <= floor[room_of(imported)]
+    ]
+    assert wrong == []
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    graph = {module: set(imports(module)) - {module} for module in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(error.args[1][::-1]))
+
+
+def test_rooms_have_at_most_a_dozen_files() -> None:
+    for folder in {file.parent for file in FILES.values()}:
+        names = sorted(file.name for file in folder.glob("*.py") if file.name not in ("__init__.py", "__main__.py"))
+        assert len(names) <= MOST_FILES, f"{folder.relative_to(ROOT)}: {', '.join(names)}"
