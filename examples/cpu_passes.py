@@ -1,9 +1,9 @@
-"""What a target pass over a few tokens costs on this CPU in float32: plain PyTorch, oneDNN, oneDNN with packed weights.
+"""What a target pass over a few tokens costs on this CPU in float32, with each choice of `cpu_products`.
 
     OMP_NUM_THREADS=1 python examples/cpu_passes.py HuggingFaceTB/SmolLM2-135M-Instruct
 
-hf_specdecpp verifies with oneDNN; the last column is `SpeculationConfig(pack_weights=True)`. Milliseconds, the least of
-several passes taken in turns.
+Three rows: plain PyTorch (`cpu_products="off"`), oneDNN where it is faster (`"auto"`), the same with packed weights
+(`pack_weights=True`). Milliseconds, the least of several passes taken in turns.
 """
 
 import sys
@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_specdecpp.models.cpu_products import fast_linear, pack
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, products_of
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, TURNS = 64, 7
@@ -28,23 +28,28 @@ def least_times(model, contexts):
     for _ in range(TURNS):
         for count in COUNTS:
             for name, context in contexts.items():
-                begin = time.perf_counter()
-                with context():
+                with context:
+                    begin = time.perf_counter()
                     model(torch.arange(count)[None], past_key_values=cache)
-                best[name, count] = min(best.get((name, count), 1e9), 1000 * (time.perf_counter() - begin))
+                    seconds = time.perf_counter() - begin
+                best[name, count] = min(best.get((name, count), 1e9), 1000 * seconds)
                 cache.crop(-count)
     return best
 
 
-@torch.no_grad()  # not inference_mode: its tensors tell nobody when they change
+@torch.no_grad()
 def main(name):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    best = least_times(model, {"plain": nullcontext, "oneDNN": lambda: fast_linear(model)})
-    megabytes = pack(model) / 2**20
-    best |= least_times(model, {"packed": lambda: fast_linear(model)})
-    print(f"{name}, {torch.get_num_threads()} thread(s), ms a pass; packed copies take {megabytes:.0f} MiB")
+    packed = PackedWeights()
+    contexts = {"off": nullcontext(), "auto": FasterProducts(model), "packed": FasterProducts(model, packed=packed)}
+    best = least_times(model, contexts)
+    print(f"{name}, {torch.get_num_threads()} thread(s), ms a pass")
+    for kind in ("auto", "packed"):
+        with contexts[kind]:
+            print(f"layers by product, {kind}: {products_of(model)}")
+    print(f"packed copies take {packed.bytes / 2**20:.0f} MiB")
     print("tokens " + "".join(f"{count:>7}" for count in COUNTS))
-    for kind in ("plain", "oneDNN", "packed"):
+    for kind in contexts:
         print(f"{kind:<7}" + "".join(f"{best[kind, count]:7.1f}" for count in COUNTS))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.utils import logging
 
@@ -27,7 +27,7 @@ from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_confi
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import pack, unpack
+from hf_specdecpp.models.cpu_products import PackedWeights
 from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
@@ -82,6 +82,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.merge_adapter = True
         self.draft_vocab = draft_vocab
         self.throughput = ThroughputMemory()
+        self.packed = PackedWeights()
         if head is not None and drafter is not None:
             check_head(head, drafter, config.draft_name)
 
@@ -246,8 +247,8 @@ class SpecDecPPAssistant(PreTrainedModel):
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         for model in targets:
             if attached.is_attached(self, model):
-                unpack(*self._models(model))
                 attached.detach(self, model)
+                self.packed.clear()
 
     @property
     def estimator(self) -> Estimator:
@@ -315,6 +316,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             head=self.head,
             speculation=self.speculation,
             memory=self.throughput,
+            packed=self.packed,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
         )
@@ -331,8 +333,6 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: the generation cannot be assisted.
         """
-        if target is not None:
-            self._arrange_weights(target)
         generator = SpecDecPPCandidateGenerator(self.setup(), config, logits_processor, attention_mask, target=target)
         self.stats = generator.stats
         return generator
@@ -376,16 +376,6 @@ class SpecDecPPAssistant(PreTrainedModel):
         return publishing.push(self, repo_id, **kwargs)
 
     # Details ---------------------------------------------------------------------------------------------------------
-
-    def _models(self, target: CausalLM) -> list[nn.Module]:
-        drafter = self.drafter
-        return [target] if drafter is None else [target, drafter.model, drafter]
-
-    def _arrange_weights(self, target: CausalLM) -> None:
-        if not self.speculation.pack_weights:
-            unpack(*self._models(target))
-        elif copied := pack(*self._models(target)):
-            logger.info(f"Packed the weights for faster passes over few tokens: {copied / 2**20:.0f} MiB more memory.")
 
     def _exit_early(self, target: CausalLM) -> None:
         if self.drafter is not None:

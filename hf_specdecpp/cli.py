@@ -120,8 +120,13 @@ def bench(
     draws: Annotated[int, typer.Option(min=1, help="Records of a sampled text.")] = 1,
     attempts: Annotated[int, typer.Option(min=1, help="Most at a generation that other load disturbs.")] = 3,
     pack_weights: Annotated[
-        bool, typer.Option("--pack_weights", "--pack-weights", help="Ours keeps packed copies of the weights (CPU).")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--pack_weights/--no-pack_weights",
+            "--pack-weights/--no-pack-weights",
+            help="Whether ours keeps packed copies of the weights (CPU); by default as the assistant says.",
+        ),
+    ] = None,
     cost_ratio: Annotated[
         float | None, typer.Option("--cost_ratio", "--cost-ratio", help="Slow the target down to t_draft / t_target.")
     ] = None,

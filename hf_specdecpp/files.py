@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -125,3 +128,30 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OSError(
             f"{path} could not be written ({error}). Earlier contents are kept: make room on the disk and try again."
         ) from error
+
+
+def recall(kind: str, of: dict[str, Any]) -> Any:
+    """What was measured earlier on this machine, in another process too (`remember`), or `None`."""
+    try:
+        return json.loads(_measured_path(kind, of).read_text(encoding="utf-8"))[kind]
+    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
+        return None
+
+
+def remember(kind: str, of: dict[str, Any], value: Any) -> None:
+    """Keep what was measured in Hugging Face's assets cache.
+
+    Where that cannot be written (a read-only home), it is measured again in the next process.
+
+    Args:
+        kind: of measurement, also the name of its folder.
+        of: all that the value depends on; JSON-able.
+        value: JSON-able.
+    """
+    with contextlib.suppress(OSError, ValueError):  # ValueError: huggingface_hub finds a file in the folder's place
+        save_text(json.dumps({kind: value, "of": of}, indent=1), _measured_path(kind, of))
+
+
+def _measured_path(kind: str, of: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]
+    return cached_assets_path("hf_specdecpp", kind) / f"{digest}.json"

@@ -33,7 +33,6 @@ from hf_specdecpp.cli_options import parse_layers
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import pack
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.provenance import command, commit_of
 from hf_specdecpp.texts.encoding import Codec
@@ -85,9 +84,9 @@ def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> 
     logging.disable_progress_bar()  # of loading; ours come later
     config = _quicker(config) if config.quick else config
     target, assistant, extra_layers = load(config)
-    if config.pack_weights:  # before anything is measured
-        drafter = assistant.ready_drafter()
-        pack(target, drafter.model, drafter)
+    if config.pack_weights is None:
+        config = replace(config, pack_weights=assistant.speculation.pack_weights)
+    assistant.speculation = replace(assistant.speculation, pack_weights=bool(config.pack_weights))
     contestants = choose(_contestants(config, target, assistant), config.contestants)
     questions = _questions(config)
     settings = _settings(config, target, assistant, questions, extra_layers)

@@ -42,7 +42,8 @@ class BenchmarkConfig:
         device: of the target; by default an accelerator if there is one.
         threads (threads): of torch; as many as torch takes by default.
         seed: of the choice of prompts and of all draws.
-        pack_weights: ours keeps packed copies of the weights, see `SpeculationConfig`.
+        pack_weights: whether ours keeps packed copies of the weights (`SpeculationConfig`); by default as the assistant
+            says.
         cost_ratio (target passes): make the target slower until a draft step costs this share of a pass.
         costs: what replays reckon with: `"measured"`, `"paper"`, ratios t_draft / t_target, or JSON files.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.

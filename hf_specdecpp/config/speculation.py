@@ -13,6 +13,8 @@ from hf_specdecpp.trees.shapes import make_shape, size
 Rule = Literal["threshold", "throughput", "fixed", "confidence", "svip", "adaedl"]
 RULES: tuple[str, ...] = get_args(Rule)
 
+CpuProducts = Literal["auto", "off"]
+
 Tree = Literal["dyspec", "dyspec-exact", "static"]
 TREES: tuple[str, ...] = get_args(Tree)
 MOST_NODES = 1024
@@ -59,9 +61,13 @@ class SpeculationConfig:
         tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the
             ranks of the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget`
             candidates for the rates of acceptance that the assistant's repository has.
-        pack_weights: on a CPU, in float32: keep a copy of the weights of target and draft in the order that its matrix
-            products like best, made at the first answer. Verifying a few tokens then costs half, and the weights take
-            twice the memory until `detach`.
+        cpu_products: on a CPU, in float32. `"auto"`: linear layers of target and draft compute with oneDNN where it was
+            measured to be at least 1.1 times as fast as PyTorch's own product for the shape of the weight and the
+            number of tokens (under a second for each shape, once a machine). It rounds the last digits differently.
+            `"off"`: always PyTorch's own, bit for bit what plain `generate()` computes over the same tokens.
+        pack_weights: with `cpu_products="auto"`, keep copies of these weights in oneDNN's own order where that was
+            measured to be faster still, for up to twice the memory until `detach`. Each `generate()` first reads the
+            weights to see whether they were changed, which takes about as long as one plain token.
 
     Raises:
         ValueError: a value is outside its range.
@@ -81,6 +87,7 @@ class SpeculationConfig:
     tree_depth: int = 12
     tree_threshold: float = 0.0
     tree_shape: list[int] | list[list[int]] | None = None
+    cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ it. Nothing else of the target is touched, and only calls with an attached assis
 from __future__ import annotations
 
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -46,7 +46,10 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
         original = type(target)
         names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
         target.__class__ = type(original.__name__, (AttachedMixin, original), names)
-    _attached.setdefault(target, WeakSet()).add(assistant)
+    assistants = _attached.setdefault(target, WeakSet())
+    if assistant not in assistants:
+        assistants.add(assistant)
+        finalize(assistant, _restore_class, ref(target)).atexit = False
 
 
 def detach(assistant: nn.Module, target: CausalLM) -> None:
@@ -55,7 +58,13 @@ def detach(assistant: nn.Module, target: CausalLM) -> None:
     if assistants is None or assistant not in assistants:
         return
     assistants.discard(assistant)
-    if not assistants:
+    _restore_class(ref(target))
+
+
+def _restore_class(target_ref: ref[CausalLM]) -> None:
+    """Give a target its own class back once no assistant is attached to it any more, detached or deleted."""
+    target = target_ref()
+    if target is not None and target in _attached and not list(_attached[target]):
         del _attached[target]
         target.__class__ = original_class(target)
 

@@ -44,6 +44,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     Attributes:
         stats: of this generation.
+        products: the matrix products of target and draft; the loops draft and verify within them.
         trees: drafts trees; `None` where chains are drafted.
         rule: stops chains; `None` where trees are drafted.
 
@@ -72,10 +73,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.randomness = sample if generation_config.do_sample else None
         self.rule: StoppingRule | None = None
         self.trees: TreeDrafting | None = None
-        if setup.speculation.tree is not None and target is not None:
-            self.trees = self._tree_drafting(target, generation_config)
-        else:
-            self.rule = rule_of(setup, target, generation_config)
+        self.products = setup.products(target)
+        with self.products:  # costs are measured with them
+            if setup.speculation.tree is not None and target is not None:
+                self.trees = self._tree_drafting(target, generation_config)
+            else:
+                self.rule = rule_of(setup, target, generation_config)
         self._attention_mask = attention_mask
         self._seen_length = 0
         self._num_accepted = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,14 +27,13 @@ from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_cache
-from hf_specdecpp.models.cpu_products import fast_linear
 from hf_specdecpp.sampling.verification import verify_chain, verify_greedy
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
 # How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
 TIMED_PASSES = 3
-# What they took: of each target, without and with packed weights.
-_pass_seconds: WeakKeyDictionary[CausalLM, dict[bool, PassSeconds]] = WeakKeyDictionary()
+# What they took: of each target, by `cpu_products` and `pack_weights`.
+_pass_seconds: WeakKeyDictionary[CausalLM, dict[tuple[str, bool], PassSeconds]] = WeakKeyDictionary()
 
 
 class AssistedDecoding:
@@ -68,14 +67,14 @@ class AssistedDecoding:
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[1, length]`: what `generate()` returns."""
-        drafter = self.generator.session.drafter
         try:
             begin = time.perf_counter()
-            input_ids, finished = self._prompt(input_ids)
+            with self.generator.products:
+                input_ids, finished = self._prompt(input_ids)
             self.stats.prompt_seconds = self._since(begin)
             if not finished:
                 self._compare_passes(input_ids)
-            with fast_linear(self.target, drafter.model, drafter):
+            with self.generator.products:
                 while not finished:
                     begin = time.perf_counter()
                     spent = self.stats.draft_seconds + self.stats.target_seconds
@@ -205,10 +204,11 @@ class AssistedDecoding:
     def _compare_passes(self, input_ids: Tensor) -> None:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
         known = _pass_seconds.setdefault(self.target, {})
-        packs = self.generator.setup.speculation.pack_weights
-        if packs not in known:
-            known[packs] = self._time_passes(input_ids)
-        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = known[packs]
+        config = self.generator.setup.speculation
+        kind = config.cpu_products, config.pack_weights
+        if kind not in known:
+            known[kind] = self._time_passes(input_ids)
+        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = known[kind]
 
     def _time_passes(self, input_ids: Tensor) -> PassSeconds:
         """One target pass over the last token, with its own products and with ours in turns: medians.
@@ -217,9 +217,9 @@ class AssistedDecoding:
         """
         times: dict[str, list[float]] = {"plain": [], "same": []}
         for _ in range(TIMED_PASSES):
-            for name, products in (("plain", nullcontext), ("same", partial(fast_linear, self.target))):
+            for name, products in (("plain", nullcontext()), ("same", self.generator.products)):
                 begin = time.perf_counter()
-                with products():
+                with products:
                     outputs = self.target(**self.prefix.chain_inputs(input_ids, []), return_dict=True)
                 times[name].append(self._since(begin))
                 outputs.past_key_values.crop(-1)

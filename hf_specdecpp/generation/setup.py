@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
 from hf_specdecpp.throughput.memory import ThroughputMemory
 
 
@@ -20,6 +22,7 @@ class DraftSetup:
         head: the acceptance head, or `None`: then the draft's own probability takes its place.
         speculation: the knobs of a run.
         memory: what `rule="throughput"` has learned, which generations add to.
+        packed: packed copies of weights, which a generation renews.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
         vocab_size: width of the target's logits, where no target says it.
     """
@@ -28,5 +31,21 @@ class DraftSetup:
     head: AcceptanceHead | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     memory: ThroughputMemory = field(default_factory=ThroughputMemory)
+    packed: PackedWeights = field(default_factory=PackedWeights)
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     vocab_size: int | None = None
+
+    def products(self, target: CausalLM | None) -> FasterProducts:
+        """The context in which target and draft compute as `cpu_products` and `pack_weights` say.
+
+        Packed copies are made, checked or dropped now. Where no target is given, which is the unattached door, there
+        are none: nothing would say when they are no longer needed.
+        """
+        config = self.speculation
+        packs = config.cpu_products == "auto" and config.pack_weights and target is not None
+        if not packs:
+            self.packed.clear()
+        if config.cpu_products == "off":
+            return FasterProducts()
+        models = [self.drafter.model, self.drafter]
+        return FasterProducts(*([] if target is None else [target]), *models, packed=self.packed if packs else None)

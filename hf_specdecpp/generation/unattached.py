@@ -23,7 +23,6 @@ from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.refusals import check_lossless
 from hf_specdecpp.models.causal_lm import eos_ids
-from hf_specdecpp.models.cpu_products import fast_linear
 from hf_specdecpp.sampling.processors import Processing
 
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
@@ -90,8 +89,7 @@ def draft_round(
         minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
         processors.insert(0, minimum)
     generator.processing = Processing(processors)
-    drafter = generator.session.drafter
-    with fast_linear(drafter.model, drafter):
+    with generator.products:
         chain = generator.draft(input_ids, max_new_tokens)
     state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
     if not chain.tokens:

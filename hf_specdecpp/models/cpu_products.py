@@ -1,9 +1,9 @@
-"""Faster float32 matrix products on a CPU, for the few rows that a draft step or a verification has.
+"""Faster float32 matrix products on a CPU, for linear layers of the target and the draft (`FasterProducts`).
 
-PyTorch gives float32 products to MKL. For two or three rows that reads the weights two or three times, and on
-processors of other makers it is slow for one. oneDNN, which comes with PyTorch and does its bfloat16 products, takes
-half the time for 2 to 256 rows; and half of that again for few rows if it may keep a copy of the weights in an order of
-its own (`pack`), since otherwise it spends most of its time on reordering them.
+PyTorch gives float32 products to MKL. oneDNN, which comes with PyTorch and does its bfloat16 products, is faster for
+some shapes of weights, on some processors, and faster still if it may keep a copy of the weights in an order of its own
+(`PackedWeights`). Which product a layer takes for how many rows is measured (`product_times.fastest`); small layers
+keep PyTorch's own.
 
 All of them round in the last digits, each in its own way: the same kind of difference as between a pass over one token
 and a pass over several, which verification has anyway.
@@ -11,91 +11,187 @@ and a pass over several, which verification has anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
-ROWS = 4  # that a packed copy is made for; its order is the same for all numbers but 1
+from hf_specdecpp.models.product_times import Product, fastest, index_of, onednn, pack
 
-# Weight -> (its version when it was packed, the copy). An entry goes when its weight does.
-_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+BUCKETS = 1021  # a prime, so that whatever moves rows or columns of a weight moves numbers from bucket to bucket
 
 
-@contextmanager
-def fast_linear(*models: nn.Module) -> Iterator[None]:
-    """Within it the linear layers of the models use the faster products, where that concerns them.
+class FasterProducts:
+    """A context in which linear layers use the products that are fastest for them here. It can be entered again.
 
-    Until it is left each of them has a `forward` of its own. Their weights are not touched, and layers whose forward
-    somebody else has replaced stay as they are.
+    Only ordinary float32 layers on a CPU take part. Inside autocast, with gradients or for another dtype they compute
+    as ever, hooks run as ever, and layers of compiled, parametrised or quantised modules, or whose forward somebody
+    else has replaced, are left alone.
+
+    Args:
+        models: whose layers. By default none, and then nothing changes.
+        packed: keeps packed copies of the weights for which they are faster; they are checked and renewed here.
     """
-    layers = [layer for layer in _layers(*models) if "forward" not in vars(layer)]
-    for layer in layers:
-        vars(layer)["forward"] = partial(_forward, layer, *_packed.get(layer.weight, (None, None)))
-    try:
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)  # another thread may have been here
+
+    def __init__(self, *models: nn.Module, packed: PackedWeights | None = None) -> None:
+        self.layers: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]] = []
+        for layer in linear_layers(models):
+            may_pack = packed is not None and can_be_packed(layer)
+            products = fastest(layer.out_features, layer.in_features, may_pack)
+            copy = packed.current(layer.weight) if packed is not None and "packed" in products else None
+            if copy is not None or "onednn" in products:
+                self.layers.append((layer, _forward(layer, products, copy)))
+
+    def __enter__(self) -> None:
+        for layer, forward in self.layers:
+            vars(layer).setdefault("forward", forward)
+
+    def __exit__(self, *_: object) -> None:
+        for layer, forward in self.layers:
+            if vars(layer).get("forward") is forward:  # another thread may have been here
+                del vars(layer)["forward"]
 
 
-def pack(*models: nn.Module) -> int:
-    """Keep packed copies of the linear layers' float32 weights, those of a CPU.
+def products_of(model: nn.Module) -> dict[str, int]:
+    """How many of its linear layers use which product now: `{"own": 2, "packed": 210}`. Costs depend on it."""
+    replaced = (vars(layer).get("forward") for layer in model.modules() if type(layer) is nn.Linear)
+    return dict(sorted(Counter(getattr(forward, "product", "own") for forward in replaced).items()))
 
-    A copy is not used any more once its weight was changed in place, unless that went past autograd (with `.data`):
-    call `unpack` after such changes.
+
+class PackedWeights:
+    """Packed copies of weights. They go with this object, and each of them with its weight.
+
+    Another object that packs the same weight shares the copy.
+    """
+
+    def __init__(self) -> None:
+        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> PackedCopy
+
+    def current(self, weight: Tensor) -> PackedCopy:
+        """The copy of the weight as it is now: made, or made again, if it has to be.
+
+        The whole weight is read for this, which takes about as long as a product with one row.
+        """
+        shared = _shared.get(weight)
+        copy = shared() if shared is not None else None
+        state = fingerprint(weight)
+        if copy is None or not torch.equal(copy.state, state):
+            copy = PackedCopy(state, pack(weight))
+            _shared[weight] = ref(copy)
+        self._copies[weight] = copy
+        return copy
+
+    def __reduce__(self) -> Any:  # a copied or pickled assistant packs for itself
+        return PackedWeights, ()
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._copies.clear()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the copies."""
+        return sum(weight.nbytes for weight in self._copies)
+
+
+@dataclass(eq=False)
+class PackedCopy:
+    """A weight in oneDNN's order.
+
+    Args:
+        state: `fingerprint` of the weight that it was made of.
+        tensor: the copy.
+    """
+
+    state: Tensor
+    tensor: Tensor
+
+
+_shared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> weak reference to its copy
+
+
+def fingerprint(weight: Tensor) -> Tensor:
+    """Sums over all bits of a weight, to notice writes that autograd does not count (`.data`, numpy).
+
+    The numbers are taken two by two as 64-bit integers; number j is added to sum j mod 1021, overflow wrapping around.
+    So a write to a single element always shows. Several writes are missed only if they cancel out in each of the sums,
+    which no ordinary operation on weights does.
 
     Returns:
-        Bytes of the copies made now.
+        `[1021 + rest]` int64, the `rest` (less than 1021) being numbers that do not fill a row of 1021.
     """
-    new = 0
-    for layer in _layers(*models):
-        weight = layer.weight
-        if not weight.is_inference() and not _is_current(weight):
-            copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-            _packed[weight] = weight._version, copy
-            new += weight.nbytes
-    return new
+    numbers = weight.detach().view(-1).view(torch.int64)
+    whole = numbers.numel() - numbers.numel() % BUCKETS
+    return torch.cat((numbers[:whole].view(-1, BUCKETS).sum(0), numbers[whole:]))
 
 
-def unpack(*models: nn.Module) -> None:
-    """Give the memory of `pack` back."""
-    for layer in _layers(*models):
-        _packed.pop(layer.weight, None)
-
-
-def is_packed(model: nn.Module) -> bool:
-    """Whether there are packed copies for it."""
-    return any(_is_current(layer.weight) for layer in _layers(model))
-
-
-def _forward(layer: nn.Linear, version: int | None, copy: Tensor | None, input: Tensor) -> Tensor:
-    weight = layer.weight
-    if weight.dtype != torch.float32 or input.dtype != torch.float32 or torch.is_grad_enabled() or not input.numel():
-        return functional.linear(input, weight, layer.bias)
-    chosen = weight if copy is None or version != weight._version else copy
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, chosen, layer.bias, "none", [], "")
-    return product
-
-
-def _layers(*models: nn.Module) -> Iterator[nn.Linear]:
-    """Ordinary float32 linear layers on a CPU, neither quantised nor of another library."""
+def linear_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
+    """Ordinary float32 linear layers on a CPU, each once."""
     if not torch.backends.mkldnn.is_available():
         return
+    seen: set[nn.Module] = set()
     for model in models:
-        for module in model.modules():
-            if type(module) is nn.Linear and _is_ordinary(module.weight):
-                yield module
+        yield from _ordinary(model, seen)
+
+
+def _ordinary(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Linear]:
+    if module in seen or _is_compiled(module):
+        return
+    seen.add(module)
+    if type(module) is nn.Linear and "forward" not in vars(module) and _is_ordinary(module.weight):
+        yield module
+    for child in module.children():
+        yield from _ordinary(child, seen)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile sees through it: a forward that comes and goes would compile it again each time."""
+    wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
+    forward = vars(module).get("forward")  # `module.forward = torch.compile(module.forward)`
+    in_place = module._compiled_call_impl is not None  # `module.compile()`
+    return wrapped or in_place or getattr(forward, "_torchdynamo_orig_callable", None) is not None
 
 
 def _is_ordinary(weight: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
-def _is_current(weight: Tensor) -> bool:
-    version, _ = _packed.get(weight, (None, None))
-    return version is not None and version == weight._version
+def can_be_packed(layer: nn.Linear) -> bool:
+    """Whether a copy of the weight can be kept up to date: no hook changes it before each product."""
+    weight = layer.weight
+    even = weight.numel() % 2 == 0 and weight.storage_offset() % 2 == 0  # for `fingerprint`
+    return even and weight.is_contiguous() and not weight.is_inference() and not layer._forward_pre_hooks
+
+
+def _forward(layer: nn.Linear, products: tuple[Product, ...], packed: PackedCopy | None) -> Callable[[Tensor], Tensor]:
+    """A forward of the layer with these products, by `product_times.index_of` the number of rows."""
+    made_of = layer.weight
+    version, address = (made_of._version, made_of.data_ptr()) if packed is not None else (0, 0)
+
+    def forward(input: Tensor) -> Tensor:
+        weight, bias = layer.weight, layer.bias
+        if (
+            input.dtype is not torch.float32
+            or weight.dtype is not torch.float32
+            or torch.is_autocast_enabled("cpu")
+            or torch.is_grad_enabled()
+            or not (rows := input.numel() // layer.in_features)
+        ):
+            return functional.linear(input, weight, bias)
+        product = products[index_of(rows)]
+        if product == "own":
+            return functional.linear(input, weight, bias)
+        if product == "packed" and packed is not None:
+            if weight is not made_of or weight._version != version or weight.data_ptr() != address:
+                return functional.linear(input, weight, bias)
+            return onednn(input, packed.tensor, bias)
+        return onednn(input, weight, bias)
+
+    forward.product = "onednn" if packed is None else "packed"  # type: ignore[attr-defined]
+    return forward

@@ -5,20 +5,16 @@ That they are kept matters beyond the second that it saves: a seeded run repeats
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from huggingface_hub import cached_assets_path
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils import logging
@@ -30,9 +26,9 @@ from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import save_text
+from hf_specdecpp.files import recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import fast_linear, is_packed
+from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import verify_chain
@@ -56,14 +52,20 @@ _known: dict[str, Costs] = {}
 
 
 def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
-    """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now."""
-    key = fingerprint(target, drafter, estimator, max_tokens, trees)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    if digest not in _known:
-        path = cached_assets_path("hf_specdecpp", "costs") / f"{digest}.json"
-        known = _load(path)
-        _known[digest] = known or _store(measure(target, drafter, estimator, max_tokens, trees), path, key)
-    return _known[digest]
+    """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
+
+    They are those of the matrix products that the layers use now (`models.cpu_products`).
+    """
+    of = fingerprint(target, drafter, estimator, max_tokens, trees)
+    name = json.dumps(of, sort_keys=True)
+    if name not in _known:
+        costs = _stored(of)
+        if costs is None:
+            costs = measure(target, drafter, estimator, max_tokens, trees)
+            remember("costs", of, costs.to_dict())
+            logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}.")
+        _known[name] = costs
+    return _known[name]
 
 
 def fingerprint(
@@ -94,7 +96,7 @@ def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens
     """
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=accelerators), fast_linear(target, drafter.model, drafter):
+    with torch.random.fork_rng(devices=accelerators):
         draft, read = _time_draft(target, drafter, estimator)
         verify = _time_target(target, max_tokens)
         branch = _time_branch(target, drafter, estimator, draft) if trees else 0.0
@@ -190,17 +192,10 @@ def _least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[
     return times
 
 
-def _store(costs: Costs, path: Path, key: dict[str, Any]) -> Costs:
-    logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}. Kept in {path}")
-    with contextlib.suppress(OSError):  # a read-only home: measured again in the next process
-        save_text(json.dumps({"costs": costs.to_dict(), "of": key}, indent=1), path)
-    return costs
-
-
-def _load(path: Path) -> Costs | None:
+def _stored(of: dict[str, Any]) -> Costs | None:
     try:
-        return Costs.from_dict(json.loads(path.read_text(encoding="utf-8"))["costs"])
-    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
+        return Costs.from_dict(recall("costs", of))
+    except ValueError:  # not measured yet, or the file is damaged
         return None
 
 
@@ -214,7 +209,7 @@ def _describe(model: CausalLM) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "dtype": str(model.dtype),
         "attention": getattr(config, "_attn_implementation", None),
-        "packed": is_packed(model),
+        "products": products_of(model),
         "device": device_name(model.device),
     }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from support.models import Rounds, assistant_for, prompt, tiny
 
 from hf_specdecpp import SpeculationStats
 from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation.setup import DraftSetup
 
 
 def made(**values: object) -> SpeculationStats:
@@ -116,16 +115,17 @@ def test_the_passes_are_timed_with_and_without_our_products(monkeypatch: pytest.
     seen: list[tuple[int, int, bool]] = []  # tokens in the cache, tokens read, our products
     inside = [False]
 
-    @contextmanager
-    def products(*_: Any) -> Iterator[None]:
-        inside[0] = True
-        yield
-        inside[0] = False
+    class Products:
+        def __enter__(self) -> None:
+            inside[0] = True
+
+        def __exit__(self, *_: object) -> None:
+            inside[0] = False
 
     def watch(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
         seen.append((kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"].shape[1], inside[0]))
 
-    monkeypatch.setattr(decoding, "fast_linear", products)
+    monkeypatch.setattr(DraftSetup, "products", lambda *_: Products())
     with target.register_forward_pre_hook(watch, with_kwargs=True):
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False)
         length, timed = prompt().shape[1], 2 * decoding.TIMED_PASSES

@@ -1,84 +1,153 @@
 """Faster float32 products on a CPU: the same numbers up to rounding, only where they may be used, and never stale."""
 
+from __future__ import annotations
+
+import copy
 import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
-from support.models import tiny
-from torch import nn
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from peft import LoraConfig, get_peft_model
+from support.models import assistant_for, tiny
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize, vector_to_parameters
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.models.cpu_products import _packed, fast_linear, is_packed, pack, unpack
+from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, products_of
+from hf_specdecpp.models.product_times import ROWS
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
+IDS = torch.tensor([[3, 4, 5, 6]])
+FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 2}
+
+Calls = list[tuple[int, bool]]
+
 
 @pytest.fixture
-def target():
+def target() -> CausalLM:
     return tiny("llama").float()
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Shapes that oneDNN multiplied, with whether the weight was packed."""
-    seen = []
-    real = torch.ops.mkldnn._linear_pointwise
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Rows that oneDNN multiplied, and whether the weight was packed. Here it is the fastest for every shape."""
+    seen: Calls = []
 
-    def noted(x, weight, *rest):
-        seen.append((tuple(x.shape), weight.is_mkldnn))
-        return real(x, weight, *rest)
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append((x.numel() // x.shape[-1], weight.is_mkldnn))
+        return real(x, weight, bias)
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noted)
+    def everywhere(out_features: int, in_features: int, may_pack: bool) -> tuple[str, ...]:
+        return ("packed" if may_pack else "onednn",) * len(ROWS)
+
+    real = cpu_products.onednn
+    monkeypatch.setattr(cpu_products, "onednn", noted)
+    monkeypatch.setattr(cpu_products, "fastest", everywhere)
     return seen
+
+
+# Which product, and that it is right. ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 @pytest.mark.parametrize("packed", [False, True])
 @torch.no_grad()
-def test_the_same_logits(target, calls, rows, packed):
+def test_the_same_logits(target: CausalLM, calls: Calls, rows: int, packed: bool) -> None:
     ids = torch.arange(rows)[None] % 7 + 1
     expected = target.double()(ids).logits
     target.float()
-    if packed:
-        pack(target)
-    with fast_linear(target):
+    with FasterProducts(target, packed=PackedWeights() if packed else None):
         actual = target(ids).logits
+        assert products_of(target) == {"packed" if packed else "onednn": 22}
     assert {was_packed for _, was_packed in calls} == {packed}
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
     calls.clear()
     target(ids)
     assert not calls  # outside of it everything is as before
+    assert products_of(target) == {"own": 22}
 
 
-def test_a_bias_and_several_dimensions(calls):
+def test_each_number_of_rows_has_its_product(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = ("own", "packed", "packed", "onednn", "own", "own")
+    monkeypatch.setattr(cpu_products, "fastest", lambda *_: choice)
+    layer = nn.Linear(8, 8)
+    with torch.no_grad(), FasterProducts(layer, packed=PackedWeights()):
+        for rows in (1, 2, 7, 8, 16, 100):
+            torch.testing.assert_close(layer(x := torch.randn(rows, 8)), functional.linear(x, layer.weight, layer.bias))
+    assert calls == [(2, True), (7, True), (8, False)]
+
+
+def test_a_bias_and_several_dimensions(calls: Calls) -> None:
     layer, x = nn.Linear(12, 5), torch.randn(2, 3, 12)
-    with torch.no_grad(), fast_linear(layer):
+    with torch.no_grad(), FasterProducts(layer):
         actual = layer(x)
-    assert calls
+    assert calls == [(6, False)]
     torch.testing.assert_close(actual, functional.linear(x, layer.weight, layer.bias))
 
 
-def test_only_float32_without_gradients(calls):
+def test_small_layers_are_left_alone(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not FasterProducts(target, packed=PackedWeights()).layers
+
+
+# Only where they may be used. -----------------------------------------------------------------------------------------
+
+
+def test_only_float32_without_gradients(calls: Calls) -> None:
     layer, x = nn.Linear(4, 3), torch.ones(1, 4)
-    with fast_linear(layer):
+    with FasterProducts(layer):
         layer(x).sum().backward()  # the kernel has no gradient
         with torch.no_grad():
             layer(x[:0])
             layer.double()(x.double())
     assert not calls
-    with torch.no_grad(), fast_linear(layer):
+    with torch.no_grad(), FasterProducts(layer):
         layer(x.double())
     assert not calls
 
 
-def test_the_forward_of_others_stays(calls):
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_autocast_is_as_plain(target: CausalLM, calls: Calls, packed: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = target(IDS).logits
+        with FasterProducts(target, packed=PackedWeights() if packed else None):
+            assert torch.equal(target(IDS).logits, expected)
+    assert not calls
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+
+
+@torch.no_grad()
+def test_a_prepared_target_is_as_plain(target: CausalLM, calls: Calls, accelerator: Accelerator) -> None:
+    target = accelerator.prepare(target)
+    expected = target(IDS).logits
+    with FasterProducts(target):
+        assert torch.equal(target(IDS).logits, expected)
+    assert not calls
+
+
+def test_the_forward_of_others_stays() -> None:
     layer = nn.Linear(4, 3)
     hooked = vars(layer)["forward"] = lambda x: x + 1.0
     other = nn.Linear(4, 4)
 
     def interrupted() -> None:
-        with fast_linear(layer, other):
+        with FasterProducts(layer, other):
             assert layer.forward is hooked
             assert "forward" in vars(other)
             raise KeyboardInterrupt
@@ -89,54 +158,251 @@ def test_the_forward_of_others_stays(calls):
     assert "forward" not in vars(other)
 
 
-def test_a_changed_weight_loses_its_copy(calls):
+@torch.no_grad()
+def test_hooks_run(calls: Calls) -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    layer.register_forward_pre_hook(lambda module, args: (2.0 * args[0],))
+    layer.register_forward_hook(lambda module, args, output: output + 1.0)
+    expected = layer(x)
+    with FasterProducts(layer, packed=PackedWeights()):
+        torch.testing.assert_close(layer(x), expected)
+    assert calls == [(2, False)]  # a hook before the product may change the weight, so there is no packed copy
+
+
+def doubled() -> nn.Module:
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2.0 * weight
+
+    return parametrize.register_parametrization(nn.Linear(4, 4), "weight", Double())
+
+
+def weight_normed() -> nn.Module:
+    layer: nn.Module = nn.utils.weight_norm(nn.Linear(4, 4))
+    return layer
+
+
+def compiled() -> nn.Module:
+    module: Any = torch.compile(nn.Linear(4, 4), backend="eager")
+    return nn.Sequential(module)
+
+
+def compiled_in_place() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.compile(backend="eager")
+    return layer
+
+
+def compiled_forward() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize(
+    "make",
+    [
+        doubled,
+        weight_normed,
+        compiled,
+        compiled_in_place,
+        compiled_forward,
+    ],
+    ids=["parametrised", "weight norm", "compiled", "compiled in place", "compiled forward"],
+)
+@torch.no_grad()
+def test_modules_of_others_compute_as_ever(make: Callable[[], nn.Module], calls: Calls) -> None:
+    module, x = make(), torch.randn(2, 4)
+    expected = module(x)
+    with FasterProducts(module):
+        assert torch.equal(module(x), expected)
+    assert not calls
+
+
+def test_a_compiled_target(target: CausalLM) -> None:
+    assert FasterProducts(target).layers
+    target.compile(backend="eager")
+    assert not FasterProducts(target).layers
+
+
+# Never stale. ---------------------------------------------------------------------------------------------------------
+
+
+def by_autograd(weight: Tensor, new: Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(new)
+
+
+def by_data(weight: Tensor, new: Tensor) -> None:
+    weight.data = new
+
+
+def by_data_in_place(weight: Tensor, new: Tensor) -> None:
+    weight.data.mul_(new / weight.data)
+
+
+def by_data_copy(weight: Tensor, new: Tensor) -> None:
+    weight.data.copy_(new)
+
+
+def by_vector(weight: Tensor, new: Tensor) -> None:
+    vector_to_parameters(new.view(-1), [weight])
+
+
+def by_numpy(weight: Tensor, new: Tensor) -> None:
+    weight.detach().numpy()[...] = new.numpy()
+
+
+def by_moving_average(weight: Tensor, new: Tensor) -> None:
+    weight.data.lerp_(new, 1.0)
+
+
+def one_element(weight: Tensor, new: Tensor) -> None:
+    weight.detach().numpy()[7, 3] += 1e-6
+
+
+def swapped_rows(weight: Tensor, new: Tensor) -> None:
+    weight.data.copy_(weight.data.flip(0))
+
+
+def swapped_columns(weight: Tensor, new: Tensor) -> None:
+    weight.data.copy_(weight.data.roll(2, dims=1))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        by_autograd,
+        by_data,
+        by_data_in_place,
+        by_data_copy,
+        by_vector,
+        by_numpy,
+        by_moving_average,
+        one_element,
+        swapped_rows,
+        swapped_columns,
+    ],
+)
+def test_every_write_is_noticed(write: Callable[[Tensor, Tensor], None], calls: Calls) -> None:
+    layer, x, packed = nn.Linear(64, 64, bias=False), torch.randn(3, 64, dtype=torch.float64), PackedWeights()
+    FasterProducts(layer, packed=packed)
+    write(layer.weight, torch.randn(64, 64))
+    with torch.no_grad(), FasterProducts(layer, packed=packed):
+        actual = layer(x.float())
+    assert calls == [(3, True)]
+    torch.testing.assert_close(actual.double(), x @ layer.weight.detach().double().T, rtol=0.0, atol=2e-5)
+    assert torch.equal(packed.current(layer.weight).tensor.to_dense(), layer.weight.detach())
+
+
+def test_an_unchanged_weight_keeps_its_copy() -> None:
+    layer, packed = nn.Linear(64, 64), PackedWeights()
+    first = packed.current(layer.weight)
+    assert packed.current(layer.weight) is first
+    assert PackedWeights().current(layer.weight) is first  # another assistant's
+    assert packed.bytes == 64 * 64 * 4
+
+
+def test_a_write_during_a_generation_is_noticed_where_torch_counts_it(calls: Calls) -> None:
     layer, x = nn.Linear(8, 8, bias=False), torch.randn(3, 8)
-    pack(layer)
-    with torch.no_grad(), fast_linear(layer):
+    with torch.no_grad(), FasterProducts(layer, packed=PackedWeights()):
         layer(x)
         layer.weight.mul_(2.0)
-        actual = layer(x)
-    assert [was_packed for _, was_packed in calls] == [True, False]
-    torch.testing.assert_close(actual, x @ layer.weight.detach().T)
+        torch.testing.assert_close(layer(x), x @ layer.weight.T)
+        layer.weight.data = torch.randn(8, 8)
+        torch.testing.assert_close(layer(x), x @ layer.weight.T)
+        layer.weight = nn.Parameter(torch.randn(8, 8))
+        torch.testing.assert_close(layer(x), x @ layer.weight.T)
+    assert calls == [(3, True)]
 
 
-def test_copies_go_with_their_weights():
-    before = len(_packed)
-    layer = nn.Linear(8, 8)
-    assert pack(layer) == 8 * 8 * 4
-    assert pack(layer) == 0  # they are there
-    assert len(_packed) == before + 1
+def test_lora_merged_and_unmerged(target: CausalLM) -> None:
+    lora = get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    assistant = assistant_for(target, **FIXED, pack_weights=True)
+    texts = []
+    for change in (lambda: None, lora.merge_adapter, lora.unmerge_adapter):
+        change()
+        expected = target.generate(IDS, max_new_tokens=24, do_sample=False)
+        texts.append(target.generate(IDS, max_new_tokens=24, do_sample=False, assistant_model=assistant))
+        assert torch.equal(texts[-1], expected)
+    with lora.disable_adapter():
+        assert not torch.equal(target.generate(IDS, max_new_tokens=24, do_sample=False), texts[0])
+
+
+# In generations. ------------------------------------------------------------------------------------------------------
+
+
+def logits_of(target: CausalLM, **arguments: Any) -> Tensor:
+    outputs = target.generate(
+        IDS, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True, **arguments
+    )
+    return torch.stack(outputs.logits)
+
+
+def test_generate_packs_and_detach_gives_back(target: CausalLM, calls: Calls) -> None:
+    assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**FIXED))
+    expected = logits_of(target)
+    assert not calls
+    for pack_weights in (False, True):
+        assistant.speculation.pack_weights = pack_weights
+        calls.clear()
+        torch.testing.assert_close(logits_of(target, assistant_model=assistant), expected)
+        assert {was_packed for _, was_packed in calls} == {pack_weights}
+        assert (4, pack_weights) in calls, "the prompt's pass too"
+    assert assistant.packed.bytes > 0
+    copy.deepcopy(assistant)
+    assistant.detach(target)
+    assert assistant.packed.bytes == 0
+    assert torch.equal(logits_of(target), expected)
+
+
+def test_a_prompt_read_in_chunks(target: CausalLM, calls: Calls) -> None:
+    assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**FIXED))
+    torch.testing.assert_close(
+        logits_of(target, assistant_model=assistant, prefill_chunk_size=3), logits_of(target, prefill_chunk_size=3)
+    )
+    assert (3, False) in calls
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_off_is_off(target: CausalLM, calls: Calls, attach: bool) -> None:
+    expected = logits_of(target)
+    assistant = assistant_for(target, attach, **FIXED, cpu_products="off", pack_weights=True)
+    actual = logits_of(target, assistant_model=assistant)
+    assert not calls
+    if attach:  # transformers' own loop has no pass over the prompt alone
+        assert torch.equal(actual[0], expected[0]), "the prompt's pass is bit for bit that of plain generation"
+    torch.testing.assert_close(actual, expected)
+
+
+def test_an_unattached_draft(target: CausalLM, calls: Calls) -> None:
+    assistant = assistant_for(target, attached=False, **FIXED, pack_weights=True)
+    expected = logits_of(target)
+    assert torch.equal(logits_of(target, assistant_model=assistant).argmax(-1), expected.argmax(-1))
+    assert calls
+
+
+def test_a_deleted_assistant_leaves_nothing(target: CausalLM) -> None:
+    original = type(target)
+    first, second = (assistant_for(target, **FIXED, pack_weights=True) for _ in range(2))
+    for assistant in (first, second):
+        target.generate(IDS, max_new_tokens=4, assistant_model=assistant)
+    copies = weakref.ref(second.packed.current(cast("Tensor", target.lm_head.weight)))
+    del first, assistant
+    gc.collect()
+    assert copies() is not None
+    assert type(target) is not original, "the second is attached"
+    del second
+    gc.collect()
+    assert copies() is None
+    assert type(target) is original
+
+
+def test_copies_go_with_their_weights() -> None:
+    packed, layer = PackedWeights(), nn.Linear(8, 8)
+    copied = weakref.ref(packed.current(layer.weight))
     del layer
     gc.collect()
-    assert len(_packed) == before
-    layer = nn.Linear(8, 8)
-    pack(layer)
-    unpack(layer)
-    assert len(_packed) == before
-
-
-def test_generate_packs_and_detach_unpacks(target, calls):
-    assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(rule="fixed", num_tokens=2))
-    ids = torch.tensor([[3, 4, 5, 6]])
-    expected = target.generate(ids, max_new_tokens=12, do_sample=False)
-    calls.clear()  # attaching checks the draft
-
-    torch.testing.assert_close(target.generate(ids, max_new_tokens=12, assistant_model=assistant), expected)
-    assert calls
-    assert not is_packed(target)
-    assistant.speculation.pack_weights = True
-    calls.clear()
-    torch.testing.assert_close(target.generate(ids, max_new_tokens=12, assistant_model=assistant), expected)
-    assert is_packed(target)
-    assert all(was_packed for _, was_packed in calls)
-    assistant.detach(target)
-    assert not is_packed(target)
-
-
-def test_a_compiled_target(target):
-    """The forward may be compiled: torch sees the products inside it as they are, or leaves it to us."""
-    assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(rule="fixed", num_tokens=2))
-    ids = torch.tensor([[3, 4, 5, 6]])
-    expected = target.generate(ids, max_new_tokens=8, do_sample=False)
-    target.compile(backend="eager")
-    torch.testing.assert_close(target.generate(ids, max_new_tokens=8, assistant_model=assistant), expected)
+    assert copied() is None
+    assert packed.bytes == 0

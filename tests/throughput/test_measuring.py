@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -24,7 +24,7 @@ from hf_specdecpp.throughput import measuring as costs
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, on disk and in memory."""
     monkeypatch.setattr(costs, "_known", {})
-    monkeypatch.setattr(costs, "cached_assets_path", lambda *names: tmp_path)
+    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
     return tmp_path
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_measured_again(
 
 
 def test_an_unwritable_cache_is_no_error(count: list[int], monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(costs, "cached_assets_path", lambda *names: cache / "missing")
+    monkeypatch.setattr(files, "cached_assets_path", lambda *names: cache / "missing")
     target = tiny("llama")
     costs.costs_of(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
     assert count == [20]

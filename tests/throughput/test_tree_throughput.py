@@ -294,7 +294,7 @@ def test_costs_are_measured_where_none_are_given(monkeypatch: pytest.MonkeyPatch
         return Costs(**CHEAP, branch=0.01)
 
     monkeypatch.setattr(costs, "_known", {})
-    monkeypatch.setattr(costs, "_load", lambda path: None)
+    monkeypatch.setattr(costs, "_stored", lambda of: None)
     monkeypatch.setattr(costs, "measure", measure)
     target = sharp(tiny("llama"))
     assistant = assistant_for(target, mix=0.9, **knobs(costs=None, tree_budget=20))

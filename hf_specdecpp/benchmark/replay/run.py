@@ -44,7 +44,8 @@ def replay(
         runs: generations, whose plain texts are taken where they are not from rollouts.
     """
     drafter = assistant.ready_drafter()
-    costs = read_costs(config.costs, lambda: costs_of(target, drafter, assistant.estimator, MAX_TOKENS))
+    with assistant.setup().products(target):
+        costs = read_costs(config.costs, lambda: costs_of(target, drafter, assistant.estimator, MAX_TOKENS))
     neutralise(target)
     replays, agreement = [], {"compared": 0, "equal": 0}
     for temperature in config.temperatures:
