@@ -84,7 +84,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
 def fingerprint(config: TrainingConfig) -> dict[str, object]:
     """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
     files = (Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB))
-    contents = {str(name): _digest(config.work / name) for name in files}
+    contents = {str(name): digest(config.work / name) for name in files}
     layers = None if config.draft else config.layers
     return {"target": config.target, "draft": config.draft, "layers": layers, **contents}
 
@@ -109,5 +109,5 @@ def load_head(folder: Path) -> AcceptanceHead:
     return head.eval()
 
 
-def _digest(path: Path) -> str | None:
+def digest(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from hf_specdecpp.files import UNFINISHED
-from hf_specdecpp.training import assembly, models, trackers
+from hf_specdecpp.training import models, trackers
+from hf_specdecpp.training.calibration import stage as calibration
+from hf_specdecpp.training.card import stage as card
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import calibration
 from hf_specdecpp.training.evaluation import stage as evaluation
 from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.processes import process_state
@@ -23,7 +24,7 @@ STAGES = {
     "head": head_fitting.run,
     "calibrate": calibration.run,
     "eval": evaluation.run,
-    "card": assembly.run,
+    "card": card.run,
 }
 
 # Quick stages that write one result: with several processes, the main one does them.

@@ -26,7 +26,7 @@ from hf_specdecpp.hub.repository import Repository
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.evaluation.chains import chains_of_text
+from hf_specdecpp.training.calibration.chains import chains_of_text
 
 ROOT = Path(__file__).parents[2]
 HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.training import assembly
+from hf_specdecpp.training.calibration import stage as calibration
+from hf_specdecpp.training.card import stage as card_stage
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import calibration
 from hf_specdecpp.training.evaluation import stage as evaluation
 from hf_specdecpp.training.head import stage as head_fitting
 
@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TrainingConfig:
 
 @pytest.fixture(scope="module")
 def card(run: TrainingConfig) -> ModelCard:
-    return ModelCard((assembly.run(run) / "README.md").read_text())
+    return ModelCard((card_stage.run(run) / "README.md").read_text())
 
 
 def test_only_ids_that_others_can_load(run: TrainingConfig, card: ModelCard) -> None:
@@ -168,8 +168,8 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
 
 
 def test_the_card_says_what_was_seen(run: TrainingConfig, card: ModelCard) -> None:
-    metrics = json.loads((run.work / "head" / "metrics.json").read_text())
-    points = json.loads((run.work / "head" / "learning_curve.json").read_text())
+    points = head_fitting.learning_curve(run.work)
+    metrics = points[-1]
     assert f"the head {metrics['train_candidates']:,} candidates" in card.text
     rows = next(rows for title, rows in tables(card).items() if title.startswith("Learning curve"))
     assert [row[:2] for row in rows[2:]] == [[str(p["texts"]), f"{p['train_candidates']:,}"] for p in points]
@@ -210,15 +210,15 @@ def test_a_card_without_what_is_optional(run: TrainingConfig, card: ModelCard, t
     run.evaluation.compare, compare = None, run.evaluation.compare
     run.output, output = str(tmp_path / "out"), run.output
     run.work_dir = str(Path(f"{output}-work"))
-    moved = [run.work / "speed.json", run.work / "head" / "learning_curve.json"]
+    moved = [run.work / "speed.json", *(run.work / "head").glob("fraction-*/fit.json")]
     for path in moved:
         path.rename(path.with_suffix(".away"))
     try:
-        plain = ModelCard((assembly.run(run) / "README.md").read_text())
+        plain = ModelCard((card_stage.run(run) / "README.md").read_text())
         (tmp_path / "empty").mkdir()
         run.evaluation.compare = str(tmp_path / "empty")
         with pytest.raises(ValueError, match=r"evaluation\.compare='.*empty' has no evaluation.evaluation\.json"):
-            assembly.run(run)
+            card_stage.run(run)
     finally:
         for path in moved:
             path.with_suffix(".away").rename(path)
@@ -232,7 +232,7 @@ def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path) -> None:
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
     config.distill, config.target_id = DistillConfig(rank=2, alpha=4, batch_size=4), "org/target"
     config.speculation = {"pack_weights": True}
-    for stage in (distillation, head_fitting, calibration, evaluation, assembly):
+    for stage in (distillation, head_fitting, calibration, evaluation, card_stage):
         stage.run(config)
     stored = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert stored["base_model_name_or_path"] == "org/target"

@@ -14,8 +14,9 @@ from torch.testing import assert_close
 from hf_specdecpp.estimation.head import Calibration
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.evaluation import calibration, chains
-from hf_specdecpp.training.evaluation.calibration import calibrate, minimise, survival
+from hf_specdecpp.training.calibration import chains
+from hf_specdecpp.training.calibration import stage as calibration
+from hf_specdecpp.training.calibration.stage import calibrate, minimise, survival
 from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.metrics import ece
 from hf_specdecpp.training.models import load_assistant, load_head, load_target
@@ -130,7 +131,7 @@ def test_the_stage_calibrates_the_head_on_disk(tmp_path: Path, inputs: str, monk
     assert (fitted.to_config()["calibration"], calibrated.to_config()["calibration"]) == ({}, {"sampled": found})
     for name, weight in fitted.state_dict().items():
         assert torch.equal(calibrated.state_dict()[name], weight), "calibration is beside the weights"
-    assert calibration.run(config) == report, "done already"
+    assert calibration.run(config) == report, "again, and not on top of the first time"
 
 
 def test_greedy_and_sampled_targets_are_calibrated_on_texts_of_their_own(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_chains_are_of_texts_spread_over_the_rollouts(tmp_path: Path, monkeypatc
     rows = chains.record(config, "train", load_assistant(config, target), target, Sampling())
     assert rows["text"].unique().tolist() == [0, 3, 6, 9]
     assert len(rows["text"]) == 4 * chains.STARTS * 20
-    assert len(list((config.work / "chains").glob("*/train-*.safetensors"))) == 2
+    assert len(list((config.work / "chains" / "train-1").glob("*.safetensors"))) == 2
 
 
 def test_chains_continue_texts_of_their_temperature(tmp_path: Path) -> None:

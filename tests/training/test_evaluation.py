@@ -19,7 +19,8 @@ from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.generation.rules import make_rule
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.evaluation import calibration, chains
+from hf_specdecpp.training.calibration import chains
+from hf_specdecpp.training.calibration import stage as calibration
 from hf_specdecpp.training.evaluation import stage as evaluation
 from hf_specdecpp.training.evaluation.stage import equal_verification, time_per_token
 from hf_specdecpp.training.head import stage as head_fitting

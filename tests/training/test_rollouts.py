@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from transformers.cache_utils import DynamicLayer
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 import datasets
+from support.killing import die, run_until_it_dies
 from support.rollout_files import EOS, LENGTHS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
 
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.rollouts.local_target import LocalTarget, _Preallocated
-from hf_specdecpp.training.rollouts.prompts import test_sets
+from hf_specdecpp.training.rollouts.prompts import sets_to_evaluate
 from hf_specdecpp.training.run import train
 
 
@@ -261,7 +262,7 @@ def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, n
 
 def test_names_of_test_sets(config: TrainingConfig) -> None:
     config.evaluation.data = ["/data/quiz.v2.jsonl", "org/sums:test", "org/words"]
-    assert test_sets(config) == dict(zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True))
+    assert sets_to_evaluate(config) == dict(zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True))
 
 
 def test_a_test_set_without_answers(tested: TrainingConfig) -> None:
@@ -270,47 +271,34 @@ def test_a_test_set_without_answers(tested: TrainingConfig) -> None:
         answers.load(tested.work, "riddles")
 
 
-# Dies in the middle of the third shard: while the target answers, or with half a file written.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import yaml
-from hf_specdecpp.training.rollouts import stage as rollouts
-from hf_specdecpp.training.configuration import TrainingConfig
-
-moment, done = sys.argv[2], []
-answer, write = rollouts.LocalTarget.__call__, rollouts._write
-
-def dying_answer(self, items, temperature, seed):
-    for number, result in enumerate(answer(self, items, temperature, seed)):
-        if moment == "answering" and len(done) == 2 and number == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield result
-
-def dying_write(rows, path):
-    if moment == "writing" and len(done) == 2:
-        path.with_name(f"{path.name}.{os.getpid()}.tmp").write_bytes(b"PAR1 and then nothing")
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(rows, path)
-    done.append(path)
-
-rollouts.LocalTarget.__call__, rollouts._write = dying_answer, dying_write
-rollouts.run(TrainingConfig.from_dict(yaml.safe_load(Path(sys.argv[1]).read_text())))
-"""
-
-
 @pytest.mark.parametrize("moment", ["answering", "writing"])
 def test_a_killed_run_goes_on(
     config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Killed in the middle of the third shard: while the target answers, or with half a file written."""
     config.rollouts.temperatures = [1.0]
     rollouts.run(config)
     expected, names = rows_of(config), files(config)
     config.work_dir = str(tmp_path / "killed")
-    (tmp_path / "config.yaml").write_text(json.dumps(config.to_dict()))
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml"), moment]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    answer, write, written = LocalTarget.__call__, rollouts._write, list[Path]()
+
+    def dying_answer(*arguments: Any) -> Any:
+        for number, result in enumerate(answer(*arguments)):
+            if moment == "answering" and len(written) == 2 and number == 2:
+                die()
+            yield result
+
+    def dying_write(rows: list[dict[str, Any]], path: Path) -> None:
+        if moment == "writing" and len(written) == 2:
+            path.with_name(f"{path.name}.{os.getpid()}.tmp").write_bytes(b"PAR1 and then nothing")
+            die()
+        write(rows, path)
+        written.append(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalTarget, "__call__", dying_answer)
+        patch.setattr(rollouts, "_write", dying_write)
+        run_until_it_dies(lambda: rollouts.run(config))
     shards = [name for name in files(config) if name.endswith(".parquet")]
     assert len(shards) == 2
     with pytest.raises(ValueError, match="is not complete"):
@@ -330,12 +318,42 @@ def count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     answer = LocalTarget.__call__
 
-    def counting(self: LocalTarget, items: Any, temperature: float, seed: int) -> Any:
-        asked.append(len(items))
-        return answer(self, items, temperature, seed)
+    def counting(self: LocalTarget, items: Any, temperature: float, seed: int, done: Set[int]) -> Any:
+        asked.append(len(items) - len(done))
+        return answer(self, items, temperature, seed, done)
 
     monkeypatch.setattr(LocalTarget, "__call__", counting)
     return asked
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_interrupted_run_keeps_its_answers(
+    config: TrainingConfig, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C within the first shard, and then in the same one again: the answers are those of a run that was not."""
+    config.rollouts.temperatures, config.rollouts.shard_size = [temperature], NUM_PROMPTS
+    rollouts.run(config)
+    expected, names = rows_of(config), files(config)
+    config.work_dir = str(tmp_path / "interrupted")
+    answered, answer = list[Any](), LocalTarget._answer
+
+    def interrupted(*arguments: Any) -> Any:
+        for result in answer(*arguments):
+            if len(answered) in (4, 9):
+                answered.append(None)
+                raise KeyboardInterrupt
+            answered.append(result)
+            yield result
+
+    monkeypatch.setattr(LocalTarget, "_answer", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.run(config)
+        assert files(config) == ["rollouts.json", f"train/unfinished-shard-0-{temperature:g}-00000.json"]
+    rollouts.run(config)
+    assert rows_of(config) == expected
+    assert files(config) == names
+    assert len(answered) < NUM_PROMPTS + 2 + 2 * config.rollouts.batch_size, "what was answered is not asked again"
 
 
 def test_a_complete_run_is_not_repeated(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:

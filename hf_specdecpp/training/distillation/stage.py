@@ -7,7 +7,6 @@ all settings of a generation. `accelerate launch` runs it in several processes, 
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict
 from functools import partial
@@ -22,101 +21,102 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from hf_specdecpp.files import check_finite, differences, read_json, save_tensors, save_text
+from hf_specdecpp.files import check_finite, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.training import draft_vocab
-from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
-from hf_specdecpp.training.models import draft_of
+from hf_specdecpp.training.models import digest, draft_of
 from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.resuming import Record, last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.rollouts.prompts import training_prompts
 from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 
 logger = logging.get_logger("hf_specdecpp")
 
-REPORT = "distillation.json"  # written last
-CHECKPOINTS, SETTINGS = "distillation-checkpoints", "settings.json"
+REPORT = "distillation.json"
+CHECKPOINTS = "distillation-checkpoints"
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
-SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept
+SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
+NOTHING = "0.00"
 
 
 def run(config: TrainingConfig) -> None:
     """Distil the draft, or only measure it where `distill.enabled` is off; build the draft vocabulary before.
 
-    Done if the report in `work` is of the same settings.
+    Done if the report in `work` is of the same settings; a killed run goes on from its newest checkpoint.
 
     Raises:
         ValueError: there are no rollouts, they or the draft do not fit the target, or the loss is not finite.
     """
-    train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
-    settings, checkpoints = _settings(config, train), config.work / CHECKPOINTS
-    if (config.work / REPORT).is_file() and read_json(config.work / REPORT).get("settings") == settings:
-        logger.info(f"{config.work / REPORT} is of these settings: the draft is distilled.")
+    work, state = config.work, process_state()
+    train, heldout = (answers.load(work, split) for split in ("train", "heldout"))
+    made = [work / name for name in (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB)]
+    record = Record(work / REPORT, _settings(config), made)
+    if record.result() is not None:
+        logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
         return
-    state = process_state()
     target = _load(config.target, config, state.device)
     draft = draft_of(config, target, lambda name: _load(name, config, state.device))
     limit = int(min(config.distill.max_length, longest_text(draft)))
     train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
     vocab = _vocabulary(config, target, draft, train)
-    if state.is_main_process:
-        _begin(config, settings, vocab)
-    state.wait_for_everyone()
+    with state.main_process_first():
+        record.begin()
+    if vocab is not None and state.is_main_process:
+        save_tensors({"token_ids": vocab}, work / DRAFT_VOCAB)
 
-    with tensorboard_in(config.work / LOGS / "distill"):
+    with tensorboard_in(work / LOGS / "distill"):
         trainer = _trainer(config, target, draft, vocab, train, heldout, limit)
-    report: dict[str, Any] = {"settings": settings, "answers": len(train), "tokens": answer_tokens(train, limit)}
+    report: dict[str, Any] = {"answers": len(train), "tokens": answer_tokens(train, limit)}
     if vocab is not None:
         report["draft_vocab"] = {"size": len(vocab), "covered": draft_vocab.covered_mass(vocab, heldout)}
-    if config.distill.enabled:
-        checkpoint = last_checkpoint(checkpoints)
-        # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the
-        # model for prepared and leaves DDP out. It goes into the checkpoints, too.
-        trainer.args.eval_on_start = checkpoint is None
-        with telling_of_full_disks(checkpoints):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        report["before"] = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
-        report["steps"] = trainer.state.global_step
-        report["shares"], report["after"] = _keep_best_share(trainer, config)
-        _save_adapter(trainer, config)
-    else:
-        report["before"] = _by_source(trainer.evaluate())
+    report |= _distil(trainer, config) if config.distill.enabled else {"before": _by_source(trainer.evaluate())}
     if state.is_main_process:
-        save_text(json.dumps(report, indent=2), config.work / REPORT)
+        record.end(report)
         _show(report)
-        shutil.rmtree(checkpoints)
+        shutil.rmtree(work / CHECKPOINTS, ignore_errors=True)
     state.wait_for_everyone()
 
 
-def _settings(config: TrainingConfig, train: Dataset) -> dict[str, Any]:
+def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, Any]:
+    """Train, keep what helps, and store it; the draft `before` and `after` on the held-out answers."""
+    folder = config.work / CHECKPOINTS
+    checkpoint = last_checkpoint(folder)
+    # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the model
+    # for prepared and leaves DDP out. It goes into the checkpoints, too.
+    trainer.args.eval_on_start = checkpoint is None
+    trained = sum(parameter.nbytes for parameter in trainer.model.parameters() if parameter.requires_grad)
+    with telling_of_full_disks(folder, 4 * trained):  # the parameters, two moments of each, and the rest
+        trainer.train(resume_from_checkpoint=checkpoint)
+    before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
+    shares, after = _keep_best_share(trainer, config)
+    if max(shares.values()) > before["all"]["acceptance"]:
+        _save_adapter(trainer, config)
+    else:
+        # Listed last, so that of equals it is the one that is kept.
+        shares, after = {**shares, NOTHING: before["all"]["acceptance"]}, before
+        logger.warning(
+            f"Distillation did not help: on the held-out answers a candidate of the draft as it was is accepted with "
+            f"probability {before['all']['acceptance']:.3f}, after training with at most {max(shares.values()):.3f}. "
+            "Nothing of the update is kept, and there is no adapter. More answers help, or a lower "
+            f"distill.learning_rate (now {config.distill.learning_rate:g})."
+        )
+    return {"before": before, "steps": trainer.state.global_step, "shares": shares, "after": after}
+
+
+def _settings(config: TrainingConfig) -> dict[str, Any]:
     """All that decides what comes out."""
     names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
-    return {**names, "rollouts": len(train), **asdict(config.distill)}
-
-
-def _begin(config: TrainingConfig, settings: dict[str, Any], vocab: Tensor | None) -> None:
-    """Remove what an earlier run left for later stages, and checkpoints unless they are of this very run."""
-    checkpoints = config.work / CHECKPOINTS
-    earlier = checkpoints / SETTINGS
-    if earlier.is_file() and (changed := differences(read_json(earlier), settings)):
-        logger.warning(f"Distillation begins again: {checkpoints} is of other settings: {'; '.join(changed)}.")
-        shutil.rmtree(checkpoints)
-    (config.work / REPORT).unlink(missing_ok=True)
-    shutil.rmtree(config.work / ADAPTER_FOLDER, ignore_errors=True)
-    if vocab is None:
-        (config.work / DRAFT_VOCAB).unlink(missing_ok=True)
-    else:
-        save_tensors({"token_ids": vocab}, config.work / DRAFT_VOCAB)
-    checkpoints.mkdir(exist_ok=True)
-    save_text(json.dumps(settings, indent=2), checkpoints / SETTINGS)
+    rollouts = digest(config.work / answers.FOLDER / answers.RECORD)
+    return {**names, "rollouts": rollouts, **asdict(config.distill)}
 
 
 # Models and data -----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _by_source(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
 
 def _show(report: dict[str, Any]) -> None:
     shares = report.get("shares")
-    kept = f"; share of the update that is kept: {max(shares, key=shares.get)}" if shares else ""
+    kept = f"; share of the update that is kept: {max(reversed(shares), key=shares.get)}" if shares else ""
     table = Table(title=f"Held-out answers, temperature 1{kept}")
     for column in ("source", "tokens", "acceptance before", "after", "top-1 agreement before", "after"):
         table.add_column(column, justify="left" if column == "source" else "right")

@@ -1,1 +1,1 @@
-"""The head is calibrated and judged beside its rivals."""
+"""The head is judged beside its rivals."""

@@ -21,14 +21,15 @@ from hf_specdecpp.generation.rules import make_rule
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.calibration import chains
+from hf_specdecpp.training.calibration.stage import calibration_half, fitted_head, quality
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import chains, plots
-from hf_specdecpp.training.evaluation.calibration import calibration_half, fitted_head, quality
+from hf_specdecpp.training.evaluation import plots
 from hf_specdecpp.training.head import features
 from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
 from hf_specdecpp.training.models import load_assistant, load_target
 from hf_specdecpp.training.processes import process_state
-from hf_specdecpp.training.rollouts.prompts import test_sets
+from hf_specdecpp.training.rollouts.prompts import sets_to_evaluate
 from hf_specdecpp.training.temperatures import sampling_at
 
 LENGTHS = range(1, 15)  # fixed lengths
@@ -63,7 +64,7 @@ def run(config: TrainingConfig) -> dict[str, Any]:
             f"{temperature:g}": _evaluate(config, split, sampling_at(config, temperature), assistant, target, folder)
             for temperature in config.rollouts.temperatures
         }
-        for split in ("heldout", *test_sets(config))
+        for split in ("heldout", *sets_to_evaluate(config))
     }
     measured_on = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
     ranks = acceptance_by_rank(config, assistant, target)

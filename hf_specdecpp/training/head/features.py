@@ -7,9 +7,7 @@ text X; it then reads a mixture Z of both texts, and its states at the positions
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers.utils import logging
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
-from hf_specdecpp.files import load_tensors, save_tensors, save_text
+from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.head.labels import analytic_label, sampled_label, sibling_labels, siblings
 from hf_specdecpp.training.models import fingerprint
+from hf_specdecpp.training.resuming import Record, shards
 from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
 
+FOLDER, RECORD = "features", "features.json"
 TEXTS_PER_SHARD = 64
 ROWS_AT_ONCE = 64  # positions whose laws [rows, vocab] are in memory together
 
@@ -46,17 +45,16 @@ def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM
     if split == "train" and config.head.max_texts is not None:
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
         texts = texts.select(sorted(order[: config.head.max_texts].tolist()))
-    folder = cache_folder(config.work / "features", settings(config))
-    starts = range(0, len(texts), TEXTS_PER_SHARD)
-    shards = [folder / f"{split}-{number:05d}.safetensors" for number in range(len(starts))]
-    with logging.tqdm(total=len(texts), desc=f"features of {split} texts", unit="text") as bar:
-        for path, start in zip(shards, starts, strict=True):
-            rows = range(start, min(start + TEXTS_PER_SHARD, len(texts)))
-            if not path.is_file():
-                save_tensors(_shard(config, texts, rows, drafter, target, bar), path)
-            else:
-                bar.update(len(rows))
-    return FeatureSet(shards)
+    folder = config.work / FOLDER / split
+    record = Record(folder / RECORD, settings(config), [folder])
+    made = shards(
+        record,
+        range(len(texts)),
+        TEXTS_PER_SHARD,
+        lambda rows: _shard(config, texts, rows, drafter, target),
+        f"features of {split} texts",
+    )
+    return FeatureSet(made)
 
 
 def settings(config: TrainingConfig) -> dict[str, Any]:
@@ -66,15 +64,6 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     chosen = {name: getattr(head, name) for name in names}
     sampling = {"temperatures": head_temperatures(config), "top_k": sampling_at(config, 1.0).top_k}
     return {**chosen, **sampling, "max_texts": head.max_texts, "seed": config.seed, **fingerprint(config)}
-
-
-def cache_folder(parent: Path, wanted: dict[str, Any]) -> Path:
-    """The folder of what is made with these settings: other settings have another, so that nothing old is trusted."""
-    text = json.dumps(wanted, indent=2) + "\n"
-    folder = parent / hashlib.sha256(text.encode()).hexdigest()[:12]
-    folder.mkdir(parents=True, exist_ok=True)
-    save_text(text, folder / "settings.json")
-    return folder
 
 
 @torch.no_grad()
@@ -143,13 +132,12 @@ def _candidates(
 
 
 def _shard(
-    config: TrainingConfig, texts: Any, rows: range, drafter: Drafter, target: CausalLM, bar: Any
+    config: TrainingConfig, texts: Any, rows: Iterable[int], drafter: Drafter, target: CausalLM
 ) -> dict[str, Tensor]:
     parts: list[dict[str, Tensor]] = []
     for row in rows:
         text = texts[row]
         ids = torch.tensor([text["input_ids"]])[:, : int(min(drafter.max_length, len(text["input_ids"])))]
-        bar.update()
         if ids.shape[1] <= text["prompt_length"]:
             continue  # an empty answer, or a prompt that the draft cannot read
         # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
@@ -160,7 +148,7 @@ def _shard(
             {**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": _length(part)}
         )
     if not parts:
-        raise ValueError(f"Texts {rows.start} to {rows.stop - 1} have no answers that the draft can read.")
+        raise ValueError(f"The texts up to number {row} have no answers that the draft can read.")
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

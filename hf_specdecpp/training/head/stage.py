@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -18,17 +16,18 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import read_json, save_text
-from hf_specdecpp.training.checkpoints import last_checkpoint, telling_of_full_disks
+from hf_specdecpp.files import read_json
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.head import features
 from hf_specdecpp.training.head.labels import weighted_bce
 from hf_specdecpp.training.metrics import auc, binary_kl
-from hf_specdecpp.training.models import HEAD_CONFIG, load_assistant, load_target, save_head
+from hf_specdecpp.training.models import load_assistant, load_target, save_head
 from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.resuming import Record, last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 
-LEARNING_CURVE = "learning_curve.json"
+RECORD, CHECKPOINTS = "fit.json", "checkpoints"
+FRACTIONS = (0.25, 0.5)  # of the texts, for the learning curve
 SCALARS_RATE = 10.0  # learning rate of the few weights that read a few numbers, relative to that of the others
 Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
 
@@ -36,67 +35,58 @@ Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
 def run(config: TrainingConfig) -> dict[str, float]:
     """Fit the head of `config` and write it to `work/head`; held-out metrics. Done if that was fitted like this.
 
-    A killed run goes on where it was: finished shards of features, then the newest checkpoint.
+    With `head.learning_curve`, heads are also fitted on parts of the texts, the same number of epochs each; what came
+    of them is in `work/head/fraction-0.25` and so on. A killed run goes on where it was: finished shards of features,
+    then the newest checkpoint.
 
     Raises:
         ValueError: there are no rollouts, a shard of features is damaged, or the loss is NaN.
     """
-    folder = config.work / "head"
-    fit_settings = {name: value for name, value in asdict(config.head).items() if name != "learning_curve"}
-    wanted = {"head": fit_settings, "features": features.settings(config)}
-    with process_state().main_process_first():
-        if not (folder / "fit.json").is_file() or read_json(folder / "fit.json") != wanted:
-            shutil.rmtree(folder, ignore_errors=True)  # a head, calibration or checkpoint of other settings
-            folder.mkdir(parents=True, exist_ok=True)
-            save_text(json.dumps(wanted, indent=2) + "\n", folder / "fit.json")
-    if (folder / HEAD_CONFIG).is_file():
-        metrics = read_json(folder / "metrics.json")
-    else:
+    fractions = (1.0, *(FRACTIONS if config.head.learning_curve else ()))
+    records = {fraction: record_of(config, fraction) for fraction in fractions}
+    missing = [fraction for fraction, record in records.items() if record.result() is None]
+    if missing:
         with process_state().main_process_first():
+            for fraction in missing:
+                records[fraction].begin()
             drafter, train, heldout = load_data(config)
-        head = new_head(config, drafter)
-        metrics = fit(head, train, heldout, config, drafter, folder / "checkpoints")
+    for fraction in missing:
+        head, folder = new_head(config, drafter), records[fraction].path.parent
+        part = _part(train, fraction, config.seed)
+        metrics = fit(head, part, heldout, config, drafter, folder / CHECKPOINTS)
         if process_state().is_main_process:
-            save_text(json.dumps(metrics, indent=2) + "\n", folder / "metrics.json")
-            save_head(head, folder)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    if config.head.learning_curve:
-        learning_curve(config, metrics)
-    return metrics
+            if fraction == 1.0:
+                save_head(head, folder)
+            records[fraction].end({"fraction": fraction, "texts": len(part), **metrics})
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        process_state().wait_for_everyone()
+    return records[1.0].result() or {}
 
 
-def learning_curve(
-    config: TrainingConfig, whole: dict[str, float], fractions: Sequence[float] = (0.25, 0.5)
-) -> list[dict[str, float]]:
-    """Held-out metrics of heads fitted on `fractions` of the training texts, the same number of epochs each.
+def record_of(config: TrainingConfig, fraction: float) -> Record:
+    """The record of the head that is fitted on this share of the texts."""
+    folder = config.work / "head"
+    if fraction < 1.0:
+        folder /= f"fraction-{fraction:g}"
+    fitted = {name: value for name, value in asdict(config.head).items() if name != "learning_curve"}
+    return Record(folder / RECORD, {"head": fitted, "features": features.settings(config)}, [folder])
 
-    In `work/head/learning_curve.json`, a point as soon as it is there; a run that was killed goes on with the others.
 
-    Args:
-        whole: metrics of the head that was fitted on all texts, the last point.
+def learning_curve(work: Path) -> list[dict[str, Any]]:
+    """`fraction`, `texts` and held-out metrics of the heads in a `work_dir`, from few texts to all."""
+    found = [read_json(path) for path in (work / "head").glob(f"**/{RECORD}")]
+    return sorted((each for each in found if each["complete"]), key=lambda each: each["fraction"])
+
+
+def _part(texts: features.FeatureSet, fraction: float, seed: int) -> Texts:
+    """A share of the texts, each share a part of the larger ones.
+
+    Shards come one temperature after the other, and each part must have all of them: hence a random order.
     """
-    path = config.work / "head" / LEARNING_CURVE
-    points: list[dict[str, float]] = read_json(path) if path.is_file() else []
-    if not points or points[-1]["fraction"] < 1.0:
-        with process_state().main_process_first():
-            drafter, train, heldout = load_data(config)
-        # Shards come one temperature after the other; each part must have all of them, and be part of the next one.
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(config.seed)).tolist()
-        for fraction in fractions[len(points) :]:
-            part = Subset(train, order[: max(round(fraction * len(train)), 1)])
-            scratch = config.work / "head" / f"fraction-{fraction:g}"
-            metrics = fit(new_head(config, drafter), part, heldout, config, drafter, scratch)
-            points.append({"fraction": fraction, "texts": len(part), **metrics})
-            _save_points(points, path)
-            shutil.rmtree(scratch, ignore_errors=True)
-        points.append({"fraction": 1.0, "texts": len(train), **whole})
-        _save_points(points, path)
-    return points
-
-
-def _save_points(points: list[dict[str, float]], path: Path) -> None:
-    if process_state().is_main_process:
-        save_text(json.dumps(points, indent=2) + "\n", path)
+    if fraction == 1.0:
+        return texts
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Subset(texts, order[: max(round(fraction * len(texts)), 1)])
 
 
 def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:
@@ -164,7 +154,7 @@ def fit(
             options=options,
             drafter=drafter,
         )
-    with telling_of_full_disks(checkpoints):
+    with telling_of_full_disks(checkpoints, 4 * sum(parameter.nbytes for parameter in head.parameters())):
         trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
     measured = trainer.evaluate()
     head.to("cpu").eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.sampling.randomness import draw_rows
+from hf_specdecpp.sampling.randomness import draw_rows, seed_of
 from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -38,16 +38,24 @@ class LocalTarget:
         self.model.eval().to(self.device)
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
-    def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
+    def __call__(
+        self, items: list[Encoded], temperature: float, seed: int, done: Set[int] = frozenset()
+    ) -> Iterator[tuple[int, list[int], bool]]:
         """Index of an item, the new tokens, and whether the target ended them; in any order.
+
+        Args:
+            done: indices of items that need no answer. Batches stay as they are: one that has others, too, is answered
+                whole, so that its answers are those of a run that was not interrupted.
 
         Raises:
             ValueError: the target computes NaN.
         """
-        torch.manual_seed(seed)
         order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))  # little padding
         for start in range(0, len(order), self.settings.batch_size):
             batch = order[start : start + self.settings.batch_size]
+            if done >= set(batch):
+                continue
+            torch.manual_seed(seed_of(seed, start))
             sampling = Sampling(temperature, self.settings.top_k)
             for row, tokens, finished in self._answer([items[index] for index in batch], sampling):
                 yield batch[row], tokens, finished

@@ -8,7 +8,7 @@ from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts, spl
 from hf_specdecpp.training.configuration import TrainingConfig
 
 
-def test_sets(config: TrainingConfig) -> dict[str, str]:
+def sets_to_evaluate(config: TrainingConfig) -> dict[str, str]:
     """The name of each test set, and its file or data set.
 
     Raises:
@@ -34,7 +34,7 @@ def training_prompts(config: TrainingConfig) -> list[Prompt]:
 def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
     """The prompts of `train`, `heldout` and every test set."""
     rollouts = config.rollouts
-    whole = {name: read_prompts(source) for name, source in test_sets(config).items()}
+    whole = {name: read_prompts(source) for name, source in sets_to_evaluate(config).items()}
     unseen = {prompt.opening for prompts in whole.values() for prompt in prompts}  # also those that are not measured
     prompts = split_prompts(rollouts.data, rollouts.heldout, rollouts.max_prompts, config.seed, unseen)
     tests = {name: sample_prompts(each, config.evaluation.max_prompts, config.seed) for name, each in whole.items()}

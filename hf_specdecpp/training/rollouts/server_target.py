@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.client import HTTPException
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -26,37 +25,35 @@ TIMEOUT = 600.0  # seconds for one answer
 EVERY_TOKEN = 2**20  # as top_k: servers do not agree on 0 or -1 for "all"
 
 
-class Form(NamedTuple):
-    """One way to put a request: servers differ in what they take.
-
-    Args:
-        prompt: `"token ids"` is exact, `"text"` has the chat template applied, `"messages"` leaves it to the server.
-        sampling: `"fields"` beyond OpenAI's (vLLM, SGLang, llama.cpp), a `"generation_config"` (`transformers serve`),
-            or `"standard"`, which cannot say top-k.
-    """
-
-    prompt: str
-    sampling: str
-
-
-FORMS = [
-    Form(*pair) for pair in product(("token ids", "text", "messages"), ("fields", "generation_config", "standard"))
-]
+# The ways to put a request, in the order in which they are tried:
+# token ids with sampling fields beyond OpenAI's, which is exact (vLLM, SGLang, llama.cpp);
+# text with a generation_config (`transformers serve`);
+# messages with OpenAI's own fields, which cannot say top-k (any other server).
+FORMS = ("token ids", "text", "messages")
 
 
 class ServerTarget:
-    """Answers prompts with requests to a server, `batch_size` of them in flight."""
+    """Answers prompts with requests to a server, `batch_size` of them in flight.
+
+    Attributes:
+        form: one of `FORMS`; `None` until the server has taken one.
+    """
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec
         self.model = config.rollouts.server_model or config.target
         self.url = str(config.rollouts.server).rstrip("/").removesuffix("/v1")
-        self.form: Form | None = None
+        self.form: str | None = None
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"The server {self.url!r} is not a URL such as http://localhost:8000.")
 
-    def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
+    def __call__(
+        self, items: list[Encoded], temperature: float, seed: int, done: Set[int] = frozenset()
+    ) -> Iterator[tuple[int, list[int], bool]]:
         """Index of an item, the new tokens, and whether the target ended them; in any order.
+
+        Args:
+            done: indices of items that need no answer.
 
         Raises:
             ConnectionError: the server cannot be reached, or fails again and again.
@@ -65,7 +62,9 @@ class ServerTarget:
         form = self.form = self.form or self._agree(items[0], temperature)
         with ThreadPoolExecutor(self.settings.batch_size) as pool:
             asked = {
-                pool.submit(self._ask, item, form, temperature, seed + index): index for index, item in enumerate(items)
+                pool.submit(self._ask, item, form, temperature, seed + index): index
+                for index, item in enumerate(items)
+                if index not in done
             }
             try:
                 for future in as_completed(asked):
@@ -75,19 +74,19 @@ class ServerTarget:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _agree(self, item: Encoded, temperature: float) -> Form:
+    def _agree(self, item: Encoded, temperature: float) -> str:
         """The first form of a request that the server takes: asks for one token in each until then."""
         refusals = []
         for form in FORMS:
-            if form.sampling == "standard" and max(self.settings.temperatures) > 0 and self.settings.top_k > 0:
+            if form == "messages" and max(self.settings.temperatures) > 0 and self.settings.top_k > 0:
                 continue  # also if this request is greedy: the others are to have the same form
             try:
                 self._ask(item, form, temperature, 0, max_tokens=1)
             except _RefusedError as refusal:
-                refusals.append(f"prompt as {form.prompt}, sampling as {form.sampling}: {refusal}")
+                refusals.append(f"prompt as {form}: {refusal}")
                 continue
-            logger.info(f"{self.url} takes the prompt as {form.prompt} and sampling as {form.sampling}.")
-            if form.prompt == "messages":
+            logger.info(f"{self.url} takes the prompt as {form}.")
+            if form == "messages":
                 logger.warning(
                     f"{self.url} takes no /v1/completions, so it applies its own chat template, which must be that of "
                     f"{self.model!r}: otherwise the answers belong to other prompts than those recorded."
@@ -100,19 +99,19 @@ class ServerTarget:
         )
 
     def _ask(
-        self, item: Encoded, form: Form, temperature: float, seed: int, max_tokens: int | None = None
+        self, item: Encoded, form: str, temperature: float, seed: int, max_tokens: int | None = None
     ) -> tuple[str, bool]:
         """The text of an answer, and whether the target ended it."""
         wanted = max_tokens or self.codec.room(item, self.settings.max_new_tokens)
         body = {"model": self.model, "max_tokens": wanted, "seed": seed, **self._sampling(form, temperature, wanted)}
-        if form.prompt == "messages":
+        if form == "messages":
             path, body["messages"] = "/v1/chat/completions", item.prompt.messages
         else:
-            path, body["prompt"] = "/v1/completions", item.input_ids if form.prompt == "token ids" else self._text(item)
+            path, body["prompt"] = "/v1/completions", item.input_ids if form == "token ids" else self._text(item)
         reply = self._post(path, body)
         try:
             choice = reply["choices"][0]
-            text = choice["message"]["content"] or "" if form.prompt == "messages" else choice["text"]
+            text = choice["message"]["content"] or "" if form == "messages" else choice["text"]
             finished = choice["finish_reason"] == "stop"
         except (KeyError, IndexError, TypeError):
             raise ValueError(
@@ -121,18 +120,19 @@ class ServerTarget:
         # An answer cut inside a character ends in the sign for it, which the target never wrote.
         return text if finished else text.rstrip("\ufffd"), finished
 
-    def _sampling(self, form: Form, temperature: float, max_tokens: int) -> dict[str, Any]:
+    def _sampling(self, form: str, temperature: float, max_tokens: int) -> dict[str, Any]:
         """Temperature and top-k alone: servers have defaults for all the rest, or take the model's own."""
-        top_k = self.settings.top_k or EVERY_TOKEN
-        if form.sampling == "standard":
+        if form == "messages":
             return {"temperature": temperature, "top_p": 1.0}
-        neutral = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        if form.sampling == "fields":
-            return {"temperature": temperature, "top_k": top_k, "repeat_penalty": 1.0, **neutral}
-        wanted: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_tokens, "eos_token_id": self.codec.eos}
+        neutral = {"top_k": self.settings.top_k or EVERY_TOKEN, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        if form == "token ids":
+            return {"temperature": temperature, "repeat_penalty": 1.0, **neutral}
+        wanted: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_tokens}
         if temperature > 0:
-            wanted |= {"do_sample": True, "temperature": temperature, "top_k": top_k, **neutral}
-        return {"generation_config": json.dumps({name: value for name, value in wanted.items() if value != []})}
+            wanted |= {"do_sample": True, "temperature": temperature, **neutral}
+        if self.codec.eos:
+            wanted["eos_token_id"] = self.codec.eos
+        return {"generation_config": json.dumps(wanted)}
 
     def _text(self, item: Encoded) -> str:
         """The text of a prompt, less the first special token where the server adds it by itself."""

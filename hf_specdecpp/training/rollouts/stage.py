@@ -1,7 +1,8 @@
 """Stage `rollouts`: the target's answers to the prompts, as parquet shards.
 
 Each shard depends on the settings and its number alone, and appears whole or not at all; so a run that was killed goes
-on with the shards that are missing, and ends with the answers of a run that was not. Several processes (`accelerate
+on with the shards that are missing, and ends with the answers of a run that was not. A run that was interrupted
+(Ctrl-C, a server that is gone) also keeps the answers of the shard that it was at. Several processes (`accelerate
 launch`) share the shards.
 """
 
@@ -11,7 +12,8 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +23,7 @@ import pyarrow
 import pyarrow.parquet
 from transformers.utils import logging
 
-from hf_specdecpp.files import differences, read_json, replacing, save_text
+from hf_specdecpp.files import read_json, replacing, save_text
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.answers import FOLDER, RECORD
@@ -29,6 +31,7 @@ from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.texts.prompts import Prompt
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.resuming import Record
 from hf_specdecpp.training.rollouts.local_target import LocalTarget
 from hf_specdecpp.training.rollouts.prompts import all_prompts
 from hf_specdecpp.training.rollouts.server_target import ServerTarget
@@ -47,8 +50,9 @@ FEATURES = datasets.Features(
     }
 )
 
-# Prompts, a temperature and a seed to indices, new tokens, and whether the target ended them.
-Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, list[int], bool]]]
+# Prompts, a temperature, a seed and the indices that have an answer already to indices, new tokens, and whether the
+# target ended them.
+Target: TypeAlias = Callable[[list[Encoded], float, int, Set[int]], Iterator[tuple[int, list[int], bool]]]
 
 
 class Row(NamedTuple):
@@ -70,22 +74,18 @@ def run(config: TrainingConfig) -> None:
     state = process_state()
     prompts = all_prompts(config)
     codec = Codec.from_pretrained(config.target)
-    settings = _settings(config, codec, prompts)
-    record = _earlier(folder, settings)
-    if record.get("complete"):
+    record = Record(folder / RECORD, _settings(config, codec, prompts))
+    if record.result() is not None:
         logger.info(f"{folder} is complete.")
         return
-    if state.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_text(json.dumps({"settings": settings, "complete": False}, indent=2) + "\n", folder / RECORD)
-    state.wait_for_everyone()
+    with state.main_process_first():
+        _refuse_others(record)
+        record.begin()
     shards = _plan(config, {split: codec.encode_all(prompts[split]) for split in prompts})
     _answer(config, codec, dict(list(shards.items())[state.process_index :: state.num_processes]))
     state.wait_for_everyone()
     if state.is_main_process:
-        summary = {split: _summary([path for path in shards if path.parent.name == split]) for split in prompts}
-        done = {"settings": settings, "complete": True, **summary}
-        save_text(json.dumps(done, indent=2) + "\n", folder / RECORD)
+        record.end({split: _summary([path for path in shards if path.parent.name == split]) for split in prompts})
 
 
 def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
@@ -112,21 +112,14 @@ def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prom
     }
 
 
-def _earlier(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The record of an earlier run with the same settings, or nothing.
-
-    Raises:
-        ValueError: its settings were others, or are unknown.
-    """
+def _refuse_others(record: Record) -> None:
+    """Raise `ValueError` if there are answers from other settings, or from unknown ones: answers are expensive."""
+    folder = record.path.parent
     advice = f"Go on with the earlier settings, choose another work_dir, or delete {folder} to begin anew."
-    if not (folder / RECORD).is_file():
-        if any(folder.glob("*/shard-*.parquet")):
-            raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
-        return {}
-    record = read_json(folder / RECORD)
-    if different := differences(record["settings"], settings):
+    if not record.path.is_file() and any(folder.glob("*/shard-*.parquet")):
+        raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
+    if different := record.changes():
         raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
-    return record
 
 
 def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path, list[Row]]:
@@ -152,19 +145,44 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
     if not missing:
         return
     target: Target = (ServerTarget if config.rollouts.server else LocalTarget)(config, codec)
-    total, left = sum(map(len, shards.values())), sum(map(len, missing.values()))
+    early = {path: _read_early(path) for path in missing}
+    total, left = sum(map(len, shards.values())), sum(len(rows) - len(early[path]) for path, rows in missing.items())
     begin, tokens = time.perf_counter(), 0
     quiet = not process_state().is_main_process
     with logging.tqdm(total=total, initial=total - left, desc="rollouts", unit="answer", disable=quiet) as bar:
         for path, rows in missing.items():
-            finished: dict[int, dict[str, Any]] = {}
+            finished = early[path]
             seed = seed_of(config.seed, path.parent.name, path.name)
-            for index, answer, ended in target([row.item for row in rows], rows[0].temperature, seed):
-                finished[index] = _record(rows[index], answer, ended)
-                tokens += len(answer)
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
-                bar.update()
+            items = [row.item for row in rows]
+            try:
+                for index, answer, ended in target(items, rows[0].temperature, seed, frozenset(finished)):
+                    bar.update(index not in finished)
+                    finished[index] = _record(rows[index], answer, ended)
+                    tokens += len(answer)
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
+            except BaseException:
+                _keep_early(finished, path)
+                raise
             _write([finished[index] for index in range(len(rows))], path)
+            _early(path).unlink(missing_ok=True)
+
+
+def _early(shard: Path) -> Path:
+    """Where the answers of a shard wait that was interrupted."""
+    return shard.with_name(f"unfinished-{shard.stem}.json")
+
+
+def _read_early(shard: Path) -> dict[int, dict[str, Any]]:
+    """The answers of an interrupted shard, by the place of their prompt in it."""
+    path = _early(shard)
+    return {int(index): row for index, row in read_json(path).items()} if path.is_file() else {}
+
+
+def _keep_early(finished: dict[int, dict[str, Any]], shard: Path) -> None:
+    if finished:
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # the disk is full: that is being reported already
+            save_text(json.dumps(finished), _early(shard))
 
 
 def _record(row: Row, answer: list[int], finished: bool) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
-from hf_specdecpp.files import read_json, save_text
+from hf_specdecpp.files import save_text
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.metrics import binary_kl, ece
 from hf_specdecpp.training.models import load_assistant, load_target, save_head
 from hf_specdecpp.training.processes import process_state
@@ -38,9 +38,6 @@ def run(config: TrainingConfig) -> dict[str, object]:
         ValueError: there is no head, or fewer than two held-out prompts.
     """
     folder = config.work / "head"
-    report_path = folder / "calibration.json"
-    if report_path.is_file():
-        return read_json(report_path)
     target = load_target(config).to(process_state().device)
     assistant = load_assistant(config, target)
     head = fitted_head(assistant.head, config).cpu()
@@ -61,7 +58,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
         }
         head.calibration[MODES[sampling.greedy]] = calibration
     save_head(head, folder)
-    save_text(json.dumps(report, indent=2) + "\n", report_path)
+    save_text(json.dumps(report, indent=2) + "\n", folder / "calibration.json")
     return report
 
 

@@ -21,7 +21,7 @@ from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.stage import REPORT
 from hf_specdecpp.training.evaluation.stage import COST_RATIO, time_per_token
-from hf_specdecpp.training.head.stage import LEARNING_CURVE
+from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.metrics import Outcome
 from hf_specdecpp.training.models import load_assistant, load_target
 from hf_specdecpp.version import __version__
@@ -80,14 +80,14 @@ def results(config: TrainingConfig) -> dict[str, Any]:
 
 def _measured(work: Path) -> dict[str, Any]:
     """What a run left in its `work_dir`."""
-    fit = _read(work / "head" / "fit.json")
+    curve = head_fitting.learning_curve(work)
     return {
         "evaluation": _read(work / "evaluation" / "evaluation.json"),
         "rollouts": _read(work / answers.FOLDER / answers.RECORD),
         "distillation": _read(work / REPORT),
-        "head": None if fit is None else fit["head"],
-        "head_metrics": _read(work / "head" / "metrics.json"),
-        "learning_curve": _read(work / "head" / LEARNING_CURVE),
+        "head": curve[-1]["settings"]["head"] if curve else None,
+        "head_metrics": curve[-1] if curve else None,
+        "learning_curve": curve if len(curve) > 1 else None,
         "calibration": _read(work / "head" / "calibration.json"),
     }
 

@@ -6,28 +6,29 @@ positions too, and the candidates after one that would be rejected: what a stopp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import load_tensors, save_tensors
+from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.branches import draft_chains, target_probabilities, together
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.head.features import cache_folder, to_half
+from hf_specdecpp.training.head.features import to_half
 from hf_specdecpp.training.head.stage import batch_log_odds
 from hf_specdecpp.training.models import fingerprint
+from hf_specdecpp.training.resuming import Record, shards
 
+FOLDER, RECORD = "chains", "chains.json"
 MAX_TOKENS = 20  # candidates a chain, the paper's largest
 STARTS = 12  # chains a text
 MEASURED = 200  # texts, evenly spaced among the rollouts
@@ -39,26 +40,22 @@ def record(
 ) -> dict[str, Tensor]:
     """Rows of `chains_of_text` for rollouts of `split` that were written at the temperature of `sampling`.
 
-    Cached in `work/chains` like features; `text` is a row's text: its number in `texts_at`.
+    Kept in `work/chains` like features; `text` is a row's text: its number in `texts_at`.
 
     Raises:
         ValueError: there are no such rollouts, their answers are too short, or a shard is damaged.
     """
     texts = texts_at(config, split, sampling)
+    folder = config.work / FOLDER / f"{split}-{sampling.temperature:g}"
     wanted = {"inputs": config.head.inputs, **sampling.to_dict(), "seed": config.seed, **fingerprint(config)}
-    folder = cache_folder(config.work / "chains", wanted)
-    chosen = sorted({round(i * (len(texts) - 1) / (MEASURED - 1)) for i in range(MEASURED)})
-    shards = []
-    with logging.tqdm(total=len(chosen), desc=f"chains of {split} texts, temperature {sampling.temperature:g}") as bar:
-        for start in range(0, len(chosen), TEXTS_PER_SHARD):
-            rows = chosen[start : start + TEXTS_PER_SHARD]
-            path = folder / f"{split}-{start // TEXTS_PER_SHARD:05d}.safetensors"
-            if not path.is_file():
-                save_tensors(_shard(config, texts, rows, assistant, target, sampling, bar), path)
-            else:
-                bar.update(len(rows))
-            shards.append(path)
-    parts = [part for part in map(load_tensors, shards) if part]  # a shard of empty answers has no rows
+    made = shards(
+        Record(folder / RECORD, wanted, [folder]),
+        sorted({round(i * (len(texts) - 1) / (MEASURED - 1)) for i in range(MEASURED)}),
+        TEXTS_PER_SHARD,
+        lambda rows: _shard(config, texts, rows, assistant, target, sampling),
+        f"chains of {split} texts, temperature {sampling.temperature:g}",
+    )
+    parts = [part for part in map(load_tensors, made) if part]  # a shard of empty answers has no rows
     if not parts:
         raise ValueError(
             f"No chain could be drafted: the {len(texts)} answers of the {split} rollouts are shorter than two tokens. "
@@ -128,13 +125,12 @@ def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Dra
 
 
 def _shard(
-    config: TrainingConfig, texts: Any, rows: Sequence[int], assistant: SpecDecPPAssistant, target: CausalLM,
-    sampling: Sampling, bar: Any,
+    config: TrainingConfig, texts: Any, rows: Iterable[int], assistant: SpecDecPPAssistant, target: CausalLM,
+    sampling: Sampling,
 ) -> dict[str, Tensor]:  # fmt: skip
     parts = []
     for row in rows:
         text = texts[row]
-        bar.update()
         generator = torch.Generator(assistant.device).manual_seed(config.seed * 1_000_003 + row)
         last = min(len(text["input_ids"]), longest_text(assistant.ready_drafter().model, target) - MAX_TOKENS)
         # A round never begins right after the prompt: the first token comes from the target's pass over it.

@@ -1,0 +1,1 @@
+"""The head's estimates are calibrated on recorded chains."""

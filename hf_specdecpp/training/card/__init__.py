@@ -1,0 +1,1 @@
+"""The repository and its card are put together."""
