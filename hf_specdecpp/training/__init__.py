@@ -1,1 +1,4 @@
-"""`specdecpp train`: rollouts, distillation of the draft, head, calibration, evaluation, card. One room a stage, each with `stage.py`."""
+"""`specdecpp train`: rollouts, distillation of the draft, head, calibration, evaluation, card.
+
+Each stage is a room; its `stage.py` has `run(config)`, which does the stage or goes on with it.
+"""
