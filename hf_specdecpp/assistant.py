@@ -21,7 +21,7 @@ from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.unattached import DraftOutput, DraftState, draft_round
+from hf_specdecpp.generation.unattached import DraftOutput, DraftState, check_loop, draft_round
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
 from hf_specdecpp.models import causal_lm
@@ -284,7 +284,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         attention_mask: Tensor | None = None,
         min_new_tokens: int = 0,
         max_new_tokens: int | None = None,
-        **model_kwargs: Any,
+        **_: Any,
     ) -> DraftOutput:
         """Draft one round for transformers' assisted generation, which is what calls this.
 
@@ -296,9 +296,6 @@ class SpecDecPPAssistant(PreTrainedModel):
                 "An assistant does not answer by itself. Pass it to its target: "
                 "model.generate(**inputs, assistant_model=assistant)."
             )
-        if "encoder_outputs" in model_kwargs or model_kwargs.get("inputs_embeds") is not None:
-            kind = "Encoder-decoder targets" if "encoder_outputs" in model_kwargs else "Prompts given as inputs_embeds"
-            raise ValueError(f"{kind} cannot be assisted by hf_specdecpp. Generate without assistant_model=.")
         start = partial(self.start_generation, None)
         return draft_round(
             start, input_ids, generation_config, logits_processor, past_key_values, attention_mask, min_new_tokens,
@@ -345,7 +342,12 @@ class SpecDecPPAssistant(PreTrainedModel):
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule."""
+        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule.
+
+        Raises:
+            ValueError: that loop is being set up for something that it would get wrong.
+        """
+        check_loop()
         return _AssistantGenerationConfig(self.speculation.most_tokens)
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.reader import Reader
 
 
@@ -53,7 +54,7 @@ def check_can_draft(model: CausalLM) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
-    if getattr(model, "_is_stateful", False):
+    if keeps_recurrent_state(model):
         raise ValueError(
             f"{name} keeps a recurrent state that cannot be rolled back to the accepted tokens, so it cannot draft. "
             "Use a draft whose layers all use attention."

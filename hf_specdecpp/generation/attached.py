@@ -44,7 +44,14 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
     check_target(target)
     if not isinstance(target, AttachedMixin):
         original = type(target)
-        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        names: dict[str, Any] = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            # Read by assisted generation only. Some classes say that they keep a recurrent state though this model of
+            # theirs, as `check_target` found, has none.
+            "_is_stateful": False,
+        }
         target.__class__ = type(original.__name__, (AttachedMixin, original), names)
     assistants = _attached.setdefault(target, WeakSet())
     if assistant not in assistants:

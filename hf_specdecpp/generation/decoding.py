@@ -25,7 +25,7 @@ from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.generation.stats import PassSeconds
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.sampling.verification import verify_chain, verify_greedy
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
@@ -58,7 +58,7 @@ class AssistedDecoding:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.prefix = Prefix(target, model_kwargs)
         self.stats = generator.stats
-        self.records = TokenRecords(generation_config)
+        self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         self.criteria = stopping_criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -226,8 +226,8 @@ class AssistedDecoding:
         return PassSeconds(median(times["plain"]), median(times["same"]))
 
     def _since(self, begin: float) -> float:
-        if self.target.device.type != "cpu":
-            torch.accelerator.synchronize(self.target.device)  # verification waits for the result anyway
+        if (device := input_device(self.target)).type != "cpu":
+            torch.accelerator.synchronize(device)  # verification waits for the result anyway
         return time.perf_counter() - begin
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:

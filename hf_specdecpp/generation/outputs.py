@@ -7,12 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_specdecpp.trees.attention import layer_types
 
 
 class TokenRecords:
-    """Collects scores, logits, hidden states and attentions; what was not asked for stays `None`."""
+    """Collects scores, logits, hidden states and attentions; what was not asked for stays `None`.
 
-    def __init__(self, config: GenerationConfig) -> None:
+    Args:
+        config: of the generation.
+        text_config: of the target's decoder.
+    """
+
+    def __init__(self, config: GenerationConfig, text_config: Any) -> None:
         def wanted(flag: bool | None) -> tuple[Any, ...] | None:
             return () if config.return_dict_in_generate and flag else None
 
@@ -20,6 +28,7 @@ class TokenRecords:
         self.logits: Any = wanted(config.output_logits)
         self.hidden_states: Any = wanted(config.output_hidden_states)
         self.attentions: Any = wanted(config.output_attentions)
+        self._text_config = text_config
 
     @property
     def keeps_logits(self) -> bool:
@@ -43,19 +52,32 @@ class TokenRecords:
         if self.hidden_states is not None:
             first = not self.hidden_states
             rows = [slice(None)] if first else [slice(i, i + 1) for i in path]
-            self.hidden_states += tuple(tuple(layer[:, row] for layer in outputs.hidden_states) for row in rows)
+            self.hidden_states += tuple(tuple(layer[..., row, :] for layer in outputs.hidden_states) for row in rows)
         if self.attentions is not None:
             if not self.attentions:
                 self.attentions += (tuple(outputs.attentions),)
                 return
-            caches = outputs.past_key_values.layers
+            windows = _windows(outputs.past_key_values.layers, self._text_config, len(outputs.attentions))
             for i in range(count):
                 self.attentions += (
                     tuple(
-                        _attention_row(layer, path[: i + 1], num_candidates, getattr(cache, "sliding_window", None))
-                        for layer, cache in zip(outputs.attentions, caches, strict=True)
+                        _attention_row(layer, path[: i + 1], num_candidates, window)
+                        for layer, window in zip(outputs.attentions, windows, strict=True)
                     ),
                 )
+
+
+def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
+    """How many keys a token sees at most (`None`: all) in each of `count` attention layers, given a cache's `layers`.
+
+    Layers of another kind (convolutions) are passed over: they return no attentions.
+    """
+    kinds = layer_types(config, len(layers))
+    sizes: dict[str, int | None] = {}
+    for kind, layer in zip(kinds, layers, strict=True):
+        if isinstance(layer, CacheLayerMixin):  # else it shares the keys of another layer, or has none
+            sizes[kind] = getattr(layer, "sliding_window", None)
+    return [sizes[kind] for kind in kinds if kind in sizes] if any(sizes.values()) else [None] * count
 
 
 def _attention_row(attention: Tensor, path: list[int], num_candidates: int, window: int | None) -> Tensor:

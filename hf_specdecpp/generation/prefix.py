@@ -91,7 +91,7 @@ class Prefix:
             keep_path(cache, cache.get_seq_length() - num_candidates - 1, path[:kept])
         self.num_settled = cache.get_seq_length()
         self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=kept
+            outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
         )
 
     def roll_back(self) -> None:

@@ -24,7 +24,10 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             "Call generate() once a sequence."
         )
     if config.use_cache is False:
-        raise ValueError("use_cache=False: verifying candidates needs the target's key-value cache. Leave it on.")
+        raise ValueError(
+            "use_cache=False, given to generate() or in the model's own config: verifying candidates needs the "
+            "target's key-value cache. Pass use_cache=True to generate()."
+        )
     if config.cache_implementation not in (None, "dynamic", "offloaded"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
@@ -51,6 +54,13 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
             f"A batch of {input_ids.shape[0]} sequences: candidates are verified for one sequence at a time, since "
             "each would accept a different number. Call generate() once a sequence (in a pipeline: batch_size=1)."
         )
-    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
+    if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("The prompt was given as inputs_embeds, which the draft cannot read. Pass input_ids.")
+    if input_ids.shape[1] == 0:
+        raise ValueError("The prompt is empty: input_ids holds no token that could be continued. Pass at least one.")
+    if model_kwargs.get("cross_attention_mask") is not None:
+        raise ValueError(
+            "The target keeps its image in cross-attention layers, whose cache cannot be rolled back when a candidate "
+            "is rejected. Generate without assistant_model= where the prompt has an image."
+        )
     check_cache(model_kwargs.get("past_key_values"))

@@ -1,6 +1,6 @@
 """The unattached door: transformers' own candidate generator calls `assistant.generate()` once a round.
 
-transformers passes an assistant neither the cache nor the stopping criteria of the target. So the frame of its loop is
+transformers passes an assistant neither the target nor its cache nor the stopping criteria. So the frame of its loop is
 inspected once a generation, and what the loop would answer wrongly is refused.
 """
 
@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor
-from transformers.cache_utils import QuantizedCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import ModelOutput
 
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.refusals import check_lossless
-from hf_specdecpp.models.causal_lm import eos_ids
+from hf_specdecpp.generation.refusals import check_inputs, check_lossless
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.processors import Processing
 
+# Families whose token types may mark the prompt as a prefix in which every token sees every other.
+PREFIX_ATTENTION = {"paligemma", "hrm_text"}
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
 
 
@@ -73,7 +75,6 @@ def draft_round(
         `sequences` `[1, length + k]`, `scores` k tensors `[1, vocab]` that q is the softmax of.
     """
     if past_key_values is None:
-        check_loop(generation_config)
         generator = start(generation_config, logits_processor, attention_mask)
         generator.stats.complete = False
     else:
@@ -109,35 +110,56 @@ def _repeat_last(input_ids: Tensor, vocab_size: int) -> Chain:
     return Chain([token], [scores])
 
 
-def check_loop(generation_config: GenerationConfig) -> None:
-    """Raise `ValueError` for what transformers' assisted decoding would silently get wrong."""
-    config = generation_config
+def check_loop() -> None:
+    """Raise `ValueError` for what transformers' assisted decoding would silently get wrong.
+
+    Asked as that sets up its candidate generator, before the target has done any work. Elsewhere it does nothing.
+    """
+    loop = _loop_frame()
+    if loop is None or "candidate_generator" in loop.f_locals:
+        return
+    target, config, model_kwargs = (loop.f_locals[name] for name in ("self", "generation_config", "model_kwargs"))
+    check_target(target)
+    check_lossless(config)
     if config.output_hidden_states or config.output_attentions:
         raise ValueError(
             "transformers returns the wrong hidden states and attentions for the first round of assisted generation. "
             + ATTACH
         )
-    check_lossless(config)
-    loop = _loop_frame()
-    if loop is None:
-        return
-    cache = loop.f_locals.get("cache")
-    if isinstance(cache, QuantizedCache):
-        raise ValueError("A quantized cache cannot be rolled back when a candidate is rejected. Use a DynamicCache.")
-    if cache is not None and cache.get_seq_length() > 0:
+    if config.do_sample and loop.f_locals["assistant_tokenizer"] is not None:
         raise ValueError(
-            "past_key_values holds an earlier turn, and transformers' assisted generation would feed the whole prompt "
-            "on top of it and answer wrongly. " + ATTACH
+            "assistant_tokenizer: transformers samples with a draft of another vocabulary by rebuilding its LM head, "
+            "which this assistant cannot lend it. Use a draft with the target's tokenizer, or do_sample=False."
         )
+    check_inputs(loop.f_locals["input_ids"], model_kwargs)
+    _check_inputs_of_loop(target, model_kwargs)
     per_token = [
         type(criterion).__name__
-        for criterion in loop.f_locals.get("stopping_criteria", ())
-        if not _heeded_within_rounds(criterion, loop.f_locals["generation_config"])
+        for criterion in loop.f_locals["stopping_criteria"]
+        if not _heeded_within_rounds(criterion, config)
     ]
     if per_token:
         raise ValueError(
             f"{', '.join(per_token)}: transformers asks stopping criteria once a round, so the answer would run past "
             "the point where it should stop. " + ATTACH
+        )
+
+
+def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> None:
+    if model_kwargs["past_key_values"].get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values holds an earlier turn, and transformers' assisted generation would feed the whole prompt "
+            "on top of it and answer wrongly. " + ATTACH
+        )
+    if target.config.model_type in PREFIX_ATTENTION and model_kwargs.get("token_type_ids") is not None:
+        raise ValueError(
+            f"{type(target).__name__} reads its prompt in both directions, and in transformers' assisted generation "
+            "the first candidates would be part of the prompt. " + ATTACH
+        )
+    if target.device.type == "meta":
+        raise ValueError(
+            "The target is offloaded, and transformers' assisted generation would move tokens to the device of its "
+            "weights, which is meta. " + ATTACH
         )
 
 

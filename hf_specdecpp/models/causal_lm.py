@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import torch
 from peft import PeftModel
+from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig
 
@@ -17,10 +19,42 @@ LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt"
 
 
 def base_model(model: CausalLM) -> CausalLM:
-    """The transformers model inside the wrappers of PEFT and `torch.compile`; other models as they are."""
+    """The transformers model inside the wrappers of PEFT and `torch.compile`; other models as they are.
+
+    Raises:
+        ValueError: the wrapper adds virtual tokens (prompt tuning, P-tuning, prefix tuning).
+    """
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(model, PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"The PEFT adapter {model.active_adapter!r} ({model.active_peft_config.peft_type.value}) puts virtual "
+            "tokens before the prompt. They are in the cache and in no text, so hf_specdecpp cannot assist. Generate "
+            "without assistant_model=, or use a LoRA adapter."
+        )
+    return model.get_base_model()
+
+
+def inner_decoder(model: CausalLM) -> CausalLM:
+    """The part of a causal LM that turns token ids into hidden states, without its LM head.
+
+    `get_decoder()` of transformers finds it in most families. ModernBERT calls its LM head `decoder`, and in Llama 4
+    and Mllama it finds a causal LM.
+    """
+    decoder = model.get_decoder()
+    if isinstance(decoder, nn.Linear):
+        return model.base_model
+    return decoder.model if hasattr(decoder, "lm_head") else decoder
+
+
+def input_device(model: CausalLM) -> torch.device:
+    """The device that a model computes on: not that of its weights where all are offloaded (accelerate)."""
+    if model.device.type != "meta":
+        return model.device
+    hook: Any = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    return model.device if hook is None else torch.device(hook.execution_device)
 
 
 def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:

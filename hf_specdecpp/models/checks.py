@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 from transformers.cache_utils import (
     Cache,
+    EncoderDecoderCache,
     QuantizedCache,
     StaticCache,
 )
 
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, base_model
 
 WITHOUT = "Generate without assistant_model="
+ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
 def check_target(target: CausalLM) -> None:
@@ -18,21 +22,49 @@ def check_target(target: CausalLM) -> None:
     name = type(target).__name__
     if not target.can_generate():
         raise ValueError(f"{name} cannot generate, so there is nothing to assist. Load it with AutoModelForCausalLM.")
-    if target.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model; hf_specdecpp assists decoder-only models. {WITHOUT}.")
-    if getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state, which cannot be rolled back when a candidate is rejected. {WITHOUT}."
-        )
+    # A PEFT model generates through the model inside it, on which it sets its own method for the time being.
+    base_model(getattr(target.prepare_inputs_for_generation, "__self__", target))
+    if (reason := _no_assistance(target)) is not None:
+        raise ValueError(f"{name} {reason}. {WITHOUT}.")
+
+
+def _no_assistance(target: CausalLM) -> str | None:
+    """What about the model rules out assistance."""
+    config = target.config
+    if config.is_encoder_decoder:
+        return "is an encoder-decoder model; hf_specdecpp assists decoder-only models"
+    if keeps_recurrent_state(target):
+        return "keeps a recurrent state, which cannot be rolled back when a candidate is rejected"
+    takes_cache = "past_key_values" in inspect.signature(type(target).forward).parameters
+    if not takes_cache or not target._supports_default_dynamic_cache():
+        return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
+    if config.model_type == "blt":
+        return "reads bytes in patches, which rejected candidates would change"
+    head, width = target.get_output_embeddings(), config.get_text_config().vocab_size
+    if head is not None and head.weight.shape[0] < width:
+        return f"predicts {head.weight.shape[0]} of its {width} tokens, so candidates cannot be compared with it"
+    return None
+
+
+def keeps_recurrent_state(model: CausalLM) -> bool:
+    """Whether some layer of the model has a state that cannot be rolled back.
+
+    transformers marks whole classes; a model of such a class may consist of attention layers alone (Granite 4).
+    """
+    types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if "linear_attention" in types:
+        return True
+    return getattr(model, "_is_stateful", False) and not (types and types <= ATTENTION)
 
 
 def check_cache(cache: object) -> None:
     """Raise `ValueError` unless `cache` can be rolled back."""
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"The target made no cache ({type(cache).__name__}), so candidates cannot be verified. {WITHOUT}."
+            f"The target keeps no key-value cache of transformers ({type(cache).__name__}), so candidates cannot be "
+            f"verified and taken back. {WITHOUT}."
         )
-    if isinstance(cache, StaticCache | QuantizedCache):
+    if isinstance(cache, StaticCache | QuantizedCache | EncoderDecoderCache):
         raise ValueError(
             f"{type(cache).__name__} cannot be rolled back when a candidate is rejected. Use a DynamicCache, or "
             "generate without assistant_model=."

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.models.checks import check_target
 
 
 def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
@@ -23,16 +25,33 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
         layers: the number of first layers to keep, or their ascending indices.
 
     Raises:
-        ValueError: `layers` does not name layers of the target, or the target's layers cannot be taken apart.
+        ValueError: the target cannot be assisted, `layers` does not name layers of it, its layers cannot be taken
+            apart, or the chosen ones keep no keys.
     """
-    decoder = target.get_decoder()
+    check_target(target)
+    decoder = inner_decoder(target)
     kept = check_layers(layers, len(layer_stack(decoder, target)[1]))
-    if getattr(decoder.config, "num_kv_shared_layers", 0):
+    if (reason := _no_early_exit(target, decoder.config)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}. Use an independent draft.")
+    draft = with_layers(target, kept)
+    cache = DynamicCache(config=draft.config.get_text_config(decoder=True))
+    if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         raise ValueError(
-            f"{type(target).__name__} shares keys and values between layers, so a subset of its layers is not a model. "
-            "Use an independent draft."
+            f"layers={layers!r} of {type(target).__name__} have no attention, so their cache cannot tell how much text "
+            "it holds. Choose layers with attention among them."
         )
-    return with_layers(target, kept)
+    return draft
+
+
+def _no_early_exit(target: CausalLM, config: Any) -> str | None:
+    """Why no subset of the target's layers is a model."""
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "shares keys and values between layers, so a subset of its layers is not a model"
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        return "has embeddings for each of its layers in one table, so a subset of its layers is not a model"
+    if target.device.type == "meta":
+        return "is offloaded, so each layer of a draft made of its layers would be loaded for each drafted token"
+    return None
 
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
@@ -44,7 +63,7 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
         ValueError: its layers are not found.
     """
     copied = copy_sharing(model)
-    decoder = copied.get_decoder()
+    decoder = inner_decoder(copied)
     name, stack = layer_stack(decoder, model)
     layers = [copy_sharing(stack[own]) if own in chosen[:place] else stack[own] for place, own in enumerate(chosen)]
     setattr(decoder, name, nn.ModuleList(layers))

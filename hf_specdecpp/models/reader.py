@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from hf_specdecpp.models.causal_lm import CausalLM, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, longest_text
 
 
 class Reader(nn.Module):
@@ -71,7 +71,7 @@ class Reader(nn.Module):
         With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward,
         such as those of `tree_attention.tree_inputs`.
         """
-        decoder = self.model.get_decoder()
+        decoder = inner_decoder(self.model)
         use_cache = cache is not None
         output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache, **inputs)
         return output.last_hidden_state

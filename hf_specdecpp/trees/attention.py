@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.kv_cache import grow_in, shown_rows
 
 
@@ -47,9 +47,10 @@ def tree_inputs(
     num_queries = ancestors.shape[0]
     if num_queries < ancestors.shape[1]:
         grow_in(cache)
-    ancestors, depths = ancestors.to(model.device), depths.to(model.device)
+    device = input_device(model)
+    ancestors, depths = ancestors.to(device), depths.to(device)
     if prefix_mask is not None:
-        prefix_mask = prefix_mask.to(model.device)
+        prefix_mask = prefix_mask.to(device)
     dtype = model.dtype if config._attn_implementation == "eager" else torch.bool
     masks = {}
     for kind, layer in _kinds(config, cache).items():

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.trees.attention import layer_types, tree_inputs
 
@@ -78,6 +78,8 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
 
 def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
     """What is known about the model, without running it, that rules out trees."""
+    if target.config.model_type == "paligemma":
+        return "reads its prompt in both directions and counts positions from 1"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "measures distances along the rows of its cache (ALiBi)"
     if "position_ids" not in inspect.signature(target.forward).parameters:
@@ -103,7 +105,7 @@ def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
 
 def _unknown_window(target: CausalLM, config: Any) -> str | None:
     """Whether some window may be measured in another way than `tree_inputs` does: no short test reaches past it."""
-    module = sys.modules[type(target.base_model).__module__]
+    module = sys.modules[type(inner_decoder(target)).__module__]
     layers = DynamicCache(config=config).layers
     for kind, size, maker in WINDOWS:
         windows = {
@@ -126,9 +128,10 @@ def tree_error(model: CausalLM) -> float:
     """How far the model's logits on a small tree are from those of its paths read one by one, relative to how much
     the logits vary from node to node. Three passes, of at most 18 tokens; leaves the random number generators alone.
     """
-    devices = [model.device] if model.device.type == "cuda" else []
+    device = input_device(model)
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=model.device)) % _vocabulary(model)
+        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % _vocabulary(model)
         text, nodes = tokens[:3], tokens[3:]
         paths = torch.stack([torch.cat((text, nodes[path])) for path in TEST_PATHS])
         one_by_one = model(input_ids=paths, use_cache=False, return_dict=True).logits[:, len(text) :].double()
