@@ -424,6 +424,12 @@ class _AssistantGenerationConfig(GenerationConfig):
             )
         super().__setattr__(name, value)
 
+    def __deepcopy__(self, _: Any) -> GenerationConfig:
+        # transformers takes a copy, to which it adds its own defaults.
+        copied = GenerationConfig()
+        vars(copied).update({name: value for name, value in vars(self).items() if name != "_is_made"})
+        return copied
+
 
 def _tokens(model: CausalLM) -> dict[str, Any]:
     config = model.config.get_text_config()
