@@ -119,6 +119,12 @@ def bench(
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Records of a sampled text.")] = 1,
     attempts: Annotated[int, typer.Option(min=1, help="Most at a generation that other load disturbs.")] = 3,
+    cpu_products: Annotated[
+        str | None,
+        typer.Option(
+            "--cpu_products", "--cpu-products", help="Of ours: auto or off; by default as the assistant says."
+        ),
+    ] = None,
     pack_weights: Annotated[
         bool | None,
         typer.Option(
@@ -145,7 +151,7 @@ def bench(
         "target": target, "assistant": assistant, "draft": draft, "data": data, "output": output,
         "max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "quick": quick, "live": live, "replay": replay,
         "rollouts": rollouts, "costs": costs, "draws": draws, "attempts": attempts, "cost_ratio": cost_ratio,
-        "pack_weights": pack_weights, "replay_trees": replay_trees,
+        "cpu_products": cpu_products, "pack_weights": pack_weights, "replay_trees": replay_trees,
         "dtype": dtype, "device": device, "threads": threads, "seed": seed,
     }  # fmt: skip
     try:

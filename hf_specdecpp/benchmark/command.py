@@ -17,6 +17,7 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import plots, report
 from hf_specdecpp.benchmark.contestants import (
+    PASSES,
     Contestant,
     all_contestants,
     choose,
@@ -84,9 +85,6 @@ def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> 
     logging.disable_progress_bar()  # of loading; ours come later
     config = _quicker(config) if config.quick else config
     target, assistant, extra_layers = load(config)
-    if config.pack_weights is None:
-        config = replace(config, pack_weights=assistant.speculation.pack_weights)
-    assistant.speculation = replace(assistant.speculation, pack_weights=bool(config.pack_weights))
     contestants = choose(_contestants(config, target, assistant), config.contestants)
     questions = _questions(config)
     settings = _settings(config, target, assistant, questions, extra_layers)
@@ -132,19 +130,22 @@ def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant, int]:
 
 
 def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
+    """The assistant, its passes as its repository has them unless the command says otherwise."""
     if config.assistant is None:
-        return SpecDecPPAssistant.from_early_exit(target, config.layers)
-    return SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
+        assistant = SpecDecPPAssistant.from_early_exit(target, config.layers)
+    else:
+        assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
+    told = {name: value for name in PASSES if (value := getattr(config, name)) is not None}
+    assistant.speculation = replace(assistant.speculation, **told)
+    return assistant
 
 
 def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
     has_head = assistant.head is not None
     if config.quick:
-        found = quick_contestants(has_head)
-    else:
-        can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
-        found = [*all_contestants(has_head, can_tree, has_rates), *_untuned(config, target, assistant)]
-    return [_packed(contestant) for contestant in found] if config.pack_weights else found
+        return quick_contestants(has_head)
+    can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
+    return [*all_contestants(has_head, can_tree, has_rates), *_untuned(config, target, assistant)]
 
 
 def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
@@ -164,13 +165,6 @@ def _untuned(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssi
         return []
     revision = own.draft_revision if config.draft is None else None
     return untuned_contestants(load_draft(config.draft or own.draft_id, revision, target))
-
-
-def _packed(contestant: Contestant) -> Contestant:
-    speculation = contestant.speculation
-    return (
-        contestant if speculation is None else replace(contestant, speculation=replace(speculation, pack_weights=True))
-    )
 
 
 def _quicker(config: BenchmarkConfig) -> BenchmarkConfig:
@@ -210,7 +204,7 @@ def _settings(
         "max_new_tokens": config.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "seed": config.seed,
-        "pack_weights": config.pack_weights,
+        **{name: getattr(assistant.speculation, name) for name in PASSES},
         "cost_ratio": config.cost_ratio,
         "extra_layers": extra_layers,
         **environment(target.device),

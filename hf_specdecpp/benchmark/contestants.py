@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -27,6 +27,10 @@ SHAPES = (
     (4, 2, 2, 1, 1),
 )  # children by depth: 6, 16, 14, 64, 60 nodes
 STOCK_LENGTHS = (2, 3, 5, 10)
+PASSES = (
+    "cpu_products",
+    "pack_weights",
+)  # fields of `SpeculationConfig` that say how passes compute, not what is drafted
 HEURISTIC_START = 5  # candidates in the first round of transformers' "heuristic" schedule
 
 
@@ -37,11 +41,12 @@ class Contestant:
     Args:
         name: as it appears in reports.
         family: contestants of one family differ in one setting.
-        speculation: ours: the knobs of the assistant.
+        speculation: ours: the knobs of the assistant, but for its passes, which are as the assistant has them.
         with_head: ours: whether the head judges, or the draft's own probability.
         stock: transformers' assisted generation: what the draft's generation config says.
         draft: the draft of these, if it is not the assistant's: the one that the assistant's was tuned from.
         lookup: transformers' prompt lookup: how many tokens it proposes.
+        same_passes: plain generation on the CPU products and packed weights that ours runs on.
         memory: ours: what `rule="throughput"` has learned as this contestant.
     """
 
@@ -52,6 +57,7 @@ class Contestant:
     stock: dict[str, Any] | None = None
     draft: CausalLM | None = field(default=None, compare=False, repr=False)
     lookup: int | None = None
+    same_passes: bool = False
     memory: ThroughputMemory = field(default_factory=ThroughputMemory, compare=False, repr=False)
 
     @property
@@ -59,9 +65,12 @@ class Contestant:
         return self.speculation is not None
 
     @contextmanager
-    def arguments(self, assistant: SpecDecPPAssistant) -> Iterator[dict[str, Any]]:
-        """What to pass to the target's `generate()`, the assistant being set up for it meanwhile."""
-        if self.stock is not None:
+    def arguments(self, assistant: SpecDecPPAssistant, target: CausalLM) -> Iterator[dict[str, Any]]:
+        """What to pass to the target's `generate()`, target and assistant being set up for it meanwhile."""
+        if self.same_passes:
+            with assistant.setup().products(target):
+                yield {}
+        elif self.stock is not None:
             draft = self.draft or assistant.ready_drafter().model
             own, draft.generation_config = draft.generation_config, GenerationConfig(**self.stock)
             try:
@@ -70,7 +79,8 @@ class Contestant:
                 draft.generation_config = own
         elif self.speculation is not None:
             before = assistant.speculation, assistant.head, assistant.throughput
-            assistant.speculation, assistant.throughput = self.speculation, self.memory
+            passes = {name: getattr(assistant.speculation, name) for name in PASSES}
+            assistant.speculation, assistant.throughput = replace(self.speculation, **passes), self.memory
             assistant.head = assistant.head if self.with_head else None
             try:
                 yield {"assistant_model": assistant}
@@ -81,6 +91,8 @@ class Contestant:
 
 
 PLAIN = Contestant("plain", "plain")
+SAME_PASSES = Contestant("plain, same passes", "plain, same passes", same_passes=True)
+BASELINES = (PLAIN, SAME_PASSES)
 
 
 def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = False) -> list[Contestant]:
@@ -91,15 +103,15 @@ def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = Fal
         can_tree: whether target and draft can read trees.
         has_rates: whether the assistant's repository has rates of acceptance for the best static shapes.
     """
-    return [PLAIN, *_transformers(), *_chains(has_head), *(_trees(has_head, has_rates) if can_tree else [])]
+    return [*BASELINES, *_transformers(), *_chains(has_head), *(_trees(has_head, has_rates) if can_tree else [])]
 
 
 def quick_contestants(has_head: bool) -> list[Contestant]:
     """A few that answer whether it pays at all."""
     judge = "head" if has_head else "q"
-    names = ["plain", "transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge})", f"throughput ({judge})"]
+    names = ["transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge})", f"throughput ({judge})"]
     by_name = {contestant.name: contestant for contestant in all_contestants(has_head)}
-    return [by_name[name] for name in names]
+    return [*BASELINES, *(by_name[name] for name in names)]
 
 
 def _chains(has_head: bool) -> list[Contestant]:
@@ -130,7 +142,7 @@ def _chains(has_head: bool) -> list[Contestant]:
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
-    """Those whose name or family matches a pattern such as `fixed*`; plain generation always.
+    """Those whose name or family matches a pattern such as `fixed*`; the baselines always.
 
     Raises:
         ValueError: a pattern matches none.
@@ -139,7 +151,9 @@ def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[C
         if not any(_matches(contestant, pattern) for contestant in contestants):
             known = ", ".join(contestant.name for contestant in contestants)
             raise ValueError(f"No contestant is called {pattern!r}. There are: {known}.")
-    return [c for c in contestants if c is PLAIN or not patterns or any(_matches(c, pattern) for pattern in patterns)]
+    return [
+        c for c in contestants if c in BASELINES or not patterns or any(_matches(c, pattern) for pattern in patterns)
+    ]
 
 
 def _matches(contestant: Contestant, pattern: str) -> bool:

@@ -42,6 +42,7 @@ class BenchmarkConfig:
         device: of the target; by default an accelerator if there is one.
         threads (threads): of torch; as many as torch takes by default.
         seed: of the choice of prompts and of all draws.
+        cpu_products: of ours, `"auto"` or `"off"` (`SpeculationConfig`); by default as the assistant says.
         pack_weights: whether ours keeps packed copies of the weights (`SpeculationConfig`); by default as the assistant
             says.
         cost_ratio (target passes): make the target slower until a draft step costs this share of a pass.
@@ -69,7 +70,8 @@ class BenchmarkConfig:
     device: str | None = None
     threads: int | None = None
     seed: int = 0
-    pack_weights: bool = False
+    cpu_products: str | None = None
+    pack_weights: bool | None = None
     cost_ratio: float | None = None
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     rollouts: Path | None = None

@@ -1,4 +1,8 @@
-"""From generations to rows of a table: speeds relative to plain generation, rates, and what the time went into."""
+"""From generations to rows of a table: speeds relative to plain generation, rates, and what the time went into.
+
+Every speed has two ratios: `speedup` over plain `generate()` as it is, and `same_passes` over plain `generate()` on the
+CPU products and packed weights that ours runs on, which is what speculation itself gains.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
+from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, SAME_PASSES, Contestant
 from hf_specdecpp.intervals import median_of_ratios
 
 ALL = "all"  # the sets together
@@ -21,35 +25,40 @@ def summarise(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant])
     Args:
         rows: generations, as `RunLog` keeps them.
     """
-    families = {contestant.name: contestant.family for contestant in contestants}
+    by_name = {contestant.name: contestant for contestant in contestants}
     groups: dict[tuple[str, float, str], list[dict[str, Any]]] = defaultdict(list)
     several = len({row["set"] for row in rows}) > 1
     for row in rows:
-        if row["contestant"] in families:
+        if row["contestant"] in by_name:
             for name in (row["set"], ALL) if several else (row["set"],):
                 groups[name, row["temperature"], row["contestant"]].append(row)
-    plain = {_moment(row): row for row in rows if row["contestant"] == PLAIN.name}
+    plain, same = ({_moment(row): row for row in rows if row["contestant"] == each.name} for each in BASELINES)
     summary = [
-        {"set": name, "temperature": temperature, "contestant": contestant, "family": families[contestant],
-         **_measures(group, plain)}
+        {"set": name, "temperature": temperature, "contestant": contestant, "family": by_name[contestant].family,
+         "ours": by_name[contestant].ours, **_measures(group, plain, same)}
         for (name, temperature, contestant), group in groups.items()
     ]  # fmt: skip
     return sorted(summary, key=lambda row: (row["set"] != ALL, row["set"], row["temperature"], -row["speedup"]))
 
 
 def comparable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those with plain generation of the same prompt in the same session: a session may have been killed before it."""
+    """Those with both baselines of the same prompt in the same session: a session may have been killed before them."""
     rows = list(rows)
-    plain = {_moment(row) for row in rows if row["contestant"] == PLAIN.name}
-    return [row for row in rows if _moment(row) in plain]
+    plain, same = ({_moment(row) for row in rows if row["contestant"] == each.name} for each in BASELINES)
+    return [row for row in rows if _moment(row) in plain & same]
 
 
 def _moment(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["set"], row["prompt"], row["temperature"], row["session"]
 
 
-def _measures(rows: list[dict[str, Any]], plain: dict[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+def _measures(
+    rows: list[dict[str, Any]],
+    plain: dict[tuple[Any, ...], dict[str, Any]],
+    same: dict[tuple[Any, ...], dict[str, Any]],
+) -> dict[str, Any]:
     speedup, low, high = median_of_ratios([_speed(row) / _speed(plain[_moment(row)]) for row in rows])
+    same_passes, same_low, same_high = median_of_ratios([_speed(row) / _speed(same[_moment(row)]) for row in rows])
     rounds = [each for row in rows for each in row["rounds"]]
     tokens, seconds = sum(row["tokens"] for row in rows), sum(row["seconds"] for row in rows)
     drafted, accepted = (sum(each[field] for each in rounds) for field in (0, 1))
@@ -60,6 +69,8 @@ def _measures(rows: list[dict[str, Any]], plain: dict[tuple[Any, ...], dict[str,
         "tokens_per_second": tokens / seconds,
         "speedup": speedup,
         "interval": [low, high],
+        "same_passes": same_passes,
+        "same_passes_interval": [same_low, same_high],
         "tokens_per_pass": tokens / len(rounds),
         "discard_rate": (drafted - accepted) / tokens,
         "verification_rate": len(rounds) / tokens,
@@ -110,33 +121,56 @@ def overall(summary: Sequence[dict[str, Any]], temperature: float) -> list[dict[
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """One sentence on the rows of one set and temperature, fastest first."""
-    others = [row for row in rows if row["contestant"] != PLAIN.name]
+    """What speculation gains, and what faster passes do, by the rows of one set and temperature, fastest first."""
+    others = [row for row in rows if row["contestant"] not in {each.name for each in BASELINES}]
     if not others:
         return "Only plain generate() took part, so there is nothing to compare."
     best = others[0]
-    low, high = best["interval"]
-    certainty = f"95 % interval {low:.2f} to {high:.2f}" if best["prompts"] > 1 else "on a single prompt"
-    speed = f"{best['speedup']:.2f} times the speed of plain generate() ({certainty})"
-    doubt = ""
+    gain, low = (best["same_passes"], best["same_passes_interval"][0]) if best["ours"] else _over_plain(best)
+    products = [row["speedup"] for row in rows if row["contestant"] == SAME_PASSES.name]
+    runs = f"{best['contestant']}, runs at {_speeds(best)}"
+    more = _of_products(products[0], best) if products and best["ours"] else ""
     if any(row["disturbed"] for row in rows):
-        doubt = ", but other load disturbed some of the runs, so repeat this on a quiet machine"
-    if best["tokens_per_pass"] < IDLE and best["speedup"] > LOSES:
-        faster = ", since its passes themselves are faster" if best["speedup"] >= PAYS and low > 1.0 else ""
-        return (
-            f"Speculation does not pay here: {best['contestant']} all but stops it, and runs at {speed}{faster}{doubt}."
-        )
-    if best["speedup"] >= PAYS and low > 1.0:
-        return f"Speculation pays here: {best['contestant']} runs at {speed}{doubt}."
-    if best["speedup"] > LOSES:
-        return f"Speculation neither pays nor costs here: the best, {best['contestant']}, runs at {speed}{doubt}."
-    return (
-        f"Speculation does not pay here: even the best, {best['contestant']}, runs at {speed}{doubt}; generate without "
-        "an assistant, or take a larger target or a cheaper draft."
+        more += " Other load disturbed some of the runs, so repeat this on a quiet machine."
+    if best["tokens_per_pass"] < IDLE and gain > LOSES:
+        return f"Speculation does not pay here, and all but stops: the fastest, {runs}.{more}"
+    if gain >= PAYS and low > 1.0:
+        return f"Speculation pays here: the fastest, {runs}.{more}"
+    if gain > LOSES:
+        return f"Speculation neither pays nor costs here: the fastest, {runs}.{more}"
+    return f"Speculation does not pay here: even the fastest, {runs}.{more} Take a larger target or a cheaper draft."
+
+
+def _over_plain(row: dict[str, Any]) -> tuple[float, float]:
+    return row["speedup"], row["interval"][0]
+
+
+def _speeds(row: dict[str, Any]) -> str:
+    """Both ratios of ours; only the first of others, whose passes are those of plain generation."""
+
+    def ratio(value: float, interval: Sequence[float]) -> str:
+        low, high = interval
+        return f"{value:.2f} ({low:.2f} to {high:.2f})" if row["prompts"] > 1 else f"{value:.2f} (a single prompt)"
+
+    plain = f"{ratio(row['speedup'], row['interval'])} times the speed of plain generate()"
+    if not row["ours"]:
+        return plain
+    same = (
+        f"{ratio(row['same_passes'], row['same_passes_interval'])} times that of plain generate() with the same passes"
     )
+    return f"{plain} and at {same}"
+
+
+def _of_products(passes: float, best: dict[str, Any]) -> str:
+    """What plain generation gains from the CPU products alone, where that is something."""
+    if LOSES < passes < PAYS:
+        return ""
+    most = ", so most of the speed comes from the passes" if passes > 1.0 and passes * passes > best["speedup"] else ""
+    return f" The same passes alone take plain generate() to {passes:.2f}{most}."
 
 
 def speed_table(summary: Iterable[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
     """The speeds as a model card shows them."""
-    fields = ("set", "temperature", "contestant", "tokens_per_second", "speedup", "tokens_per_pass", "prompts")
+    fields = ("set", "temperature", "contestant", "tokens_per_second", "speedup", "interval", "same_passes",
+              "same_passes_interval", "tokens_per_pass", "prompts")  # fmt: skip
     return {**facts, "rows": [{name: row[name] for name in fields} for row in summary]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from typer.testing import CliRunner
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import (
+    BASELINES,
     PLAIN,
+    SAME_PASSES,
     Contestant,
     all_contestants,
     choose,
@@ -31,7 +35,9 @@ from hf_specdecpp.benchmark.replay import run as replaying
 from hf_specdecpp.benchmark.settings import RUNS, RunLog
 from hf_specdecpp.benchmark.summary import comparable, summarise, verdict
 from hf_specdecpp.cli import app
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation.setup import DraftSetup
 
 SOME = ["plain", "fixed 3", "confidence*", "dyspec 4*", "transformers default", "prompt lookup"]
 QUESTIONS = [Question("set", f"prompt-{seed}", prompt(seed=seed)[0].tolist()) for seed in range(2)]
@@ -64,8 +70,9 @@ def test_rounds_add_up(tmp_path: Path, temperature: float) -> None:
         spent = sum(between + target for _, _, between, target in row["rounds"])
         assert 0.0 < spent <= row["seconds"]
     drafted = {row["contestant"]: sum(each[0] for each in row["rounds"]) for row in live.log.rows}
-    assert drafted["plain"] == 0
-    assert min(count for name, count in drafted.items() if name not in ("plain", "prompt lookup")) > 0
+    idle = {each.name for each in BASELINES}
+    assert {drafted[name] for name in idle} == {0}
+    assert min(count for name, count in drafted.items() if name not in (*idle, "prompt lookup")) > 0
 
 
 def test_rounds_are_those_that_the_assistant_counts() -> None:
@@ -85,9 +92,9 @@ def test_rounds_are_those_that_the_assistant_counts() -> None:
 
 
 def test_everyone_begins_once() -> None:
-    contestants = some_contestants()
-    firsts = [rotated(contestants, number)[0] for number in range(len(contestants))]
-    assert sorted(each.name for each in firsts) == sorted(each.name for each in contestants)
+    everyone = some_contestants()
+    firsts = [rotated(everyone, number)[0] for number in range(len(everyone))]
+    assert sorted(each.name for each in firsts) == sorted(each.name for each in everyone)
 
 
 def test_contestants_leave_the_assistant_as_it_was() -> None:
@@ -96,7 +103,7 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
     knobs, config = assistant.speculation, assistant.drafter.model.generation_config
     memory = assistant.throughput
     for contestant in all_contestants(has_head=False):
-        with contestant.arguments(assistant):
+        with contestant.arguments(assistant, target):
             pass
         assert assistant.speculation is knobs
         assert assistant.throughput is memory
@@ -106,8 +113,8 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
 
 def test_patterns() -> None:
     contestants = all_contestants(has_head=True)
-    assert [each.name for each in choose(contestants, ["svip"])] == ["plain", "svip 0.3"]
-    assert len(choose(contestants, ["fixed*"])) == 15
+    assert [each.name for each in choose(contestants, ["svip"])] == ["plain", "plain, same passes", "svip 0.3"]
+    assert len(choose(contestants, ["fixed*"])) == 16
     assert choose(contestants, []) == contestants
     with pytest.raises(ValueError, match="No contestant is called 'fxied'"):
         choose(contestants, ["fxied"])
@@ -117,7 +124,7 @@ def test_patterns() -> None:
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answers", [3, 7, 8, 11])  # plain generation comes last for the second prompt
+@pytest.mark.parametrize("answers", [3, 8, 12, 13])  # the baselines come last for the second prompt
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     live, left = benchmark(tmp_path), [answers + len(some_contestants())]  # the warm-up counts, too
     generate = runner.answer
@@ -142,8 +149,9 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     assert {row["session"] for row in lines} == {1, 2}
     compared = comparable(lines)
     assert len({(row["prompt"], row["contestant"]) for row in compared}) == 2 * len(some_contestants())
-    plain = {(row["prompt"], row["session"]) for row in lines if row["contestant"] == "plain"}
-    assert {(row["prompt"], row["session"]) for row in compared} == plain  # every speed has something to compare with
+    for baseline in BASELINES:  # every speed has something to compare with
+        there = {(row["prompt"], row["session"]) for row in lines if row["contestant"] == baseline.name}
+        assert {(row["prompt"], row["session"]) for row in compared} <= there
     assert len(lines) - len(compared) == max(0, answers - len(some_contestants()))
     summarise(compared, some_contestants())
     benchmark(tmp_path).run(QUESTIONS, some_contestants(), [0.0])
@@ -234,24 +242,89 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # Verdict --------------------------------------------------------------------------------------------------------------
 
 
+def summary_row(contestant: str, speedup: float, same_passes: float, **fields: Any) -> dict[str, Any]:
+    spread = {
+        "interval": [speedup - 0.05, speedup + 0.05],
+        "same_passes_interval": [same_passes - 0.05, same_passes + 0.05],
+    }
+    row = {
+        "contestant": contestant,
+        "speedup": speedup,
+        "same_passes": same_passes,
+        "ours": True,
+        "tokens_per_pass": 2.0,
+    }
+    return row | spread | {"disturbed": 0, "prompts": 9} | fields
+
+
 @pytest.mark.parametrize(
-    ("speedup", "interval", "tokens", "says"),
+    ("row", "passes", "says"),
     [
-        (1.4, [1.3, 1.5], 2.0, "Speculation pays here: x"),
-        (1.4, [0.9, 1.5], 2.0, "neither pays nor costs"),
-        (1.0, [0.99, 1.01], 2.0, "neither pays nor costs"),
-        (0.8, [0.7, 0.9], 2.0, "does not pay here: even the best, x"),
-        (1.2, [1.1, 1.3], 1.0, "does not pay here: x all but stops it, and runs at 1.20 times"),
-        (1.2, [1.1, 1.3], 1.0, "since its passes themselves are faster"),
-        (0.8, [0.7, 0.9], 1.0, "does not pay here: even the best, x"),
+        (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
+        (summary_row("x", 2.1, 1.3), 1.6, "Speculation pays here"),
+        (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
+        (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
+        (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
+        (summary_row("x", 1.4, 1.4, same_passes_interval=[0.9, 1.5]), 1.0, "neither pays nor costs here"),
+        (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
+        (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
+        (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
+        (summary_row("x", 0.8, 0.8, tokens_per_pass=1.0), 1.0, "does not pay here: even the fastest, x"),
+        (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
     ],
 )
-def test_verdict(speedup: float, interval: list[float], tokens: float, says: str) -> None:
-    row = {"contestant": "x", "speedup": speedup, "interval": interval, "disturbed": 0, "prompts": 9}
-    row["tokens_per_pass"] = tokens
-    assert says in verdict([row])
-    assert "quiet machine" not in verdict([row])
+def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
+    """What speculation gains is the ratio to plain generation with the same passes; faster passes are named as such."""
+    found = verdict([row, summary_row("plain, same passes", passes, 1.0)])
+    assert says in found
+    assert ("same passes" in found) == row["ours"]
+    assert "quiet machine" not in found
     assert "quiet machine" in verdict([{**row, "disturbed": 1}])
+
+
+def test_both_ratios_are_paired_by_prompt() -> None:
+    seconds = {"plain": [4.0, 8.0], "plain, same passes": [2.0, 8.0], "fixed 3": [1.0, 2.0]}
+    rows = [
+        {"set": "s", "prompt": number, "temperature": 0.0, "contestant": name, "session": 1, "tokens": 8,
+         "seconds": each, "rounds": [[0, 0, 0.0, 0.1]], "disturbed": False}
+        for name, times in seconds.items() for number, each in enumerate(times)
+    ]  # fmt: skip
+    found = {row["contestant"]: row for row in summarise(rows, choose(all_contestants(False), ["fixed 3"]))}
+    assert (found["fixed 3"]["speedup"], found["fixed 3"]["same_passes"]) == (4.0, 3.0)  # medians of 4, 4 and of 2, 4
+    assert found["fixed 3"]["same_passes_interval"] == [2.0, 4.0]
+    assert (found["plain, same passes"]["speedup"], found["plain, same passes"]["same_passes"]) == (1.5, 1.0)
+    assert (found["plain"]["speedup"], found["plain"]["same_passes"]) == (1.0, 0.75)
+    assert comparable(rows[:2] + rows[4:]) == []
+
+
+def test_the_same_passes_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline generates within the products that ours drafts and verifies in; plain generation does not."""
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    used: list[Any] = []
+
+    @contextmanager
+    def products(_: DraftSetup, given: Any) -> Iterator[None]:
+        used.append(given)
+        yield
+        used.append(None)
+
+    monkeypatch.setattr(DraftSetup, "products", products)
+    for contestant in BASELINES:
+        with contestant.arguments(assistant, target) as arguments:
+            assert arguments == {}
+            assert used == ([target] if contestant is SAME_PASSES else [])
+    assert used == [target, None]
+
+
+def test_ours_keeps_the_passes_of_the_assistant() -> None:
+    """Contestants set what is drafted; how passes compute is the assistant's own setting."""
+    target = tiny("llama")
+    for passes in ({"pack_weights": True}, {"cpu_products": "off"}):
+        assistant = assistant_for(target, rule="fixed", **passes)
+        for contestant in quick_contestants(has_head=False)[-2:]:
+            with contestant.arguments(assistant, target):
+                assert assistant.speculation == SpeculationConfig(**vars(contestant.speculation) | passes)
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -284,7 +357,8 @@ def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
     assert set(results["costs"]) == {"measured", "paper"}
     speeds = json.loads(card.read_text())
     assert {"command", "device", "dtype", "rows"} == set(speeds)
-    fields = {"set", "temperature", "contestant", "tokens_per_second", "speedup", "tokens_per_pass", "prompts"}
+    fields = {"set", "temperature", "contestant", "tokens_per_second", "speedup", "interval", "same_passes",
+              "same_passes_interval", "tokens_per_pass", "prompts"}  # fmt: skip
     assert all(set(row) == fields for row in speeds["rows"])
     assert len(speeds["rows"]) == 2 * len(some_contestants())
     assert {row["prompts"] for row in speeds["rows"]} == {2}
@@ -297,8 +371,10 @@ def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
 
 def test_slow_target_is_labelled(target: PreTrainedModel, tmp_path: Path) -> None:
     options = ("--max_new_tokens", "8", "--contestants", "fixed 2", "--temperatures", "0", "--cost_ratio", "0.1")
-    result = run_command(target, tmp_path, *options, "--no-replay", "--pack_weights")
+    result = run_command(target, tmp_path, *options, "--no-replay", "--pack_weights", "--cpu-products", "auto")
     assert result.exit_code == 0, result.output
+    settings = json.loads((tmp_path / "bench/settings.json").read_text())
+    assert (settings["pack_weights"], settings["cpu_products"]) == (True, "auto")
     assert "SLOWED-DOWN TARGET" in result.output
     assert "SLOWED-DOWN TARGET" in (tmp_path / "bench/report.md").read_text()
 
@@ -306,7 +382,7 @@ def test_slow_target_is_labelled(target: PreTrainedModel, tmp_path: Path) -> Non
 def test_the_untuned_draft_is_a_rival(target: PreTrainedModel) -> None:
     assistant, untuned = assistant_for(target), tiny("llama", seed=5)
     for contestant in untuned_contestants(untuned):
-        with contestant.arguments(assistant) as arguments:
+        with contestant.arguments(assistant, target) as arguments:
             assert arguments["assistant_model"] is untuned
             assert untuned.generation_config.num_assistant_tokens == (contestant.stock or {})["num_assistant_tokens"]
         assert contestant.name.startswith("transformers untuned ")
@@ -368,19 +444,20 @@ def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str
 def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
     head = AcceptanceHead(32, num_blocks=1, inputs="before", rank=4)
     SpecDecPPAssistant.from_draft(draft, target, head=head).save_pretrained(tmp_path / "assistant")
-    options = ("--max_new_tokens", "12", "--contestants", "transformers*,threshold*,throughput*", "--temperatures", "0")
+    some = "transformers default,threshold 0.5*,throughput*"
+    options = ("--max_new_tokens", "12", "--contestants", some, "--temperatures", "0", "--costs", "paper")
     result = run_command(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"))
     assert result.exit_code == 0, result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())
     assert {"threshold (head)", "threshold (q)", "transformers"} <= {row["family"] for row in results["summary"]}
     assert {"threshold (head)", "threshold (q)"} <= {row["family"] for row in results["replays"][0]["rows"]}
-    assert results["replay_agreement"]["compared"] == results["replay_agreement"]["equal"] == 2 * 10
+    assert results["replay_agreement"]["compared"] == results["replay_agreement"]["equal"] == 2 * 2
 
 
 def test_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
-    some = ("--contestants", "fixed 3,confidence*,dyspec 8*", "--max_new_tokens", "24")
-    result = run_command(target, tmp_path, *some, "--dtype", "bfloat16", "--no-replay")
+    some = ("--contestants", "fixed 3,dyspec 8*", "--max_new_tokens", "16", "--dtype", "bfloat16")
+    result = run_command(target, tmp_path, *some, "--no-replay")
     assert result.exit_code == 0, result.output
-    result = run_command(target, tmp_path, *some, "--dtype", "bfloat16", "--costs", "paper")
+    result = run_command(target, tmp_path, *some, "--temperatures", "0", "--costs", "paper")
     assert result.exit_code == 0, result.output
     assert "bfloat16" in (tmp_path / "bench/report.md").read_text()

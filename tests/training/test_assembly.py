@@ -26,7 +26,8 @@ from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.evaluation import stage as evaluation
 from hf_specdecpp.training.head import stage as head_fitting
 
-SPEED_ROW = {"set": "sums", "temperature": 0, "tokens_per_pass": 3.21, "prompts": 5}
+SPEED_ROW = {"set": "sums", "temperature": 0, "tokens_per_pass": 3.21, "prompts": 5, "interval": [1.72, 2.0],
+             "same_passes": 1.25, "same_passes_interval": [1.1, 1.3]}  # fmt: skip
 SPEED = {
     "command": "specdecpp bench --assistant out",
     "device": "a slow machine, 1 thread",
@@ -191,8 +192,8 @@ def test_the_card_compares_and_times(run: TrainingConfig, card: ModelCard) -> No
     title, rows = next((title, rows) for title, rows in tables(card).items() if title.startswith("`specdecpp bench"))
     assert title == "`specdecpp bench --assistant out` on a slow machine, 1 thread, float32."
     assert rows[2:] == [
-        ["sums", "0", "plain", "1,234.6", "1.00", "–", "5"],
-        ["sums", "0", "ours", "2,345.7", "1.90", "3.21", "5"],
+        ["sums", "0", "plain", "1,234.6", "1.00 (1.72 to 2.00)", "1.25 (1.10 to 1.30)", "–", "5"],
+        ["sums", "0", "ours", "2,345.7", "1.90 (1.72 to 2.00)", "1.25 (1.10 to 1.30)", "3.21", "5"],
     ]
 
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
+from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
 from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.settings import RunLog
@@ -35,7 +35,7 @@ class LiveBenchmark:
     """Times generations.
 
     Args:
-        target: its generation config is replaced by a neutral one: contestants sample from its own law.
+        target: its generation config is replaced by a neutral one: contestants sample from its own distribution.
         assistant: attached to it.
         log: what is done already, and where the rest goes.
         attempts: most at one generation.
@@ -79,8 +79,8 @@ class LiveBenchmark:
         rows = [row for row in self.log.rows if (row["set"], row["prompt"], row["temperature"]) == here]
         done = {row["contestant"] for row in comparable(rows)}
         missing = [contestant for contestant in order if contestant.name not in done]
-        # A speed is compared with that of plain generation in the same session.
-        return [PLAIN, *missing] if missing and PLAIN not in missing else missing
+        # A speed is compared with those of plain generation in the same session.
+        return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
     def _warm_up(self, question: Question, contestants: Sequence[Contestant]) -> None:
         for contestant in contestants:
@@ -116,7 +116,7 @@ class LiveBenchmark:
     def _generate(
         self, question: Question, temperature: float, contestant: Contestant, max_new_tokens: int, seed: int
     ) -> list[int]:
-        with contestant.arguments(self.assistant) as arguments:
+        with contestant.arguments(self.assistant, self.target) as arguments:
             return answer(self.target, question.ids, temperature, max_new_tokens, seed, arguments)
 
 

@@ -33,7 +33,8 @@ def run(config: TrainingConfig) -> Path:
     """Write the repository into `config.output`; its path. The card there is replaced.
 
     The card also shows what is in `work/speed.json`, if that exists: `command`, `device`, `dtype` and `rows` of `set`,
-    `temperature`, `contestant`, `tokens_per_second`, `speedup`, `tokens_per_pass` and `prompts`.
+    `temperature`, `contestant`, `tokens_per_second`, `speedup`, `interval`, `same_passes`, `same_passes_interval`,
+    `tokens_per_pass` and `prompts`, which `specdecpp bench --card` writes.
 
     Raises:
         ValueError: the head has not been fitted or evaluated yet, or the run to compare with has not.
