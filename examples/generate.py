@@ -1,21 +1,24 @@
-"""Generate with an assistant: the shortest complete program.
+"""Generate with an assistant, the shortest complete program: prints the text, then the statistics of the generation.
 
-python examples/generate.py HuggingFaceTB/SmolLM2-135M-Instruct
+python examples/generate.py                    # SmolLM2-135M-Instruct and its published assistant
+python examples/generate.py TARGET ASSISTANT   # Hub ids or folders of yours
 """
 
 import sys
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
 
-target = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
+CARDS = Path(__file__).parents[1] / "hub_cards"
+target, published = sys.argv[1:] or ("HuggingFaceTB/SmolLM2-135M-Instruct", CARDS / "specdecpp-smollm2-135m-instruct")
+
 model = AutoModelForCausalLM.from_pretrained(target)
 tokenizer = AutoTokenizer.from_pretrained(target)
+assistant = SpecDecPPAssistant.from_pretrained(published, target=model)
+
 inputs = tokenizer("The capital of France is", return_tensors="pt")
-
-# An early exit of the model itself. With a published head: SpecDecPPAssistant.from_pretrained("org/repo", target=model)
-assistant = SpecDecPPAssistant.from_early_exit(model, layers=4)
-
 output = model.generate(**inputs, assistant_model=assistant, max_new_tokens=32, do_sample=False)
-sys.stdout.write(f"{tokenizer.decode(output[0])}\n\n{assistant.stats}\n")
+print(tokenizer.decode(output[0]))
+print(assistant.stats)
