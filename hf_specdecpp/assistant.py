@@ -365,17 +365,31 @@ class SpecDecPPAssistant(PreTrainedModel):
 
     # Storing one -----------------------------------------------------------------------------------------------------
 
+    def contents(self) -> publishing.Contents:
+        """What the repository of this assistant is made of.
+
+        Raises:
+            ValueError: the draft carries a PEFT adapter that no folder holds.
+        """
+        config, drafter = self.config, self.drafter
+        if drafter is not None and self.adapter_folder is None and hasattr(drafter.model, "peft_config"):
+            raise ValueError(
+                f"The draft {config.draft_id!r} carries a PEFT adapter in memory, which the saved assistant would "
+                "lack. Save the adapter and name its folder: from_draft(draft, adapter=folder)."
+            )
+        return publishing.Contents(config, self.speculation, self.head, self.adapter_folder, self.draft_vocab)
+
     def save_pretrained(self, folder: str | Path, **_: Any) -> None:  # type: ignore[override]
         """Write the repository of this assistant into `folder`: config, head, adapter, draft vocabulary, card.
 
         Raises:
             ValueError: an independent draft has neither a Hub id nor a folder to load it from again.
         """
-        publishing.save(self, Path(folder))
+        publishing.save(self.contents(), Path(folder))
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
         """Upload what `save_pretrained` writes. See `publishing.push` for the arguments."""
-        return publishing.push(self, repo_id, **kwargs)
+        return publishing.push(self.contents(), repo_id, **kwargs)
 
     # Details ---------------------------------------------------------------------------------------------------------
 

@@ -5,27 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-if TYPE_CHECKING:
-    from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.estimation.head import AcceptanceHead
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 NONE = "–"
 THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
 
 
-def make_card(assistant: SpecDecPPAssistant, training: dict[str, Any] | None = None) -> ModelCard:
+def make_card(
+    config: SpecDecPPConfig, head: AcceptanceHead | None, training: dict[str, Any] | None = None
+) -> ModelCard:
     """The model card.
 
     Args:
+        config: as the repository stores it.
+        head: the acceptance head, or `None`.
         training: what `training.assembly` knows of the run that made the assistant: `config`, `settings`, `evaluation`,
             `rollouts`, `distillation`, `head_metrics`, `calibration`, `learning_curve`, `baseline`, `speed`,
             `provenance`; of those that were not made, `None`.
     """
-    config = assistant.config
     bases = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     data = ModelCardData(
         library_name="hf_specdecpp",
@@ -44,7 +47,7 @@ def make_card(assistant: SpecDecPPAssistant, training: dict[str, Any] | None = N
             "comparison": _comparison(training["evaluation"], baseline["evaluation"]) if baseline else [],
         }
     return ModelCard.from_template(
-        data, template_path=str(TEMPLATE), config=config, head=assistant.head, training=training, number=number, **shown
+        data, template_path=str(TEMPLATE), config=config, head=head, training=training, number=number, **shown
     )
 
 

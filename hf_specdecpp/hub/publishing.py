@@ -2,63 +2,87 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import transformers
 from huggingface_hub import CommitInfo, HfApi
+from torch import Tensor
 
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import save_tensors, save_text
 from hf_specdecpp.hub.card import THIS_REPO, make_card
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.version import __version__
 
-if TYPE_CHECKING:
-    from hf_specdecpp.assistant import SpecDecPPAssistant
+
+@dataclass(frozen=True)
+class Contents:
+    """What an assistant's repository is made of; `SpecDecPPAssistant.contents()` gives it.
+
+    Attributes:
+        config: where draft and target come from. It is copied, never changed.
+        speculation: the defaults to store.
+        head: the acceptance head, or `None`.
+        adapter: folder of the draft's PEFT adapter, or `None`.
+        draft_vocab: `[n]` token ids that the draft may propose, or `None` for all.
+    """
+
+    config: SpecDecPPConfig
+    speculation: SpeculationConfig
+    head: AcceptanceHead | None = None
+    adapter: Path | None = None
+    draft_vocab: Tensor | None = None
+
+    def described(self) -> SpecDecPPConfig:
+        """The `config.json` of the repository."""
+        config = copy.deepcopy(self.config)
+        config.head = self.head.to_config() if self.head is not None else None
+        config.adapter = self.adapter is not None
+        config.draft_vocab_size = len(self.draft_vocab) if self.draft_vocab is not None else None
+        config.speculation = self.speculation.to_dict()
+        config.specdecpp_version, config.transformers_version = __version__, transformers.__version__
+        config.architectures = ["SpecDecPPAssistant"]
+        return config
 
 
-def save(assistant: SpecDecPPAssistant, folder: Path) -> None:
-    """Write all files of the assistant's repository. A `README.md` that is there already is kept.
+def save(contents: Contents, folder: Path) -> None:
+    """Write all files of a repository. A `README.md` that is there already is kept.
 
     Raises:
         ValueError: nobody could load the draft again as it is.
     """
-    config = assistant.config
+    config = contents.described()
     if config.draft_kind == "independent" and config.draft_id is None:
         raise ValueError(
             "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. "
             "Save the draft, load it from there and build the assistant from that: from_draft(folder)."
         )
-    if config.draft_kind == "independent" and assistant.adapter_folder is None:
-        _refuse_adapter_in_memory(assistant)
     folder.mkdir(parents=True, exist_ok=True)
-    config.head = assistant.head.to_config() if assistant.head is not None else None
-    config.adapter = assistant.adapter_folder is not None
-    config.draft_vocab_size = len(assistant.draft_vocab) if assistant.draft_vocab is not None else None
-    config.speculation = assistant.speculation.to_dict()
-    config.specdecpp_version, config.transformers_version = __version__, transformers.__version__
-    config.architectures = [type(assistant).__name__]
-    if assistant.head is not None:
-        save_tensors(assistant.head.state_dict(), folder / HEAD)
-    if assistant.draft_vocab is not None:
-        save_tensors({"token_ids": assistant.draft_vocab}, folder / DRAFT_VOCAB)
-    if assistant.adapter_folder is not None:
+    if contents.head is not None:
+        save_tensors(contents.head.state_dict(), folder / HEAD)
+    if contents.draft_vocab is not None:
+        save_tensors({"token_ids": contents.draft_vocab}, folder / DRAFT_VOCAB)
+    if contents.adapter is not None:
         (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
         for name in ADAPTER_FILES:
-            source, copy = assistant.adapter_folder / name, folder / ADAPTER_FOLDER / name
-            if source.resolve() != copy.resolve():
-                shutil.copyfile(source, copy)
+            source, place = contents.adapter / name, folder / ADAPTER_FOLDER / name
+            if source.resolve() != place.resolve():
+                shutil.copyfile(source, place)
     # Last: a folder with a config is a complete one.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
-        save_text(str(make_card(assistant)), folder / CARD)
+        save_text(str(make_card(config, contents.head)), folder / CARD)
 
 
 def push(
-    assistant: SpecDecPPAssistant,
+    contents: Contents,
     repo_id: str,
     *,
     commit_message: str = "Upload SpecDec++ assistant",
@@ -79,7 +103,7 @@ def push(
         ValueError: the draft is a local folder, which nobody else has.
         huggingface_hub errors: as they are.
     """
-    config = assistant.config
+    config = contents.config
     if config.draft_kind == "independent" and config.draft_id is not None and Path(config.draft_id).exists():
         raise ValueError(
             f"The draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. Push the "
@@ -92,7 +116,7 @@ def push(
     with tempfile.TemporaryDirectory() as folder:
         if card is not None:
             save_text(card, Path(folder, CARD))
-        save(assistant, Path(folder))
+        save(contents, Path(folder))
         text = Path(folder, CARD).read_text(encoding="utf-8")
         save_text(text.replace(THIS_REPO, repo), Path(folder, CARD))
         return api.upload_folder(
@@ -102,12 +126,4 @@ def push(
             revision=revision,
             create_pr=create_pr,
             ignore_patterns=kept,
-        )
-
-
-def _refuse_adapter_in_memory(assistant: SpecDecPPAssistant) -> None:
-    if assistant.drafter is not None and hasattr(assistant.drafter.model, "peft_config"):
-        raise ValueError(
-            f"The draft {assistant.config.draft_id!r} carries a PEFT adapter in memory, which the saved assistant "
-            "would lack. Save the adapter and name its folder: from_draft(draft, adapter=folder)."
         )

@@ -317,3 +317,9 @@ def test_pushing_over_an_old_assistant(hub: HubServer, target: PreTrainedModel, 
     loaded = SpecDecPPAssistant.from_pretrained("org/head", target)
     assert loaded.head is None
     assert torch.equal(estimates(loaded), estimates(assistant))
+
+
+def test_saving_leaves_the_assistant_as_it_is(assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
+    before = assistant.config.to_dict()
+    assistant.save_pretrained(tmp_path / "saved")
+    assert assistant.config.to_dict() == before

@@ -49,9 +49,9 @@ def run(config: TrainingConfig) -> Path:
     _name_models(assistant, config)
     folder = Path(config.output)
     assistant.save_pretrained(folder)
-    if assistant.config.adapter:
+    if assistant.adapter_folder is not None:
         _name_base(folder / ADAPTER_FOLDER / ADAPTER_FILES[0], assistant)
-    save_text(str(make_card(assistant, training)), folder / CARD)
+    save_text(str(make_card(assistant.contents().described(), assistant.head, training)), folder / CARD)
     return folder
 
 
