@@ -422,14 +422,16 @@ class SpecDecPPAssistant(PreTrainedModel):
 class _AssistantGenerationConfig(GenerationConfig):
     """What transformers' loop reads of an assistant. Its own knobs of drafting would have no effect, so they refuse."""
 
-    KNOBS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-
     def __init__(self, most_tokens: int) -> None:
-        super().__init__(**dict(zip(self.KNOBS, (most_tokens, "constant", 0.0), strict=True)))
+        super().__init__(
+            num_assistant_tokens=most_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_made" in vars(self) and name in self.KNOBS:
+        if "_is_made" in vars(self) and "assistant" in name:
             raise AttributeError(
                 f"{name}={value!r} has no effect on this assistant, whose own settings say how far it drafts: "
                 "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=5)."
