@@ -45,14 +45,21 @@ def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | Non
     )
 
 
+def public_name(name: str) -> str:
+    """What others may read of the name of a model or file: a Hub id as it is, of a path its last part only.
+
+    `"org/target"` stays, `"/home/me/models/target"` becomes `"target"`.
+    """
+    is_path = os.path.isabs(name) or os.path.exists(name)  # noqa: PTH110, PTH117 - Path.exists fails at very long names
+    return Path(name).resolve().name if is_path else name
+
+
 def command(folders: bool = True) -> str:
     """The command that runs, as it was typed, or without the folders of this machine."""
     words = sys.argv[1:]
     if not folders:
-        words = [
-            Path(word).name if os.path.exists(word) else word  # noqa: PTH110 - Path.exists fails at very long words
-            for word in words
-        ]
+        options = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
+        words = [f"{name}{equals}{public_name(value)}" for name, equals, value in options]
     return shlex.join(["specdecpp", *words])
 
 

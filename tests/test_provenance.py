@@ -27,6 +27,15 @@ def test_the_command_as_typed_and_without_folders(tmp_path: Path, monkeypatch: p
     assert provenance.command(folders=False) == f"specdecpp train --data 'my prompts.jsonl' --lr {'1' * 5000}"
 
 
+def test_names_that_others_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "draft").mkdir(parents=True)
+    names = ["org/target", str(tmp_path / "gone"), "models/draft", "./models"]
+    assert [provenance.public_name(name) for name in names] == ["org/target", "gone", "draft", "models"]
+    monkeypatch.setattr(sys, "argv", ["specdecpp", "train", "--output", "/new/out", "--data=/new/x.jsonl", "--lr", "1"])
+    assert provenance.command(folders=False) == "specdecpp train --output out --data=x.jsonl --lr 1"
+
+
 def test_the_commit_is_this_code_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that was installed below somebody else's repository must not take its commit for its own."""
     code = tmp_path / "venv" / "provenance.py"

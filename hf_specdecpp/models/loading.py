@@ -1,4 +1,4 @@
-"""The draft of an assistant, loaded like its target."""
+"""Load causal language models: the draft of an assistant like its target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ def load_draft(
         return base_model(draft).eval()  # dropout would make the drafter look wrong
     likewise = ("auto", "cpu") if target is None else (target.dtype, target.device)
     dtype, device = dtype or likewise[0], device or likewise[1]
+    return load_model(draft, revision, dtype, device, use_safetensors=True, **(hub_kwargs or {}))
+
+
+def load_model(
+    name: str | Path, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu", **hub_kwargs: Any
+) -> CausalLM:
+    """A causal LM from the Hub or a folder, ready to read: no dropout, and none of the repository's code."""
     model: CausalLM = AutoModelForCausalLM.from_pretrained(
-        str(draft), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **(hub_kwargs or {})
+        str(name), revision=revision, dtype=dtype, trust_remote_code=False, **hub_kwargs
     )
     return model.to(device).eval()

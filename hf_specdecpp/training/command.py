@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
+import datasets
+import typer
 import yaml
+from rich.console import Console
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli_options import parse_layers
 from hf_specdecpp.hub.repository import CARD
+from hf_specdecpp.training.card.summary import summary
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.run import train
+
+INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 
 
 def run(
@@ -25,17 +34,37 @@ def run(
     stages: list[str] | None,
     push_to_hub: str | None,
 ) -> None:
-    """Merge the options into the settings of `file`, train, and upload if asked to."""
+    """Merge the options into the settings of `file`, train, say what was made, and upload it if asked to.
+
+    Raises:
+        typer.Exit: code 130 after Ctrl-C.
+    """
     settings = read_settings(file) if file is not None else {}
     rollouts = settings.setdefault("rollouts", {})
     own = {"target": target, "output": output, "draft": draft, "layers": parse_layers(layers) if layers else None}
     settings.update({name: value for name, value in own.items() if value is not None})
     rollouts.update({name: value for name, value in {"data": data, "server": server}.items() if value})
     config = TrainingConfig.from_dict(settings)
-    train(config, stages)
+    _hide_what_users_cannot_mend()
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    try:
+        train(config, stages)
+    except KeyboardInterrupt:
+        console.print(f"\nInterrupted. What is finished is kept in {config.work}: run the same command to go on.")
+        raise typer.Exit(INTERRUPTED) from None
+    if process_state().is_main_process and (stages is None or "card" in stages):
+        console.print(f"\n{summary(config)}")
     if push_to_hub is not None:
         assistant = SpecDecPPAssistant.from_pretrained(config.output, draft=config.draft)
         assistant.push_to_hub(push_to_hub, card=Path(config.output, CARD).read_text(encoding="utf-8"))
+
+
+def _hide_what_users_cannot_mend() -> None:
+    """Bars of data sets that are read in a moment, deprecations within libraries, and Trainer's doubts about mtime."""
+    datasets.disable_progress_bars()
+    for library in ("transformers", "peft", "accelerate", "torch", "datasets"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.")
+    logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
 
 
 def read_settings(file: Path) -> dict[str, Any]:

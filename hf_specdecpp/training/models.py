@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -19,10 +21,12 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.models.vocabulary import check_same_tokenizer
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.processes import process_state
 
 HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
 
@@ -62,9 +66,27 @@ def _without_weights(name: str) -> CausalLM:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Load models without a bar each: every stage loads some."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load(name: str, dtype: Any) -> CausalLM:
+    """A model on the device of this process."""
+    with without_bars():
+        return load_model(name, dtype=dtype, device=process_state().device)
+
+
 def load_target(config: TrainingConfig) -> CausalLM:
     """The target, in the dtype of the run."""
-    return AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype, trust_remote_code=False).eval()
+    return load(config.target, config.dtype)
 
 
 def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:
@@ -78,7 +100,8 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
     if config.draft is None:
         return SpecDecPPAssistant.from_early_exit(target, config.layers, adapter, head, vocab)
-    return SpecDecPPAssistant.from_draft(config.draft, target, adapter, head, vocab)
+    with without_bars():
+        return SpecDecPPAssistant.from_draft(config.draft, target, adapter, head, vocab)
 
 
 def fingerprint(config: TrainingConfig) -> dict[str, object]:

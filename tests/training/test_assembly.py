@@ -153,7 +153,12 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
         found.items(), [part for each in report["sets"].values() for part in each.values()], strict=True
     ):
         best = part["equal_verification"]["at_best"]
-        assert f"({part['texts']} texts, {part['candidates']:,} candidates" in title
+        some = "1 text" if part["texts"] == 1 else f"{part['texts']} texts"
+        assert f"({some}, {part['candidates']:,} candidates, mean acceptance {part['mean_acceptance']:.3f}" in title
+        if part["interval"] is None:
+            assert "of one text, so it may be far from that of others" in title
+        else:
+            assert "[{:.3f}, {:.3f}]".format(*part["interval"]) in title
         names = ["**head**", "draft probability", "svip", "adaedl", "confidence", f"fixed length {best['length']}"]
         assert [row[0] for row in rows[2:]] == names
         assert all(len(row) == 6 for row in rows)

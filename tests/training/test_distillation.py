@@ -212,12 +212,29 @@ def test_the_best_share_of_the_update_is_kept(tmp_path: Path, best: float) -> No
         assert torch.equal(parameter, wanted[name].half().float()), name
 
 
+def test_an_update_that_does_not_help_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is the target itself can only become worse."""
+    config = prepare(tmp_path, "independent", answers=8, learning_rate=0.05, epochs=1)
+    config.draft = config.target
+    warnings: list[str] = []
+    monkeypatch.setattr(distillation.logger, "warning", warnings.append)
+    distillation.run(config)
+    report = report_of(config)
+    assert not (config.work / "adapter").exists()
+    assert report["after"] == report["before"]
+    assert report["before"]["all"]["acceptance"] == pytest.approx(1.0, abs=1e-4)
+    assert list(report["shares"])[-1] == "0.00"
+    assert max(list(report["shares"].values())[:-1]) < 0.999, "or there is nothing to refuse"
+    assert len(warnings) == 1
+    assert "Nothing of the update is kept, and there is no adapter" in warnings[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_target_is_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Its logits, flags and gradients, in the very process that trains a draft on its tensors."""
     config = prepare(tmp_path, kind, epochs=1)
     targets: list[Any] = []
-    load, probe = distillation._load, torch.tensor([row["input_ids"][:12] for row in rows(4, seed=5)])
+    load, probe = distillation.load, torch.tensor([row["input_ids"][:12] for row in rows(4, seed=5)])
 
     def load_and_note(name: str, *arguments: Any) -> Any:
         model = load(name, *arguments)
@@ -227,7 +244,7 @@ def test_target_is_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
             targets.append((model, model(probe).logits, flags, state))
         return model
 
-    monkeypatch.setattr(distillation, "_load", load_and_note)
+    monkeypatch.setattr(distillation, "load", load_and_note)
     distillation.run(config)
     ((target, logits, flags, state),) = targets
     assert torch.equal(target(probe).logits, logits)

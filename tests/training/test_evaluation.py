@@ -151,6 +151,20 @@ def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
     return len(draft_chain(step, rule, None, chains.MAX_TOKENS).tokens)
 
 
+def test_the_interval_of_the_acceptance_is_over_texts(report: Any) -> None:
+    label = torch.tensor([0.0, 1.0, 0.0, 1.0] + 400 * [0.2] + 400 * [0.8])
+    text = torch.tensor([7, 7, 9, 9] + 400 * [11] + 400 * [12])
+    low, high = evaluation.acceptance_interval(label, text) or (0.0, 0.0)
+    assert low < 0.3, "four texts, not eight hundred candidates"
+    assert high > 0.7
+    assert evaluation.acceptance_interval(label[:2], text[:2]) is None, "of one text nobody knows"
+    for temperatures in report["sets"].values():
+        for part in temperatures.values():
+            if part["interval"] is not None:
+                assert part["interval"][0] <= part["mean_acceptance"] <= part["interval"][1]
+            assert (part["interval"] is None) == (part["texts"] == 1)
+
+
 def test_evaluation_needs_a_head(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="run the stage 'head'"):
         evaluation.run(training_run(tmp_path, num_texts=2))

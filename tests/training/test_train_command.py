@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
+from hf_specdecpp.training.rollouts.local_target import LocalTarget
 
 SETTINGS = {
     "rollouts": {"max_new_tokens": 16, "batch_size": 8, "shard_size": 8, "heldout": 0.4, "top_k": 0},
@@ -53,6 +54,10 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
         assert result.exit_code == 0, result.output
         uploaded = hub.files("tester/trained")
     assert not unfinished.exists()
+    check_the_summary(result.output, tmp_path)
+    for path in (tmp_path / "out").rglob("*"):
+        if path.is_file():
+            assert str(tmp_path).encode() not in path.read_bytes(), f"{path.name} names a folder of this machine"
     target = AutoModelForCausalLM.from_pretrained(arguments[2])
     assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
     assert greedy(target, assistant) == greedy(target)
@@ -90,6 +95,36 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     weights = (tmp_path / "out" / "acceptance_head.safetensors").read_bytes()
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert (tmp_path / "out" / "acceptance_head.safetensors").read_bytes() == weights
+
+
+def check_the_summary(output: str, folder: Path) -> None:
+    """What was made, how good it is, and the next steps; no bars of loading, no warnings of libraries."""
+    report = json.loads((folder / "out-work" / "evaluation" / "evaluation.json").read_text())
+    lines = [line for line in output.splitlines() if line.strip()][-6:]
+    assert lines[0].startswith(f"{folder / 'out'}: layers 0 of the target")
+    assert f"{report['sets']['heldout']['1']['mean_acceptance']:.3f} of a candidate" in lines[1]
+    assert "candidates a generated token" in lines[2]
+    assert f"SpecDecPPAssistant.from_pretrained('{folder / 'out'}', target=model)" in lines[3]
+    assert "--stage card --push_to_hub" in lines[5]
+    for noise in ("Loading weights", "Generating train split", "Warning", "mtime"):
+        assert noise not in output
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = LocalTarget._answer
+
+    def interrupted(*given: Any) -> Any:
+        for number, result in enumerate(answer(*given)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield result
+
+    monkeypatch.setattr(LocalTarget, "_answer", interrupted)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130
+    assert f"kept in {tmp_path / 'out-work'}: run the same command to go on" in result.output
+    (kept,) = (tmp_path / "out-work" / "rollouts" / "train").iterdir()
+    assert len(json.loads(kept.read_text())) == 3
 
 
 @pytest.mark.slow

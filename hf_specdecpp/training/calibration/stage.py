@@ -25,7 +25,6 @@ from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.metrics import binary_kl, ece
 from hf_specdecpp.training.models import load_assistant, load_target, save_head
-from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
 
 MIN_CANDIDATES = 200  # a position with fewer shares the temperature of the one before
@@ -38,7 +37,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
         ValueError: there is no head, or fewer than two held-out prompts.
     """
     folder = config.work / "head"
-    target = load_target(config).to(process_state().device)
+    target = load_target(config)
     assistant = load_assistant(config, target)
     head = fitted_head(assistant.head, config).cpu()
     report: dict[str, object] = {}

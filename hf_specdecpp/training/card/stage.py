@@ -16,7 +16,7 @@ from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.hub.card import make_card
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
-from hf_specdecpp.provenance import command, source_commit
+from hf_specdecpp.provenance import command, public_name, source_commit
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.stage import REPORT
@@ -46,13 +46,17 @@ def run(config: TrainingConfig) -> Path:
     usual = {"rule": rule, "threshold": best_threshold(training["evaluation"])}
     assistant.speculation = SpeculationConfig(**{**usual, **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
-    _name_models(assistant, config)
-    folder = Path(config.output)
-    assistant.save_pretrained(folder)
+    folders = _name_models(assistant, config)
+    output = Path(config.output)
+    assistant.save_pretrained(output)
     if assistant.adapter_folder is not None:
-        _name_base(folder / ADAPTER_FOLDER / ADAPTER_FILES[0], assistant)
-    save_text(str(make_card(assistant.contents().described(), assistant.head, training)), folder / CARD)
-    return folder
+        _name_base(output / ADAPTER_FOLDER / ADAPTER_FILES[0], assistant)
+    card = make_card(assistant.contents().described(), assistant.head, training)
+    data: Any = card.data
+    data.base_model = [name for name in data.base_model or () if name not in folders] or None
+    data.base_model_relation = data.base_model_relation if data.base_model else None
+    save_text(str(card), output / CARD)
+    return output
 
 
 def results(config: TrainingConfig) -> dict[str, Any]:
@@ -97,12 +101,18 @@ def _read(path: Path) -> Any:
     return read_json(path) if path.is_file() else None
 
 
-def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> None:
-    """Give the published config the ids that others can load, in place of local folders."""
+def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[str]:
+    """Give the published config names that mean something to others; those of them that are no Hub ids."""
+    folders = set()
     for role in ("target", "draft"):
-        if (name := getattr(config, f"{role}_id")) is not None:
-            setattr(assistant.config, f"{role}_id", name)
+        chosen, read_from = getattr(config, f"{role}_id"), getattr(assistant.config, f"{role}_id")
+        if chosen is not None:
+            setattr(assistant.config, f"{role}_id", chosen)
             setattr(assistant.config, f"{role}_revision", getattr(config, f"{role}_revision"))
+        elif read_from is not None and public_name(read_from) != read_from:
+            setattr(assistant.config, f"{role}_id", public_name(read_from))
+            folders.add(public_name(read_from))
+    return folders
 
 
 def _name_base(path: Path, assistant: SpecDecPPAssistant) -> None:
@@ -116,9 +126,9 @@ def settings(config: TrainingConfig) -> str:
     chosen = _differences(config.to_dict(), TrainingConfig().to_dict())
     for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
         chosen.pop(name, None)
-    chosen["target"] = config.target_id or config.target
+    chosen["target"] = config.target_id or public_name(config.target)
     if config.draft is not None:
-        chosen["draft"] = config.draft_id or config.draft
+        chosen["draft"] = config.draft_id or public_name(config.draft)
         chosen.pop("layers", None)
     chosen.setdefault("rollouts", {})["data"] = _names(config.rollouts.data)
     chosen["rollouts"].pop("server", None)

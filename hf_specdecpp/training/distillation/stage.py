@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hf_specdecpp.files import check_finite, save_tensors
@@ -31,7 +31,7 @@ from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
-from hf_specdecpp.training.models import digest, draft_of
+from hf_specdecpp.training.models import digest, draft_of, load
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import Record, last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.rollouts.prompts import training_prompts
@@ -63,8 +63,9 @@ def run(config: TrainingConfig) -> None:
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
         return
-    target = _load(config.target, config, state.device)
-    draft = draft_of(config, target, lambda name: _load(name, config, state.device))
+    dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
+    target = load(config.target, dtype)
+    draft = draft_of(config, target, lambda name: load(name, dtype))
     limit = int(min(config.distill.max_length, longest_text(draft)))
     train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
     vocab = _vocabulary(config, target, draft, train)
@@ -120,11 +121,6 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
 
 
 # Models and data -----------------------------------------------------------------------------------------------------
-
-
-def _load(name: str, config: TrainingConfig, device: torch.device) -> CausalLM:
-    dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval().to(device)
 
 
 def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset) -> Tensor | None:

@@ -18,6 +18,7 @@ from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.intervals import ratio_of_sums
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
@@ -28,7 +29,6 @@ from hf_specdecpp.training.evaluation import plots
 from hf_specdecpp.training.head import features
 from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
 from hf_specdecpp.training.models import load_assistant, load_target
-from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.rollouts.prompts import sets_to_evaluate
 from hf_specdecpp.training.temperatures import sampling_at
 
@@ -57,7 +57,7 @@ def run(config: TrainingConfig) -> dict[str, Any]:
     """
     folder = config.work / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
-    target = load_target(config).to(process_state().device)
+    target = load_target(config)
     assistant = load_assistant(config, target)
     sets = {
         split: {
@@ -145,11 +145,19 @@ def assess(
         "chains": len(recorded),
         "candidates": len(label),
         "mean_acceptance": float(label.mean()),
+        "interval": acceptance_interval(label, rows["text"]),
         "estimators": judged,
         "equal_verification": equal_verification(curves),
         "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
     }
     return report, curves
+
+
+def acceptance_interval(label: Tensor, text: Tensor) -> list[float] | None:
+    """The 95 % bootstrap interval over texts of the mean of `label`, both `[n]`; `None` of fewer than two texts."""
+    _, of_text = text.unique(return_inverse=True)
+    sums, counts = (of_text.bincount(weights) for weights in (label.double(), torch.ones_like(label).double()))
+    return list(ratio_of_sums(sums.tolist(), counts.tolist())[1:]) if len(sums) > 1 else None
 
 
 def recorded_chains(rows: dict[str, Tensor], estimates: Mapping[str, Tensor], inputs: str) -> Iterator[RecordedChain]:

@@ -91,7 +91,7 @@ def _part(texts: features.FeatureSet, fraction: float, seed: int) -> Texts:
 
 def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:
     """The draft, and the features of training and held-out texts."""
-    target = load_target(config).to(process_state().device)
+    target = load_target(config)
     drafter = load_assistant(config, target).ready_drafter()
     train, heldout = (features.build(config, split, drafter, target) for split in ("train", "heldout"))
     return drafter, train, heldout

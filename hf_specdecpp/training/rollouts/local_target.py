@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.randomness import draw_rows, seed_of
 from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.models import load_target
 
 SHRINK_AT = 0.85  # share of answers still being written at which the others leave the batch
 
@@ -32,10 +31,8 @@ class LocalTarget:
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec
-        self.device = process_state().device
-        self.model: CausalLM = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype)
+        self.model = load_target(config)
         check_target(self.model)
-        self.model.eval().to(self.device)
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
     def __call__(
@@ -68,7 +65,7 @@ class LocalTarget:
         cache, rows = DynamicCache(config=self.model.config.get_text_config(decoder=True)), list(range(len(batch)))
         length = max(len(item.input_ids) for item in batch) + max(room)
         cache.layers = [_Preallocated(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        ids, mask = (tensor.to(self.device) for tensor in _pad_left([item.input_ids for item in batch]))
+        ids, mask = (tensor.to(self.model.device) for tensor in _pad_left([item.input_ids for item in batch]))
         writing = set(rows)
         while writing:
             logits = self._forward(ids, mask, cache)
@@ -82,7 +79,7 @@ class LocalTarget:
                     writing.remove(row)
                     yield row, answers[row], token in self.codec.eos
             if writing and len(writing) < SHRINK_AT * len(rows):
-                kept = torch.tensor([place for place, row in enumerate(rows) if row in writing], device=self.device)
+                kept = torch.tensor([place for place, row in enumerate(rows) if row in writing], device=ids.device)
                 cache.batch_select_indices(kept)
                 ids, mask, rows = ids[kept], mask[kept], [row for row in rows if row in writing]
 
