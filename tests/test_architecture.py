@@ -17,8 +17,6 @@ FILES = {
     for file in PACKAGE.rglob("*.py")
 }
 MOST_FILES = 12
-# Still to be cut: the card and the writer of repositories know the assistant.
-OPEN = {(f"hf_specdecpp.hub.{name}", "hf_specdecpp.assistant") for name in ("card", "publishing")}
 
 
 def floors() -> dict[str, int]:
@@ -38,8 +36,7 @@ def imports(module: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            found = {name if name in FILES else node.module for name in names} & FILES.keys()
-            yield from {name for name in found if (module, name) not in OPEN}
+            yield from {name if name in FILES else node.module for name in names} & FILES.keys()
         elif isinstance(node, ast.Import):
             yield from {alias.name for alias in node.names} & FILES.keys()
 
