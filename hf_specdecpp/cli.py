@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from hf_specdecpp.benchmark.settings import BenchmarkConfig
+from hf_specdecpp.cli_options import options_of, settings_from
 
 if TYPE_CHECKING:
     from hf_specdecpp.config.assistant import SpecDecPPConfig
@@ -85,77 +88,15 @@ def train(
 
 
 @app.command()
-def bench(
-    target: Annotated[str, typer.Option(help="Hub id or folder of the model to speed up.")],
-    assistant: Annotated[
-        str | None, typer.Option(help="Hub id or folder of its assistant; by default an untrained early exit.")
-    ] = None,
-    layers: Annotated[str, typer.Option(help="Layers of the early exit: 4 for the first four, or 0,1,2,29.")] = "4",
-    draft: Annotated[str | None, typer.Option(help="Folder of the draft, where its Hub id cannot be reached.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help="Prompts: a JSON Lines file; may be repeated.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results; a killed run goes on there.")] = Path("bench"),
-    max_prompts: Annotated[
-        int | None, typer.Option("--max_prompts", "--max-prompts", min=1, help="Of each file.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max_new_tokens", "--max-new-tokens", min=1, help="Length of an answer.")
-    ] = 128,
-    temperatures: Annotated[str, typer.Option(help="0 is greedy; several as 0,1.")] = "0,1",
-    contestants: Annotated[
-        str | None, typer.Option(help="Only these: names or patterns such as 'fixed*,svip*'.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few contestants, prompts and tokens: two minutes.")] = False,
-    live: Annotated[bool, typer.Option("--live/--no-live", help="Time generations.")] = True,
-    replay: Annotated[bool, typer.Option("--replay/--no-replay", help="Compare all rules on recorded texts.")] = True,
-    replay_trees: Annotated[
-        bool, typer.Option("--replay_trees", "--replay-trees", help="Count tokens a target pass of trees on the texts.")
-    ] = False,
-    rollouts: Annotated[
-        Path | None, typer.Option(metavar="WORK_DIR", help="Replay the answers to test sets that `train` had written.")
-    ] = None,
-    costs: Annotated[
-        list[str] | None,
-        typer.Option(help="What replays reckon with: measured, paper, a ratio such as 0.1, a file; may be repeated."),
-    ] = None,
-    draws: Annotated[int, typer.Option(min=1, help="Records of a sampled text.")] = 1,
-    attempts: Annotated[int, typer.Option(min=1, help="Most at a generation that other load disturbs.")] = 3,
-    cpu_products: Annotated[
-        str | None,
-        typer.Option(
-            "--cpu_products", "--cpu-products", help="Of ours: auto or off; by default as the assistant says."
-        ),
-    ] = None,
-    pack_weights: Annotated[
-        bool | None,
-        typer.Option(
-            "--pack_weights/--no-pack_weights",
-            "--pack-weights/--no-pack-weights",
-            help="Whether ours keeps packed copies of the weights (CPU); by default as the assistant says.",
-        ),
-    ] = None,
-    cost_ratio: Annotated[
-        float | None, typer.Option("--cost_ratio", "--cost-ratio", help="Slow the target down to t_draft / t_target.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the target.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="By default an accelerator, if there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of torch.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and draws.")] = 0,
-    card: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the speeds for a model card here.")] = None,
-) -> None:
+@options_of(BenchmarkConfig)
+def bench(**options: Any) -> None:
     """Time plain generation, its rivals and every rule on the same prompts (exit code 1 if a text is wrong)."""
     try:
-        from hf_specdecpp.benchmark.command import run_options
+        from hf_specdecpp.benchmark.command import run
     except ImportError as error:
         _fail(f"The benchmark needs {error.name}. Install the extra: pip install 'hf-specdecpp[bench]'.")
-    options = {
-        "target": target, "assistant": assistant, "draft": draft, "data": data, "output": output,
-        "max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "quick": quick, "live": live, "replay": replay,
-        "rollouts": rollouts, "costs": costs, "draws": draws, "attempts": attempts, "cost_ratio": cost_ratio,
-        "cpu_products": cpu_products, "pack_weights": pack_weights, "replay_trees": replay_trees,
-        "dtype": dtype, "device": device, "threads": threads, "seed": seed,
-    }  # fmt: skip
     try:
-        lossless = run_options(options, layers, temperatures, contestants, _console(), card)
+        lossless = run(settings_from(BenchmarkConfig, options), _console())
     except (ValueError, OSError) as error:
         _fail(str(error))
     if not lossless:

@@ -1,6 +1,18 @@
-"""What several commands make of the text of an option."""
+"""The command line of a settings dataclass: an option for each field, helped by the field's entry in the docstring."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from hf_specdecpp.config.descriptions import describe
+
+Settings = TypeVar("Settings")
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def parse_layers(layers: str) -> int | list[int]:
@@ -10,3 +22,70 @@ def parse_layers(layers: str) -> int | list[int]:
     except ValueError:
         raise ValueError(f"--layers {layers!r} must be a number such as 4 or a list such as 0,1,2,29.") from None
     return numbers if "," in layers else numbers[0]
+
+
+def parse_temperatures(temperatures: str) -> list[float]:
+    """`"0,1"` as a list; `ValueError` if it is none."""
+    try:
+        return [float(part) for part in temperatures.split(",")]
+    except ValueError:
+        raise ValueError(f"--temperatures {temperatures!r} must be numbers such as 0 or 0,1.") from None
+
+
+def parse_names(names: str) -> list[str]:
+    """`"fixed*, svip"` as `["fixed*", "svip"]`."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def options_of(cls: type) -> Callable[[Command], Command]:
+    """Make the keyword arguments of a typer command the fields of a settings dataclass (`settings_from` makes one).
+
+    `max_prompts: int | None` becomes `--max_prompts` and `--max-prompts`, `quick: bool = False` becomes `--quick`, and
+    what is on or undecided by default becomes a pair, `--live` and `--no-live`. Metadata of a field: `parse`, which
+    makes its value from the text of the option, such as `parse_layers`; `min` and `metavar` as typer knows them.
+    """
+    hints, help_of = get_type_hints(cls), {each.name: each.meaning for each in describe(cls)}
+
+    def option(field: Field[Any]) -> inspect.Parameter:
+        metadata = dict(field.metadata)
+        hint = str | None if metadata.pop("parse", None) else hints[field.name]
+        meaning = help_of[field.name].replace("`", "")
+        info = typer.Option(*_flags(field, hint), help=meaning[0].upper() + meaning[1:], **metadata)
+        return inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=Annotated[hint, info]
+        )
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.Signature([option(field) for field in fields(cls)])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+        return command
+
+    return decorate
+
+
+def settings_from(cls: type[Settings], options: dict[str, Any]) -> Settings:
+    """The dataclass filled with the options of a command.
+
+    Raises:
+        ValueError: an option makes no sense.
+    """
+    parsers = {field.name: field.metadata["parse"] for field in fields(cls) if "parse" in field.metadata}  # type: ignore[arg-type]
+    return cls(**{name: parsers[name](value) if name in parsers else value for name, value in options.items()})
+
+
+def _flags(field: Field[Any], hint: Any) -> list[str]:
+    names = dict.fromkeys((field.name, field.name.replace("_", "-")))
+    paired = hint == bool | None or (hint is bool and field.default is True)
+    return [f"--{name}/--no-{name}" if paired else f"--{name}" for name in names]
+
+
+def _default(field: Field[Any]) -> Any:
+    """What an option is if it is not given: text where the field is parsed from text."""
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    if default is MISSING:
+        return inspect.Parameter.empty
+    if "parse" not in field.metadata:
+        return default
+    parts = default if isinstance(default, list) else [default]
+    return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)

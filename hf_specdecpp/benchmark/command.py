@@ -21,16 +21,18 @@ from hf_specdecpp.benchmark.contestants import (
     Contestant,
     all_contestants,
     choose,
+    matches,
     quick_contestants,
     untuned_contestants,
 )
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, neutralise
 from hf_specdecpp.benchmark.live.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.replay.run import replay, text_sets
+from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
 from hf_specdecpp.benchmark.replay.trees import replay_trees
-from hf_specdecpp.benchmark.settings import RESULTS, SETTINGS, TREES, BenchmarkConfig, RunLog, environment
+from hf_specdecpp.benchmark.run_log import RESULTS, SETTINGS, TREES, RunLog, environment
+from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import comparable, speed_table, summarise
-from hf_specdecpp.cli_options import parse_layers
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -45,34 +47,8 @@ logger = logging.get_logger("hf_specdecpp")
 QUICK_PROMPTS, QUICK_TOKENS = 3, 48
 
 
-def run_options(
-    options: dict[str, Any],
-    layers: str,
-    temperatures: str,
-    contestants: str | None,
-    console: Console,
-    card: Path | None,
-) -> bool:
-    """`run` with options as they are typed; those that are `None` keep their defaults.
-
-    Raises:
-        ValueError: an option makes no sense.
-    """
-    try:
-        numbers = [float(part) for part in temperatures.split(",")]
-    except ValueError:
-        raise ValueError(f"--temperatures {temperatures!r} must be numbers such as 0 or 0,1.") from None
-    given = {name: value for name, value in options.items() if value is not None}
-    patterns = [part.strip() for part in contestants.split(",")] if contestants else []
-    config = BenchmarkConfig(**given, layers=parse_layers(layers), temperatures=numbers, contestants=patterns)
-    return run(config, console, card)
-
-
-def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> bool:
+def run(config: BenchmarkConfig, console: Console) -> bool:
     """Benchmark, write `results.json`, `report.md` and pictures, and print the report.
-
-    Args:
-        card: where to write the speeds as a model card shows them.
 
     Returns:
         Whether all greedy texts of ours were those of plain generation.
@@ -80,6 +56,7 @@ def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> 
     Raises:
         ValueError, OSError: an option makes no sense, or a file or model is missing.
     """
+    read_costs(config.costs, lambda: PAPER)  # a mistake is found now, not after an hour of generations
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     logging.disable_progress_bar()  # of loading; ours come later
@@ -97,8 +74,8 @@ def run(config: BenchmarkConfig, console: Console, card: Path | None = None) -> 
     write(results, config.output)
     report.print_report(results, console)
     console.print(f"Written to {config.output}: {RESULTS}, report.md, pictures.")
-    if card is not None:
-        save_text(json.dumps(results["speeds"], indent=2) + "\n", card)
+    if config.card is not None:
+        save_text(json.dumps(results["speeds"], indent=2) + "\n", config.card)
     return report.lossless(results)
 
 
@@ -159,9 +136,11 @@ def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
 
 
 def _untuned(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
-    """transformers with the draft as it was before it was tuned, which costs the memory of a second draft."""
+    """transformers with the draft as it was before it was tuned, loaded only where it takes part: a second draft."""
     own = assistant.config
-    if own.draft_kind == "early_exit" or assistant.adapter_folder is None:
+    names = untuned_contestants(None)
+    wanted = not config.contestants or any(matches(each, pattern) for each in names for pattern in config.contestants)
+    if not wanted or own.draft_kind == "early_exit" or assistant.adapter_folder is None:
         return []
     revision = own.draft_revision if config.draft is None else None
     return untuned_contestants(load_draft(config.draft or own.draft_id, revision, target))

@@ -148,15 +148,16 @@ def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[C
         ValueError: a pattern matches none.
     """
     for pattern in patterns:
-        if not any(_matches(contestant, pattern) for contestant in contestants):
+        if not any(matches(contestant, pattern) for contestant in contestants):
             known = ", ".join(contestant.name for contestant in contestants)
             raise ValueError(f"No contestant is called {pattern!r}. There are: {known}.")
     return [
-        c for c in contestants if c in BASELINES or not patterns or any(_matches(c, pattern) for pattern in patterns)
+        c for c in contestants if c in BASELINES or not patterns or any(matches(c, pattern) for pattern in patterns)
     ]
 
 
-def _matches(contestant: Contestant, pattern: str) -> bool:
+def matches(contestant: Contestant, pattern: str) -> bool:
+    """Whether its name or family is as a pattern such as `fixed*`."""
     return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)
 
 
@@ -168,7 +169,7 @@ def _transformers() -> list[Contestant]:
     return [*_assisted("transformers"), Contestant("prompt lookup", "prompt lookup", lookup=10)]
 
 
-def untuned_contestants(draft: CausalLM) -> list[Contestant]:
+def untuned_contestants(draft: CausalLM | None) -> list[Contestant]:
     """transformers' own assisted generation with the draft that an assistant's was tuned from."""
     return _assisted("transformers untuned", draft)
 

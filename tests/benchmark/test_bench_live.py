@@ -32,7 +32,7 @@ from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, rotated
 from hf_specdecpp.benchmark.replay import run as replaying
-from hf_specdecpp.benchmark.settings import RUNS, RunLog
+from hf_specdecpp.benchmark.run_log import RUNS, RunLog
 from hf_specdecpp.benchmark.summary import comparable, summarise, verdict
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import SpeculationConfig

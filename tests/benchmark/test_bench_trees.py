@@ -19,7 +19,8 @@ from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.replay.record import Text
 from hf_specdecpp.benchmark.replay.trees import TreeReplay, as_tree, chances, draw, replay_trees
-from hf_specdecpp.benchmark.settings import BenchmarkConfig, RunLog
+from hf_specdecpp.benchmark.run_log import RunLog
+from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.trees.tree import DraftTree

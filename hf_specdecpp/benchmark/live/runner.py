@@ -14,7 +14,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
 from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
-from hf_specdecpp.benchmark.settings import RunLog
+from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.benchmark.summary import comparable
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.randomness import seed_of

@@ -20,7 +20,8 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.replay.record import Text
-from hf_specdecpp.benchmark.settings import BenchmarkConfig, RunLog
+from hf_specdecpp.benchmark.run_log import RunLog
+from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftProbability
