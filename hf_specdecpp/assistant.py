@@ -360,6 +360,14 @@ class SpecDecPPAssistant(PreTrainedModel):
     def dtype(self) -> torch.dtype:
         return self.drafter.dtype if self.drafter is not None else torch.float32
 
+    def get_output_embeddings(self) -> None:
+        """None: an assistant is not a causal LM. Read where transformers would sample with another tokenizer.
+
+        Raises:
+            ValueError: in that case.
+        """
+        check_loop()
+
     def _supports_logits_to_keep(self) -> bool:
         return True
 

@@ -66,7 +66,7 @@ def _surplus(layer: Any, num_tokens: int) -> int:
         states: dict[int, Any] = layer.conv_states
         sizes: dict[int, Any] = layer.conv_kernel_size
         return max((states[i].shape[-1] - sizes[i] for i in states if states[i] is not None), default=0)
-    return layer.get_seq_length() - num_tokens
+    return layer.get_seq_length() - num_tokens if layer.keys is not None else 0
 
 
 def _can_crop(layer: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import WINDOW, assistant_for, prompt, tiny
 from support.outputs import RECORDS, assert_same, assert_same_cache, prefill
-from support.watchers import tokenizer
+from support.watchers import no_work, tokenizer
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -140,12 +140,14 @@ def test_a_second_turn(family: str, style: str) -> None:
     assert torch.equal(third, generate(target, ids))
 
 
-def test_a_second_turn_is_refused_without_attaching() -> None:
+@pytest.mark.parametrize("max_new_tokens", [1, 24])  # for one token transformers asks for no candidates
+def test_a_second_turn_is_refused_without_attaching(max_new_tokens: int) -> None:
     target = tiny("llama", num_hidden_layers=2)
     first = generate(target, return_dict_in_generate=True)
     assistant = assistant_for(target, attached=False)
-    with pytest.raises(ValueError, match="past_key_values holds an earlier turn.*Attach"):
-        generate(target, first.sequences, past_key_values=first.past_key_values, assistant_model=assistant)
+    arguments: dict[str, Any] = {"past_key_values": first.past_key_values, "max_new_tokens": max_new_tokens}
+    with no_work(target), pytest.raises(ValueError, match="past_key_values holds an earlier turn.*Attach"):
+        generate(target, first.sequences, assistant_model=assistant, **arguments)
 
 
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
-from torch import nn
+from support.watchers import no_work
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -44,18 +42,6 @@ class FakeQuantizedCache(QuantizedCache):
 @pytest.fixture(scope="module")
 def target() -> CausalLM:
     return tiny("llama", num_hidden_layers=2)
-
-
-@contextmanager
-def no_work(target: nn.Module) -> Iterator[None]:
-    calls: list[str] = []
-    hooks = [m.register_forward_pre_hook(lambda m, _: calls.append(type(m).__name__)) for m in target.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert not calls, "the target was run before the refusal"
 
 
 def static_cache(target: CausalLM) -> StaticCache:

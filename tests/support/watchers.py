@@ -1,8 +1,10 @@
-"""What watches a generation: streamers, criteria and a tokenizer."""
+"""What watches a generation: streamers, criteria, a tokenizer, and whether the target was run."""
 
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
@@ -56,3 +58,16 @@ class Recorder(StoppingCriteria):
         self.asked.append(tuple(input_ids[0].tolist()))
         self.scores.append(len(scores) if scores is not None else None)
         return input_ids[:, -1] == self.token
+
+
+@contextmanager
+def no_work(target: nn.Module) -> Iterator[None]:
+    """The target must not be run inside."""
+    calls: list[str] = []
+    hooks = [m.register_forward_pre_hook(lambda m, _: calls.append(type(m).__name__)) for m in target.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not calls, "the target was run before the refusal"
