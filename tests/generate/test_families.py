@@ -161,15 +161,15 @@ class Interrupting(BaseStreamer):
     def end(self) -> None: ...
 
 
-@pytest.mark.parametrize("where", ["streamer", "first layer", "last layer"])
+@pytest.mark.parametrize("where", ["streamer", "second layer", "last layer"])
 @pytest.mark.parametrize("family", ["lfm2", "lfm3", "gemma3n"])
 def test_an_interrupted_text_can_be_continued(family: str, where: str) -> None:
     """From the user's cache, whose layers of several kinds are all rolled back to the text that was emitted."""
     target = model_of(family)
     plain = target.generate(PROMPT, **ARGUMENTS)
     cache = DynamicCache(config=target.config)
-    layer = {"streamer": None, "first layer": 1, "last layer": -1}[where]
-    streamer = Interrupting(20, layer and target.model.layers[layer])
+    layers = target.model.layers
+    streamer = Interrupting(20, {"streamer": None, "second layer": layers[1], "last layer": layers[-1]}[where])
     with assisted(target, plain, "chain") as assistant, pytest.raises(Interrupted):
         target.generate(PROMPT, assistant_model=assistant, past_key_values=cache, streamer=streamer, **ARGUMENTS)
     if streamer.handle is not None:
