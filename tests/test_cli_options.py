@@ -87,7 +87,6 @@ def test_help_is_the_entry_of_the_docstring() -> None:
     shown = {name: each.annotation.__metadata__[0] for name, each in signature(command).parameters.items()}
     assert shown["target"].help == "What is timed, required."
     assert shown["max_prompts"].help == "The most of each set."
-    assert shown["pack_weights"].param_decls == ("--pack_weights/--no-pack_weights", "--pack-weights/--no-pack-weights")
 
 
 def test_parsing() -> None:
