@@ -22,7 +22,7 @@ def assert_same(ours: Any, plain: Any) -> None:
     elif isinstance(plain, Tensor):
         assert ours.shape == plain.shape
         # The models compute norms and attention weights in float32.
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
     else:
         assert len(ours) == len(plain)
         for our, theirs in zip(ours, plain, strict=True):

@@ -1,0 +1,199 @@
+"""Random cases of `generate()` with an assistant give what plain `generate()` gives: tokens, side outputs, caches.
+
+A case that fails is printed with the simplest one that fails, too. To run one again:
+
+    PYTHONPATH=tests python -c "from support.fuzz.running import *; print(run_case(Case(family='gpt2', tree='static')))"
+
+The slow run draws 4,000 cases of every family that can be built, `SPECDECPP_FUZZ_CASES` another number and
+`SPECDECPP_FUZZ_SEED` others: `SPECDECPP_FUZZ_SEED=7 pytest -m slow -s tests/exactness/test_fuzz.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from support.fuzz.cases import FAMILIES, Case, draw, settle, simpler
+from support.fuzz.models import target_of
+from support.fuzz.running import Result, minimise, run_case
+from support.zoo import families
+from transformers.cache_utils import Cache
+
+from hf_specdecpp.generation import prefix
+from hf_specdecpp.models import cpu_products
+from hf_specdecpp.sampling.processors import Processing
+
+PARTS, CASES_OF_A_PART = 4, 50
+SLOW_CASES = int(os.environ.get("SPECDECPP_FUZZ_CASES", "4000"))
+SEED = int(os.environ.get("SPECDECPP_FUZZ_SEED", "0"))
+
+# Cases that are wrong and wait for a repair, by what is wrong. Empty when all is well.
+HELD_OUT: dict[str, Callable[[Case], bool]] = {
+    "KeyError where the draft has nothing to draw": lambda case: "nan" in case.processors and case.tree != "none",
+}
+
+
+def cases(part: int, count: int, of: tuple[str, ...] = FAMILIES) -> list[Case]:
+    randomness = random.Random(f"{SEED}-{part}")
+    drawn = (draw(randomness, of) for _ in range(count))
+    return [case for case in drawn if not any(is_held_out(case) for is_held_out in HELD_OUT.values())]
+
+
+def run(drawn: list[Case]) -> list[tuple[Case, Result]]:
+    """Run them; fails at the first that is wrong."""
+    results = []
+    for case in drawn:
+        result = run_case(case)
+        if result.kind == "wrong":
+            small, why = minimise(case)
+            pytest.fail(f"run_case({case})\n{result.detail}\n\nThe simplest: run_case({small})\n{why.detail}")
+        results.append((case, result))
+    return results
+
+
+def share(results: list[tuple[Case, Result]], kind: str) -> float:
+    return sum(result.kind == kind for _, result in results) / len(results)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_cases(part: int) -> None:
+    results = run(cases(part, CASES_OF_A_PART))
+    assert share(results, "equal") >= 0.7, Counter(result.kind for _, result in results)
+    assert share(results, "tie") <= 0.05
+    assert sum(result.accepted for _, result in results) >= CASES_OF_A_PART / 2
+
+
+@pytest.mark.slow
+def test_many_random_cases() -> None:
+    buildable = tuple(name for name in families() if _can_be_built(name))
+    results = run(cases(-1, SLOW_CASES // 2)) + run(cases(-2, SLOW_CASES // 2, buildable))
+    print(table(results))  # noqa: T201
+    assert share(results, "equal") >= 0.6
+    assert share(results, "refused") <= 0.3
+    assert share(results, "raised") <= 0.1
+    assert share(results, "tie") <= 0.02
+
+
+def _can_be_built(family: str) -> bool:
+    try:
+        target_of(family, "sdpa", "float64")
+    except Exception:  # noqa: BLE001 - whatever a family's config or constructor raises
+        return False
+    return True
+
+
+def table(results: list[tuple[Case, Result]]) -> str:
+    """How the cases went, by each value of each dimension."""
+    counts: dict[tuple[str, Any], Counter[str]] = {}
+    for case, result in results:
+        for field in fields(case):
+            value = getattr(case, field.name)
+            if field.name not in ("seed", "fault_at"):
+                for one in value if isinstance(value, tuple) else (value,):
+                    counts.setdefault((field.name, one), Counter())[result.kind] += 1
+    kinds = ("equal", "refused", "raised", "tie")
+    lines = ["".join(f"{name:>9}" for name in kinds)]
+    for (dimension, value), counter in sorted(counts.items(), key=str):
+        lines.append("".join(f"{counter[kind]:9}" for kind in kinds) + f"  {dimension}={value}")
+    reasons = Counter(f"{result.kind}: {result.detail}" for _, result in results if result.kind != "equal")
+    return "\n".join(["", *lines, "", *(f"{count:9}  {reason}" for reason, count in reasons.most_common(60))])
+
+
+# The fuzzer itself ----------------------------------------------------------------------------------------------------
+
+
+def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round's positions counted from the mask instead of continued from the last."""
+    extend = prefix._extend
+
+    def counted(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+        extended = extend(model_kwargs, count)
+        if (mask := extended.get("attention_mask")) is not None and "position_ids" in extended:
+            extended["position_ids"] = mask.cumsum(-1) - 1
+        return extended
+
+    monkeypatch.setattr(prefix, "_extend", counted)
+
+
+def tree_at_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree's root at the position that equals its row in the cache."""
+    real: Any = prefix.tree_inputs
+    monkeypatch.setattr(prefix, "tree_inputs", lambda *arguments: real(*arguments[:-1], None))
+
+
+def rolled_back_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = Cache.crop
+    monkeypatch.setattr(Cache, "crop", lambda cache, count: real(cache, min(count + 1, 0)))
+
+
+def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cache, "crop", lambda cache, count: None)
+
+
+def path_kept_in_drawing_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows of a tree kept, not those of the accepted path."""
+    real = prefix.keep_path
+    monkeypatch.setattr(
+        prefix, "keep_path", lambda cache, num_prefix, path: real(cache, num_prefix, list(range(len(path))))
+    )
+
+
+def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate's logits processed as if they followed the text without the candidates before."""
+    real = Processing.along
+
+    def along(self: Processing, input_ids: torch.Tensor, candidates: list[int], scores: torch.Tensor) -> torch.Tensor:
+        rows = [real(self, input_ids, [], scores[i : i + 1]) for i in range(scores.shape[0])]
+        return torch.cat(rows)
+
+    monkeypatch.setattr(Processing, "along", along)
+
+
+def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed copies are not compared with their weights."""
+    monkeypatch.setattr(cpu_products, "fingerprint", lambda weight: torch.zeros(1))
+
+
+# Each mutant, and the cases in which it can show; the others would only take time.
+MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool]] = {
+    positions_by_the_mask: lambda case: case.positions != "none" and case.tree == "none",
+    tree_at_its_row: lambda case: case.tree != "none",
+    rolled_back_one_short: lambda case: case.door == "attached",
+    not_rolled_back: lambda case: case.door == "attached",
+    path_kept_in_drawing_order: lambda case: case.tree != "none",
+    processors_after_the_text_only: lambda case: bool(case.processors),
+    stale_copies: lambda case: case.weights not in ("as they are", "packed"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By cases that `test_random_cases` runs."""
+    drawn = [case for part in range(PARTS) for case in cases(part, CASES_OF_A_PART) if MUTANTS[mutant](case)]
+    mutant(monkeypatch)
+    assert any(run_case(case).kind == "wrong" for case in drawn)
+
+
+def test_a_case_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    processors_after_the_text_only(monkeypatch)
+    case = Case(family="gpt2", processors=("repetition_penalty", "whole prefix"), padding="left", stop="max_time")
+    assert run_case(case).kind == "wrong"
+    small, result = minimise(case)
+    assert result.kind == "wrong"
+    assert (small.family, small.padding, small.stop, len(small.processors)) == ("llama", "no mask", "max_new_tokens", 1)
+    assert eval(repr(small)) == small  # noqa: S307 - the text that a user would paste
+
+
+def test_cases_are_drawn_again_and_settled() -> None:
+    first, second = (cases(part, 200) for part in (0, 0))
+    assert first == second
+    assert len(set(first)) == len(first)
+    for case in first:
+        assert settle(case) == case
+        assert all(settle(other) == other != case for other in simpler(case))

@@ -1,0 +1,1 @@
+"""Random cases of `generate()` with an assistant, each compared with plain `generate()`."""

@@ -1,0 +1,219 @@
+"""What a case passes to `generate()`: prompts, masks, positions, processors, ends and faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from support.fuzz.cases import Case
+from support.models import VOCAB_SIZE
+from support.watchers import Collector, tokenizer
+
+PAD = 0
+
+
+class Fault(Exception):  # noqa: N818 - not an error of anyone's
+    """Raised by a processor, a criterion or a streamer of a case."""
+
+
+class FaultyProcessor(LogitsProcessor):
+    """Raises once the text has `length` tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise Fault(f"the text has {self.length} tokens")
+        return scores
+
+
+class FaultyCriterion(StoppingCriteria):
+    """Raises once the text has `length` tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise Fault(f"the text has {self.length} tokens")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class FaultyStreamer(Collector):
+    """Raises when it has been given `count` tokens of the answer. How many at a time is not its business."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if self.puts[1:] and sum(map(len, self.puts[1:])) >= self.count:
+            raise Fault("the streamer broke")
+
+
+class InPlace(LogitsProcessor):
+    """Never the same token twice in a row, written into the tensor that is passed."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, input_ids[0, -1]] = float("-inf")
+        return scores
+
+
+class NewTensor(LogitsProcessor):
+    """Favours the tokens after the last one, in a tensor of its own."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        favoured = (input_ids[:, -1:] + torch.arange(1, 4)) % VOCAB_SIZE
+        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 2.0))
+
+
+class WholePrefix(LogitsProcessor):
+    """Depends on every token so far, the number of them included."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        weights = torch.arange(1, input_ids.shape[1] + 1)
+        favoured = int((input_ids[0] * weights).sum()) % VOCAB_SIZE
+        scores = scores.clone()
+        scores[:, favoured] += 4.0
+        return scores
+
+
+class Nan(LogitsProcessor):
+    """What `remove_invalid_values` is for: a value that is not a number, after each even token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if int(input_ids[0, -1]) % 2:
+            return scores
+        scores = scores.clone()
+        scores[:, 7] = float("nan")
+        return scores
+
+
+class Criterion(StoppingCriteria):
+    """A user's criterion: the text ends after any of these tokens, once it has an even length."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return (input_ids[:, -1] % 6 == 1) & (input_ids.shape[1] % 2 == 0)
+
+
+def neighbours(_: int, input_ids: Tensor) -> list[int]:
+    return [(int(input_ids[-1]) + step) % VOCAB_SIZE for step in range(1, 9)]
+
+
+def grammar(_: int, input_ids: Tensor) -> list[int]:
+    """Each third token must be one that a restricted draft cannot propose."""
+    return list(range(3, VOCAB_SIZE, 4)) if input_ids.shape[0] % 3 == 0 else list(range(VOCAB_SIZE))
+
+
+EOS = {"eos_token_id": [2, 11, 17, 29, 35, 41], "pad_token_id": PAD}
+ALLOWED = {"neighbours": neighbours, "grammar": grammar}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "bad_words": {"bad_words_ids": [[3], [5, 7], [11, 12, 13]]},
+    "sequence_bias": {"sequence_bias": {(4,): 3.0, (8, 9): -5.0}},
+    "min_new_tokens": {"min_new_tokens": 5, **EOS},
+    "forced_eos": {"forced_eos_token_id": 7},
+    "suppress": {"suppress_tokens": [1, 2, 3, 20, 30]},
+    "begin_suppress": {"begin_suppress_tokens": list(range(40))},
+    "remove_invalid": {"remove_invalid_values": True},
+    "encoder_repetition": {"encoder_repetition_penalty": 1.5},
+    "encoder_no_repeat": {"encoder_no_repeat_ngram_size": 2},
+    "renormalize": {"renormalize_logits": True},
+    "exponential_decay": {"exponential_decay_length_penalty": (2, 1.3), **EOS},
+    "nan": {"remove_invalid_values": True},
+}
+OWN_PROCESSORS: dict[str, Any] = {"in place": InPlace, "new tensor": NewTensor, "whole prefix": WholePrefix, "nan": Nan}
+STOPS: dict[str, dict[str, Any]] = {
+    "eos": {"eos_token_id": [2, 11, 17], "pad_token_id": PAD},
+    "many eos": {"eos_token_id": list(range(1, VOCAB_SIZE, 4)), "pad_token_id": PAD},
+    "stop strings": {"stop_strings": ["b", "q", "zA", "mn", "K"]},
+    "max_time": {"max_time": 1000.0},
+    "min_length": {"min_length": 10, **EOS},
+}
+
+
+def random_ids(seed: int, length: int) -> Tensor:
+    """`[1, length]` token ids, none of them `PAD`."""
+    return torch.randint(1, VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def first_prompt(case: Case) -> tuple[Tensor, Tensor | None]:
+    """Ids `[1, n]` and mask `[1, n]` of the first turn. Padding is added to the `case.length` tokens."""
+    ids = random_ids(case.seed, case.length)
+    mask = torch.ones_like(ids)
+    pads = torch.full((1, 1 + case.seed % 4), PAD)
+    if case.padding == "no mask":
+        return ids, None
+    if case.padding == "ones":
+        return ids, mask
+    if case.padding in ("left", "pads at the start"):
+        ids, mask = torch.cat((pads, ids), dim=1), torch.cat((0 * pads, mask), dim=1)
+    elif case.padding in ("right", "pads at the end"):
+        ids, mask = torch.cat((ids, pads), dim=1), torch.cat((mask, 0 * pads), dim=1)
+    else:
+        at = case.seed % case.length
+        ids, mask = (torch.cat((x[:, :at], y, x[:, at:]), dim=1) for x, y in ((ids, pads), (mask, 0 * pads)))
+    return ids, None if case.padding.startswith("pads") else mask
+
+
+def positions_of(case: Case, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+    """`position_ids` for the whole text, as users compute them."""
+    if case.positions == "none":
+        return None
+    counted = (torch.ones_like(ids) if mask is None else mask).cumsum(dim=-1).sub(1).clamp_min(0)
+    if case.positions == "counted":
+        return counted
+    return (
+        counted + 7 if case.positions == "offset" else counted + 5 * (torch.arange(ids.shape[1]) >= ids.shape[1] // 2)
+    )
+
+
+def arguments(case: Case, turn: int, length: int, has_fault: bool) -> dict[str, Any]:
+    """All arguments of a turn's `generate()` but ids, mask, positions, cache and assistant. New objects every time.
+
+    Args:
+        length: tokens of the prompt, as the criteria will count them.
+    """
+    is_last = turn == case.turns - 1
+    new_tokens = case.new_tokens if is_last else case.first_tokens
+    found: dict[str, Any] = {"do_sample": case.sampling, "pad_token_id": PAD}
+    if case.sampling:
+        found |= {"top_k": 1, "temperature": 0.7, "top_p": 0.9}
+    processors: list[LogitsProcessor] = []
+    criteria: list[StoppingCriteria] = []
+    for name in case.processors:
+        found |= PROCESSORS.get(name, {})
+        if name in ALLOWED:
+            found["prefix_allowed_tokens_fn"] = ALLOWED[name]
+        if name in OWN_PROCESSORS:
+            processors.append(OWN_PROCESSORS[name]())
+    found |= STOPS.get(case.stop, {})
+    found |= {"max_length": length + new_tokens} if case.stop == "max_length" else {"max_new_tokens": new_tokens}
+    if case.stop == "stop strings":
+        found["tokenizer"] = tokenizer()
+    if case.stop == "criterion":
+        criteria.append(Criterion())
+    if case.streamer:
+        found["streamer"] = Collector()
+    if has_fault and is_last:
+        if case.fault == "processor":
+            processors.append(FaultyProcessor(length + case.fault_at))
+        elif case.fault == "criterion":
+            criteria.append(FaultyCriterion(length + case.fault_at))
+        else:
+            found["streamer"] = FaultyStreamer(case.fault_at)
+    if case.chunk:
+        found["prefill_chunk_size"] = case.chunk
+    if case.records:
+        found["return_dict_in_generate"] = True
+        found |= {f"output_{name}": True for name in case.records if name != "dict"}
+    return found | {
+        "logits_processor": LogitsProcessorList(processors),
+        "stopping_criteria": StoppingCriteriaList(criteria),
+    }

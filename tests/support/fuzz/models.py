@@ -1,0 +1,129 @@
+"""Tiny targets of many families, and every kind of draft for them."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.pytorch_utils import Conv1D
+
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.early_exit import early_exit
+from support.fuzz.cases import Case
+from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers
+from support.repos import save_adapter
+from support.zoo import tiny_of
+
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "fixed one": {"rule": "fixed", "num_tokens": 1},
+    "threshold": {"rule": "threshold", "threshold": 0.8, "max_tokens": 7},
+    "confidence": {"rule": "confidence", "confidence_threshold": 0.2},
+    "svip": {"rule": "svip", "svip_threshold": 0.6},
+    "adaedl": {"rule": "adaedl", "max_tokens": 6},
+    "throughput cheap": {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.05, 1.1]}},
+    "throughput dear": {"rule": "throughput", "costs": {"draft": 0.6, "verify": [1.0, 1.2]}},
+}
+TREES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "dyspec": {"tree": "dyspec", "tree_budget": 8, "tree_depth": 4},
+    "dyspec wide": {"tree": "dyspec", "tree_budget": 24, "tree_depth": 3},
+    "dyspec sparse": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 6, "tree_threshold": 0.1},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6, "tree_depth": 4},
+    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "static ragged": {"tree": "static", "tree_shape": [[0], [1], [2], [0, 0], [1, 0], [1, 1], [0, 0, 0]]},
+    "static chain": {"tree": "static", "tree_shape": [1, 1, 1, 1]},
+}
+DRAFT_VOCABS: dict[str, Any] = {
+    "all": None,
+    "most": [
+        i for i in range(VOCAB_SIZE - 8) if i % 4 != 3
+    ],  # what "grammar" in `arguments.py` allows is outside of it
+    "few": [5, 9, 30],  # "fewer ids" leaves out the ids from 40 on
+}
+LORA_MODULES = {"q_proj", "v_proj", "qkv_proj", "c_attn", "o_proj"}
+
+
+@cache
+def target_of(family: str, attention: str, dtype: str) -> CausalLM:
+    """A random target whose first layers already say much of what it says, so that early exits guess some tokens."""
+    implementation = None if attention == "sdpa" else attention  # None: sdpa where the family has it
+    target = quiet_later_layers(tiny_of(family, implementation, bos_token_id=None, eos_token_id=None))
+    target.generation_config.eos_token_id = None
+    return target.to(getattr(torch, dtype))
+
+
+@cache
+def draft_of(family: str, attention: str, dtype: str, kind: str) -> CausalLM:
+    if kind in ("close", "lora"):
+        return partly_agreeing(target_of(family, attention, dtype), mix=0.98)
+    vocab_size = {"other": VOCAB_SIZE, "more ids": VOCAB_SIZE + 16, "fewer ids": VOCAB_SIZE - 8}[kind]
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=None, eos_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
+
+
+@cache
+def adapter_of(family: str, attention: str, kind: str) -> str:
+    """A LoRA adapter for the draft, in a folder that lives as long as the process."""
+    if kind == "lora":
+        model = copy.deepcopy(draft_of(family, attention, "float64", "lora"))
+    else:
+        model = early_exit(target_of(family, attention, "float64"), 2)
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    return save_adapter(
+        model, Path(_folder().name) / f"{family}-{attention}-{kind}", targets=sorted(names & LORA_MODULES)
+    )
+
+
+@lru_cache(maxsize=1)
+def _folder() -> Any:
+    return tempfile.TemporaryDirectory()
+
+
+def head_of(kind: str, model: CausalLM) -> AcceptanceHead | None:
+    if kind == "none":
+        return None
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        hidden_size = model.get_output_embeddings().weight.shape[1]
+        embedding_size = model.get_input_embeddings().weight.shape[1]
+        more = {"embedding_size": embedding_size} if kind == "before" else {}
+        return AcceptanceHead(hidden_size, inputs=kind, num_blocks=1, **more).to(model.dtype)
+
+
+def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
+    """The case's assistant, attached to `target` unless the case's door is another.
+
+    Raises:
+        ValueError: this target or draft is refused.
+    """
+    pack = {"pack_weights": True} if case.weights != "as they are" else {}
+    speculation = SpeculationConfig(**{**RULES[case.rule], **TREES[case.tree], **pack})
+    common: dict[str, Any] = {"draft_vocab": DRAFT_VOCABS[case.draft_vocab], "speculation": speculation}
+    if case.draft.startswith("exit"):
+        layers: Any = [0, 2] if case.draft == "exit some" else 2
+        adapter = adapter_of(case.family, case.attention, "exit") if case.draft == "exit lora" else None
+        assistant = SpecDecPPAssistant.from_early_exit(
+            target, layers, adapter, head_of(case.head, target), merge=case.seed % 2 == 0, **common
+        )
+    else:
+        draft = draft_of(case.family, case.attention, case.dtype, case.draft)
+        adapter = adapter_of(case.family, case.attention, "lora") if case.draft == "lora" else None
+        assistant = SpecDecPPAssistant.from_draft(
+            draft, target if case.door == "attached" else None, adapter, head_of(case.head, draft), **common
+        )
+    if case.door != "attached":
+        assistant.detach()  # an early exit keeps its draft
+    return assistant

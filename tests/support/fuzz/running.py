@@ -1,0 +1,310 @@
+"""Runs a case beside plain `generate()` and says how it went: `run_case`."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import types
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import DynamicCache
+
+import hf_specdecpp
+from hf_specdecpp import SpecDecPPCandidateGenerator
+from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.product_times import ROWS
+from support.fuzz.arguments import Fault, arguments, first_prompt, positions_of, random_ids
+from support.fuzz.cases import RECORDS, Case, simpler
+from support.fuzz.models import LORA_MODULES, assistant_for, target_of
+from support.outputs import assert_same, assert_same_cache
+
+PACKAGE = str(Path(hf_specdecpp.__file__).parent)
+# Between the two likeliest tokens of plain generation. Passes over one and over several tokens round differently.
+NEAR_TIE = {"float64": 1e-4, "float32": 1e-2}
+
+
+@dataclass
+class Result:
+    """`kind`: "equal", "refused" (by us, before anything was emitted), "raised" (in plain, too), "tie" (plain's own two
+    likeliest tokens are too close to tell) or "wrong"; `detail`: the reason, or what differs."""
+
+    kind: str
+    detail: str = ""
+    accepted: int = 0
+
+
+@dataclass
+class Answer:
+    """What one `generate()` call did."""
+
+    output: Any = None
+    error: Exception | None = None
+    streamed: list[list[int]] | None = None
+
+    @property
+    def sequences(self) -> Tensor:
+        return self.output if isinstance(self.output, Tensor) else self.output.sequences
+
+
+class Different(AssertionError):  # noqa: N818 - a finding
+    """Ours is not what plain `generate()` did."""
+
+
+class Conversation:
+    """One side's state from turn to turn: the text so far, its mask and positions, the cache."""
+
+    def __init__(self, case: Case, target: CausalLM) -> None:
+        self.case, self.target = case, target
+        self.ids, self.mask = first_prompt(case)
+        self.cache = DynamicCache(config=target.config.get_text_config(decoder=True)) if case.cache != "none" else None
+        self.hidden = 0  # tokens of the text that are not passed again, since the cache holds them
+        self.shown = self.ids
+        self.positions = positions_of(case, self.ids, self.mask)
+
+    def answer(self, turn: int, assistant: Any, has_fault: bool = False, **others: Any) -> Answer:
+        """Generate the turn's answer from the state, which stays as it is but for the cache."""
+        inputs = arguments(self.case, turn, self.shown.shape[1], has_fault) | others
+        if self.mask is not None:
+            inputs["attention_mask"] = self.mask
+        if self.positions is not None:
+            inputs["position_ids"] = self.positions[:, self.hidden :]
+        if self.cache is not None:
+            inputs["past_key_values"] = self.cache
+        streamer = inputs.get("streamer")
+        answer = Answer(streamed=streamer.puts if streamer is not None else None)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.manual_seed(0)
+                answer.output = self.target.generate(self.shown, assistant_model=assistant, **inputs)
+        except Exception as error:  # noqa: BLE001 - whatever either side raises is compared
+            answer.error = error
+        return answer
+
+    def copy(self) -> Conversation:
+        """As it is now, with a cache of its own."""
+        other = copy.copy(self)
+        other.cache = copy.deepcopy(self.cache)
+        return other
+
+    def go_on(self, answer: Answer, turn: int) -> None:
+        """Take up the answer and the user's next words."""
+        words = random_ids(self.case.seed + turn + 1, 1 + (self.case.seed + turn) % 5)
+        self.ids = torch.cat((self.ids[:, : self.hidden], answer.sequences, words), dim=1)
+        if self.mask is not None:
+            self.mask = torch.nn.functional.pad(self.mask, (0, self.ids.shape[1] - self.mask.shape[1]), value=1)
+        if self.positions is not None:
+            further = torch.arange(1, self.ids.shape[1] - self.positions.shape[1] + 1)
+            self.positions = torch.cat((self.positions, self.positions[:, -1:] + further), dim=1)
+        if self.case.cache == "new ids" and self.cache is not None:
+            self.hidden = self.cache.get_seq_length()
+        self.shown = self.ids[:, self.hidden :]
+
+
+def run_case(case: Case) -> Result:
+    """Run it and compare; never raises for what the case does."""
+    target = target_of(case.family, case.attention, case.dtype)
+    if case.weights != "as they are":
+        target = copy.deepcopy(target)
+    assistant: Any = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assistant = assistant_for(case, target)
+        if case.door == "generator":
+            _use_generator(target, assistant)
+        if case.weights == "as they are":
+            return _compare(case, target, assistant)
+        with mock.patch.object(cpu_products, "fastest", _packed_everywhere):  # tiny layers would not be packed
+            if case.weights != "packed":
+                _change_weights(case, target, assistant)
+            return _compare(case, target, assistant)
+    except Different as different:
+        return Result("wrong", str(different))
+    except Exception as error:  # noqa: BLE001 - a constructor that fails without a reason is a finding, too
+        return Result("refused", _reason(error)) if _is_refusal(error) else Result("wrong", _described(error))
+    finally:
+        if case.door == "generator" and "_get_candidate_generator" in vars(target):
+            del target._get_candidate_generator
+        if assistant is not None:
+            assistant.detach()
+
+
+def _compare(case: Case, target: CausalLM, assistant: Any) -> Result:
+    plain, ours = Conversation(case, target), Conversation(case, target)
+    accepted = 0
+    for turn in range(case.turns):
+        is_last = turn == case.turns - 1
+        has_fault = case.fault != "none" and is_last
+        before = plain.copy()
+        expected = plain.answer(turn, None, has_fault)
+        actual = ours.answer(turn, None if case.earlier == "plain" and not is_last else assistant, has_fault)
+        if has_fault and isinstance(expected.error, Fault) and not _is_refusal(actual.error):
+            _compare_fault(before, ours, actual, turn)
+            return Result("equal", accepted=accepted)
+        if actual.error is not None and _is_refusal(actual.error):
+            return Result("refused", _reason(actual.error))
+        if expected.error is not None:
+            return Result("raised", _described(expected.error))
+        if actual.error is not None:
+            raise Different(f"turn {turn}: {_described(actual.error)}")
+        accepted += assistant.stats.accepted
+        if not torch.equal(actual.sequences, expected.sequences):
+            if (gap := _gap(before, expected, actual, turn)) < NEAR_TIE[case.dtype]:
+                return Result("tie", f"{gap:.1g}")
+            raise Different(
+                f"turn {turn}: tokens {actual.sequences[0].tolist()} instead of {expected.sequences[0].tolist()}"
+            )
+        _compare_outputs(case, ours, plain, actual, expected, turn)
+        if not is_last:
+            plain.go_on(expected, turn)
+            ours.go_on(actual, turn)
+    return Result("equal", accepted=accepted)
+
+
+def _compare_outputs(
+    case: Case, ours: Conversation, plain: Conversation, actual: Answer, expected: Answer, turn: int
+) -> None:
+    if type(actual.output) is not type(expected.output):
+        raise Different(f"turn {turn}: a {type(actual.output).__name__}, not a {type(expected.output).__name__}")
+    if expected.streamed is not None and sum(actual.streamed or [], []) != sum(expected.streamed, []):
+        raise Different(f"turn {turn}: streamed {actual.streamed} instead of {expected.streamed}")
+    for name in RECORDS:
+        if name == "logits" and "in place" in case.processors:
+            continue  # in plain `generate()` such a processor writes into the raw logits, too; ours stay raw
+        if name in case.records:
+            _same(f"turn {turn}: {name}", assert_same, getattr(actual.output, name), getattr(expected.output, name))
+    if case.door == "generator":
+        return  # transformers' own loop: what it leaves in the cache is its own affair
+    if plain.cache is not None:
+        _same(f"turn {turn}: cache", assert_same_cache, ours.cache, plain.cache)
+    elif case.records and case.door == "attached":
+        caches = actual.output.past_key_values, expected.output.past_key_values
+        _same(f"turn {turn}: returned cache", assert_same_cache, *caches)
+
+
+def _compare_fault(before: Conversation, ours: Conversation, actual: Answer, turn: int) -> None:
+    """The very exception must arrive, what was streamed be plain's text, and the cache be at what was streamed."""
+    if not isinstance(actual.error, Fault):
+        raise Different(f"turn {turn}: instead of the fault: {_described(actual.error)}")
+    if before.cache is None or ours.cache is None or ours.case.fault == "streamer" or ours.case.door != "attached":
+        return  # transformers' own loop rolls nothing back
+    emitted = sum((actual.streamed or [[]])[1:], [])
+    length = ours.cache.get_seq_length()
+    if not emitted:
+        if length != before.cache.get_seq_length():
+            raise Different(f"turn {turn}: nothing was emitted, and the cache grew to {length} tokens")
+        return
+    again = before.answer(turn, None, max_new_tokens=len(emitted))
+    if emitted != again.sequences[0, before.shown.shape[1] :].tolist():
+        raise Different(f"turn {turn}: emitted {emitted} before the fault, plain {again.sequences[0].tolist()}")
+    _same(f"turn {turn}: cache after the fault", assert_same_cache, ours.cache, before.cache)
+
+
+def _same(what: str, check: Any, ours: Any, plain: Any) -> None:
+    try:
+        check(ours, plain)
+    except AssertionError as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise Different(f"{what}: {str(error)[:400] or frame.line}") from error
+
+
+def _gap(before: Conversation, expected: Answer, actual: Answer, turn: int) -> float:
+    """Between plain's two likeliest tokens where the texts part, raw and processed: the smaller of both."""
+    start = before.shown.shape[1]
+    ours, plain = actual.sequences[0, start:].tolist(), expected.sequences[0, start:].tolist()
+    at = next((i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), None)
+    if at is None:
+        return float("inf")
+    again = before.answer(
+        turn, None, do_sample=False, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    gaps = []
+    for record in (again.output.scores, again.output.logits):
+        if at < len(record):
+            first, second = record[at][0].topk(2).values
+            gaps.append(float(first - second) / max(1.0, abs(float(first))))
+    return min(gaps, default=float("inf"))
+
+
+def _use_generator(target: CausalLM, assistant: Any) -> None:
+    """Make transformers' own loop on `target` draft with our candidate generator."""
+
+    def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
+        mask = kwargs["model_kwargs"].get("attention_mask")
+        return SpecDecPPCandidateGenerator(
+            assistant.setup(), kwargs["generation_config"], kwargs["logits_processor"], mask
+        )
+
+    target._get_candidate_generator = types.MethodType(get, target)
+
+
+def _packed_everywhere(out_features: int, in_features: int, may_pack: bool) -> tuple[str, ...]:
+    return ("packed" if may_pack else "onednn",) * len(ROWS)
+
+
+def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:
+    """Answer once, so that copies are made, then change the target's weights as users do."""
+    if case.weights == "merged":
+        modules = {name.rpartition(".")[2] for name, module in target.named_modules() if hasattr(module, "weight")}
+        wrapped = get_peft_model(target, LoraConfig(r=2, target_modules=sorted(modules & LORA_MODULES)))
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if "lora_" in name:
+                    parameter.fill_(0.2)
+    target.generate(random_ids(1, 4), assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    if case.weights == "merged":
+        wrapped.merge_adapter()
+        return
+    for name, parameter in target.named_parameters():
+        if parameter.dim() != 2 or "embed" in name:
+            continue
+        if case.weights == "scaled":
+            parameter.data.mul_(-1.0 if "v_proj" in name else 1.5)
+        elif case.weights == "copied":
+            parameter.data.copy_(parameter.data.roll(1, 0))
+        elif case.weights == "replaced":
+            parameter.data = parameter.data.roll(1, 0)
+
+
+def _is_refusal(error: Exception | None) -> bool:
+    """Whether it is a `ValueError` that our code raised itself."""
+    if not isinstance(error, ValueError):
+        return False
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PACKAGE)
+
+
+def _reason(error: Exception) -> str:
+    return str(error)[:70]
+
+
+def _described(error: Exception | None) -> str:
+    if error is None:
+        return "no exception"
+    frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
+    return f"{type(error).__name__}: {str(error)[:300]} ({' < '.join(reversed(frames))})"
+
+
+def minimise(case: Case, budget: int = 200) -> tuple[Case, Result]:
+    """A simpler case that is wrong, too: dimensions are made simpler one by one, for as long as one can be."""
+    result = run_case(case)
+    tried = 0
+    while result.kind == "wrong":
+        for other in simpler(case):
+            tried += 1
+            if tried > budget:
+                return case, result
+            if (found := run_case(other)).kind == "wrong":
+                case, result = other, found
+                break
+        else:
+            break
+    return case, result
