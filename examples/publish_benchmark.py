@@ -1,9 +1,10 @@
-"""Put the reports of `specdecpp bench` into a page, with their pictures beside it.
+"""Publish the reports of `specdecpp bench`, each in a folder of its own, and list all of them in a page.
 
     python examples/publish_benchmark.py bench/qwen bench/smollm2 --page docs/benchmarks.md
 
-The reports replace what stands between the two marks of the page. Tables and pictures are as `specdecpp bench` wrote
-them; nothing is typed by hand.
+`bench/qwen` becomes `docs/benchmarks/qwen/report.md` with its pictures, as `specdecpp bench` wrote them; what was there
+before goes. Between its two marks the page then lists every report under `docs/benchmarks`, with what it says about
+itself: nothing is typed by hand.
 """
 
 import argparse
@@ -15,28 +16,40 @@ BEGIN, END = "<!-- reports: begin -->", "<!-- reports: end -->"
 
 
 def publish(folders: list[Path], page: Path) -> None:
+    reports = page.with_suffix("")
+    for folder in folders:
+        _copy(folder, reports / folder.name)
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:
-        raise SystemExit(f"{page} lacks the marks {BEGIN} and {END}, so there is no place for the reports.")
-    reports = [_report(folder, page.parent / "benchmarks" / folder.name) for folder in folders]
-    page.write_text(f"{before}{BEGIN}\n\n{''.join(reports)}{END}{after}", encoding="utf-8")
+        raise SystemExit(f"{page} lacks the marks {BEGIN} and {END}, so there is no place for the list.")
+    lines = ["| report | target and draft | what it says |", "|---|---|---|"]
+    lines += [_line(report, page) for report in sorted(reports.glob("*/report.md"))]
+    page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}", encoding="utf-8")
 
 
-def _report(folder: Path, pictures: Path) -> str:
-    """The report of a folder, two levels further down, its pictures copied to `pictures`."""
-    pictures.mkdir(parents=True, exist_ok=True)
+def _copy(folder: Path, published: Path) -> None:
+    shutil.rmtree(published, ignore_errors=True)
+    published.mkdir(parents=True)
     for picture in folder.glob("*.png"):
-        shutil.copy(picture, pictures)
+        shutil.copy(picture, published)
     text = (folder / "report.md").read_text(encoding="utf-8")
-    text = re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE)
-    text = text.replace("## Benchmark", f"## {folder.name}", 1)
-    return re.sub(r"\]\(([^/)]+\.png)\)", rf"](benchmarks/{pictures.name}/\1)", text) + "\n"
+    (published / "report.md").write_text(text.replace("# Benchmark", f"# {published.name}", 1), encoding="utf-8")
+
+
+def _line(report: Path, page: Path) -> str:
+    """The row of a report: its link, its first paragraph, and the verdicts that follow its headings."""
+    text = report.read_text(encoding="utf-8")
+    about = text.split("\n\n")[1]
+    verdicts = [f"{mode}: {verdict}" for mode, verdict in re.findall(r"^## (.*), measured\n\n(.*)", text, re.MULTILINE)]
+    replayed = "rules compared on recorded texts" if ", replayed" in text else ""
+    said = "<br>".join(filter(None, [*verdicts, replayed]))
+    return f"| [{report.parent.name}]({report.relative_to(page.parent)}) | {about} | {said} |"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="output folders of specdecpp bench")
+    parser.add_argument("folders", nargs="*", type=Path, help="output folders of specdecpp bench")
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
     arguments = parser.parse_args()
     publish(arguments.folders, arguments.page)

@@ -46,3 +46,26 @@ def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["attached", "unattached", "stock"]
     assert [row.split(",")[0] for row in rows] == ["greedy", "sampled"]
+
+
+def test_publish_benchmark(tmp_path: Path) -> None:
+    """A report goes into a folder of its own, replaces what was there, and is listed with its verdicts."""
+    publish = runpy.run_path(str(FOLDER / "publish_benchmark.py"))["publish"]
+    page, folder = tmp_path / "docs" / "benchmarks.md", tmp_path / "bench" / "small"
+    old = tmp_path / "docs" / "benchmarks" / "small"
+    for each in (folder, old):
+        each.mkdir(parents=True)
+    (old / "stale.png").touch()
+    (folder / "time-0.png").touch()
+    text = "# Benchmark\n\ntarget t, draft d\n\n## greedy, measured\n\nSpeculation pays here.\n\n![time](time-0.png)\n"
+    (folder / "report.md").write_text(text)
+    page.write_text("before\n<!-- reports: begin -->\nold\n<!-- reports: end -->\nafter\n")
+    publish([folder], page)
+    assert sorted(path.name for path in old.iterdir()) == ["report.md", "time-0.png"]
+    assert (old / "report.md").read_text() == text.replace("# Benchmark", "# small")
+    assert (
+        "| [small](benchmarks/small/report.md) | target t, draft d | greedy: Speculation pays here. |"
+        in page.read_text()
+    )
+    assert page.read_text().startswith("before\n")
+    assert "old" not in page.read_text()
