@@ -6,24 +6,25 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file; `ValueError` if it is none."""
+def read_json(path: Path, most_bytes: int | None = None) -> Any:
+    """Parse a JSON file; `ValueError` if it is none, or larger than `most_bytes`."""
     refuse_pointer(path)
+    if most_bytes is not None and path.stat().st_size > most_bytes:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes; a file like it has at most {most_bytes:,}.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a ValueError
         raise ValueError(f"{path} is not valid JSON ({error}). Download or save it again.") from None
 
 
@@ -45,17 +46,23 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is a git-LFS pointer, truncated, not safetensors, or holds NaN or infinity.
     """
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    check_finite(tensors, path)
+    return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            yield file
     except SafetensorError as error:
         raise ValueError(
             f"{path} is incomplete or not a safetensors file ({error}). Delete it, or download it again with "
             "force_download=True."
         ) from None
-    check_finite(tensors, path)
-    return tensors
 
 
 def check_finite(tensors: dict[str, Tensor], path: Path) -> None:
@@ -65,23 +72,23 @@ def check_finite(tensors: dict[str, Tensor], path: Path) -> None:
         raise ValueError(f"{path} holds NaN or infinite values in {', '.join(broken)}, so it cannot be used.")
 
 
-def load_strict(path: Path, expected: dict[str, torch.Size], hint: str) -> dict[str, Tensor]:
-    """Tensors of `path`, which must have exactly the names and shapes of `expected`.
+def load_strict(path: Path, expected: Mapping[str, Sequence[int]], hint: str) -> dict[str, Tensor]:
+    """Tensors of `path`, which must have exactly the names and shapes of `expected`; else none of them is read.
 
     Raises:
         ValueError: a name is missing or unexpected, or a shape differs; `hint` ends the message.
     """
-    tensors = load_tensors(path)
-    missing, surplus = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    with _opened(path) as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
+    missing, surplus = sorted(set(expected) - set(shapes)), sorted(set(shapes) - set(expected))
     if missing or surplus:
-        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unexpected {', '.join(surplus)}"] * bool(
-            surplus
-        )
+        parts = [f"lacks {', '.join(missing[:9])}"] * bool(missing)
+        parts += [f"has unexpected {', '.join(surplus[:9])}"] * bool(surplus)
         raise ValueError(f"{path} {' and '.join(parts)}. {hint}")
     for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise ValueError(f"{path}: {name} has shape {list(tensors[name].shape)}, not {list(shape)}. {hint}")
-    return tensors
+        if shapes[name] != list(shape):
+            raise ValueError(f"{path}: {name} has shape {shapes[name]}, not {list(shape)}. {hint}")
+    return load_tensors(path)
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:

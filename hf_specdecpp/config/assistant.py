@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
+from hf_specdecpp.config.types import check_arguments
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
+MOST_RANKS = 32  # of siblings: a static tree is made for them, and further ones are hardly ever accepted
 
 
 class SpecDecPPConfig(PretrainedConfig):
@@ -95,12 +97,31 @@ class SpecDecPPConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The config that a `config.json` describes.
+
+        Raises:
+            ValueError: it is of a newer format, or a value is of the wrong type or out of its range.
+        """
         written_for = config_dict.get("format_version", FORMAT_VERSION)
-        if written_for > FORMAT_VERSION:
+        if type(written_for) is int and written_for > FORMAT_VERSION:
             raise ValueError(
                 f"This assistant is stored in format {written_for}, this hf_specdecpp reads up to {FORMAT_VERSION}, so "
                 "it could be misread. Upgrade: pip install -U hf-specdecpp"
             )
         theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
         warn_unknown(sorted(set(config_dict) - theirs - set(cls.OWN_FIELDS)), "config.json")
-        return super().from_dict(config_dict, **kwargs)
+        # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
+        own = {name: value for name, value in config_dict.items() if name in cls.OWN_FIELDS}
+        check_arguments(cls.__init__, own)
+        for name in ("vocab_size", "draft_vocab_size"):
+            if (count := own.get(name)) is not None and count < 1:
+                raise ValueError(f"{name}={count} must be at least 1: it counts token ids.")
+        ranks = max(map(len, (own.get("acceptance_by_rank") or {}).values()), default=0)
+        if ranks > MOST_RANKS:
+            raise ValueError(f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use.")
+        config = super().from_dict(own, **kwargs)
+        made = config[0] if isinstance(config, tuple) else config  # with `return_unused_kwargs`
+        made.architectures = ["SpecDecPPAssistant"]
+        written_with = config_dict.get("transformers_version")
+        made.transformers_version = written_with if isinstance(written_with, str) else None
+        return config

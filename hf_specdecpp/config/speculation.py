@@ -17,7 +17,7 @@ CpuProducts = Literal["auto", "off"]
 
 Tree = Literal["dyspec", "dyspec-exact", "static"]
 TREES: tuple[str, ...] = get_args(Tree)
-MOST_NODES = 1024
+MOST_CANDIDATES = 1024  # in a round
 
 
 @dataclass
@@ -106,8 +106,10 @@ class SpeculationConfig:
                 raise ValueError(f"{name}={value!r} must be between 0 and 1: it is compared with a probability.")
         for name in ("num_tokens", "min_tokens", "max_tokens"):
             value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1: a round drafts tokens.")
+            if not 1 <= value <= MOST_CANDIDATES:
+                raise ValueError(
+                    f"{name}={value!r} must be a whole number from 1 to {MOST_CANDIDATES}: a round drafts tokens."
+                )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
@@ -118,7 +120,7 @@ class SpeculationConfig:
         self._validate_tree()
 
     def _validate_tree(self) -> None:
-        for name, least, most in (("tree_budget", 2, MOST_NODES), ("tree_depth", 1, MOST_NODES)):
+        for name, least, most in (("tree_budget", 2, MOST_CANDIDATES), ("tree_depth", 1, MOST_CANDIDATES)):
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"{name}={value!r} must be a whole number from {least} to {most}.")
@@ -127,8 +129,11 @@ class SpeculationConfig:
                 f"tree_threshold={self.tree_threshold!r} must be at least 0 and below 1: the first slot of a tree has "
                 "value 1, so nothing could be drawn."
             )
-        if self.tree_shape is not None and not 1 <= (nodes := size(make_shape(self.tree_shape))) <= MOST_NODES:
-            raise ValueError(f"tree_shape={self.tree_shape!r} has {nodes} nodes; 1 to {MOST_NODES} are possible.")
+        if self.tree_shape is not None:
+            listed = len(self.tree_shape)  # either way of writing a shape has no more items than nodes
+            nodes = listed if listed > MOST_CANDIDATES else size(make_shape(self.tree_shape))
+            if not 1 <= nodes <= MOST_CANDIDATES:
+                raise ValueError(f"tree_shape has {nodes} nodes or more; 1 to {MOST_CANDIDATES} are possible.")
 
     @property
     def most_tokens(self) -> int:
@@ -140,7 +145,13 @@ class SpeculationConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
-        """Build from `values`; fields that this version does not know are named in a warning and left out."""
+        """Build from `values`; fields that this version does not know are named in a warning and left out.
+
+        Raises:
+            ValueError: it is not a mapping, or a value is of the wrong type or outside its range.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}
         warn_unknown(sorted(set(values) - known), "speculation")
         return cls(**{name: value for name, value in values.items() if name in known})

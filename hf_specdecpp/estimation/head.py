@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from hf_specdecpp.estimation.estimators import MODES, DraftStep
 from hf_specdecpp.estimation.features import NUM_SCALARS, NUM_SIBLINGS, SIBLING_MASS
 
+# A head is a small part of a draft step. Sizes come from a repository's config, so they have bounds.
+MOST_BLOCKS, MOST_POSITIONS = 64, 1024
+
 
 @dataclass
 class Calibration:
@@ -24,15 +27,20 @@ class Calibration:
         temperatures: one a position in the round; the last one holds for all later positions.
 
     Raises:
-        ValueError: a temperature is not positive, or there is none.
+        ValueError: a temperature is not positive, there is none or too many, or a value is not a finite number.
     """
 
     bias: float = 0.0
     temperatures: list[float] = field(default_factory=lambda: [1.0])
 
     def __post_init__(self) -> None:
-        if not (self.temperatures and all(t > 0 for t in self.temperatures)):
-            raise ValueError(f"temperatures={self.temperatures!r} must be positive numbers, one a position.")
+        if not 0 < len(self.temperatures) <= MOST_POSITIONS or not all(0 < t < math.inf for t in self.temperatures):
+            raise ValueError(
+                f"{len(self.temperatures)} temperatures, {self.temperatures[:9]}: they must be positive numbers, one a "
+                f"position, {MOST_POSITIONS} at most."
+            )
+        if not math.isfinite(self.bias):
+            raise ValueError(f"bias={self.bias!r} must be a finite number: it is added to the log-odds.")
 
     def apply(self, log_odds: Tensor, index: int | Tensor) -> Tensor:
         """Calibrated log-odds; `index` is the position of all of `log_odds` `[...]`, or of each."""
@@ -79,7 +87,7 @@ class AcceptanceHead(nn.Module):
         calibration: keyword arguments of `Calibration`, one set for `"sampled"` and one for `"greedy"` targets.
 
     Raises:
-        ValueError: a size is not positive, or `inputs` or `calibration` make no sense.
+        ValueError: a size is out of range, or `inputs` or `calibration` make no sense.
     """
 
     most: Tensor
@@ -98,11 +106,12 @@ class AcceptanceHead(nn.Module):
         super().__init__()
         if inputs not in ("after", "before"):
             raise ValueError(f"inputs={inputs!r} must be 'after' or 'before': when the head sees a candidate.")
-        if siblings is not None and siblings < 1:
-            raise ValueError(f"siblings={siblings} must be at least 1: a head is fitted on candidates.")
-        if hidden_size < 1 or rank < 1 or num_blocks < 0:
+        if siblings is not None and not 1 <= siblings <= MOST_POSITIONS:
+            raise ValueError(f"siblings={siblings} must be from 1 to {MOST_POSITIONS}: a head is fitted on candidates.")
+        if hidden_size < 1 or rank < 1 or not 0 <= num_blocks <= MOST_BLOCKS:
             raise ValueError(
-                f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} at least 0."
+                f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} from 0 to "
+                f"{MOST_BLOCKS}."
             )
         self.hidden_size, self.num_blocks, self.tied, self.inputs = hidden_size, num_blocks, tied, inputs
         self.embedding_size = embedding_size or hidden_size
@@ -166,8 +175,17 @@ class AcceptanceHead(nn.Module):
         else:
             position = step.index - 1
             log_odds = self.forward(step.hidden)
-        calibration = self.calibration.get(MODES[step.greedy])
-        return (log_odds if calibration is None else calibration.apply(log_odds, position)).sigmoid()
+        return self.probability(log_odds, position, step.greedy)
+
+    def probability(self, log_odds: Tensor, position: int | Tensor, greedy: bool) -> Tensor:
+        """Calibrated probability of log-odds `[...]` at a position or several; 0 where they are not a number.
+
+        Weights and states may be so large that the forward overflows. Nothing that compares estimates, such as the
+        growth of a tree, would come to an end with NaN.
+        """
+        calibration = self.calibration.get(MODES[greedy])
+        calibrated = log_odds if calibration is None else calibration.apply(log_odds, position)
+        return calibrated.sigmoid().nan_to_num(0.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AcceptanceHead:
         # `.to(dtype)`, `.half()` and pipelines cast whole models; a head in half precision is a worse judge.

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specdecpp.config.speculation import MOST_NODES
+from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain, draft_chain
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.stopping import StoppingRule
@@ -181,6 +181,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _room(self, length: int) -> int:
         # One place under max_length belongs to the token that the target adds after the candidates.
-        room = self.max_length - length - 1 if self.max_length is not None else MOST_NODES
+        room = self.max_length - length - 1 if self.max_length is not None else MOST_CANDIDATES
         draft_room = self.session.drafter.max_length - self.session.length + 1
         return int(max(min(room, draft_room), 0))

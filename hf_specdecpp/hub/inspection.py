@@ -105,6 +105,8 @@ def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, b
 def _read_config(report: Report, folder: Path) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        if "auto_map" in repository.read_config(folder / CONFIG):
+            report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
         config = repository.load_config(Repository(str(folder)))
         SpeculationConfig.from_dict(config.speculation)
     report.traps += [str(warning.message) for warning in caught]
@@ -175,8 +177,6 @@ def _look_for_traps(report: Report, names: list[str]) -> None:
             report.traps.append(f"{name} looks like a pickle, which can run code. We never open it. Delete it.")
         elif PurePosixPath(name).suffix == ".py":
             report.traps.append(f"{name} is code. We never run it, but trust_remote_code=True would. Delete it.")
-    if getattr(config, "auto_map", None):
-        report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
     if config is not None:
         kind = "draft" if config.draft_kind == "independent" else "target"
         missing = [name for name in (f"{kind}_id", f"{kind}_revision") if getattr(config, name) is None]

@@ -19,13 +19,10 @@ from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import (
-    check_sound,
-    load_strict,
-    read_json,
-)
-from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.config.types import check_arguments
+from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
+from hf_specdecpp.files import check_sound, load_strict, read_json
+from hf_specdecpp.models.adapters import ADAPTER_FILES, MOST_CONFIG_BYTES
 
 CONFIG, HEAD, DRAFT_VOCAB, CARD = "config.json", "acceptance_head.safetensors", "draft_vocab.safetensors", "README.md"
 ADAPTER_FOLDER = "adapter"
@@ -137,14 +134,32 @@ def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead
     """
     if config.head is None:
         raise ValueError(f"{repository.name!r} has no acceptance head, says its {CONFIG}. Load one that has.")
-    try:
-        head = AcceptanceHead(**config.head)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{CONFIG} describes no acceptance head that can be built: {error}") from None
-    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
     hint = f"It does not belong to the head that {CONFIG} describes, trained for draft {config.draft_name}."
-    head.load_state_dict(load_strict(repository.file(HEAD), shapes, hint))
-    return head
+    return read_head(config.head, repository.file(HEAD), hint)
+
+
+def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHead:
+    """The head with these arguments, whose weights are in `path`. No memory is taken before they are seen to fit.
+
+    Args:
+        arguments: of `AcceptanceHead`, from a file.
+        hint: ends the message if the weights are of another head.
+
+    Raises:
+        ValueError: the arguments make no sense, or the file is damaged or does not fit them.
+    """
+    try:
+        check_arguments(AcceptanceHead.__init__, arguments)
+        for each in (arguments.get("calibration") or {}).values():
+            check_arguments(Calibration, each)
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in AcceptanceHead(**arguments).state_dict().items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"No acceptance head can be built as it is described: {error}") from None
+    tensors = load_strict(path, shapes, hint)
+    head = AcceptanceHead(**arguments)
+    head.load_state_dict(tensors)
+    return head.eval()
 
 
 def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
@@ -154,8 +169,11 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
         ValueError: the file is damaged or holds another number of ids.
     """
     hint = f"{CONFIG} promises {config.draft_vocab_size} token ids."
-    shapes = {"token_ids": torch.Size([config.draft_vocab_size or 0])}
-    return load_strict(repository.file(DRAFT_VOCAB), shapes, hint)["token_ids"]
+    path = repository.file(DRAFT_VOCAB)
+    token_ids = load_strict(path, {"token_ids": [config.draft_vocab_size or 0]}, hint)["token_ids"]
+    if token_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{path} holds {str(token_ids.dtype)[6:]}; token ids are whole numbers. Make it again.")
+    return token_ids
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -164,7 +182,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not JSON, or not the config of an assistant.
     """
-    config = read_json(path)
+    config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or config.get("model_type") != "specdecpp":
         kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         raise ValueError(

@@ -35,6 +35,7 @@ FIELDS = {
 # Ways to begin training that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
 STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+MOST_CONFIG_BYTES = 2**18
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -141,7 +142,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it does not describe an ordinary LoRA adapter, or a value is of the wrong kind.
     """
-    config = read_json(path)
+    config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only.")

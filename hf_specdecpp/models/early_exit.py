@@ -88,7 +88,7 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     Raises:
         ValueError: an index is out of range, the order is not ascending, or nothing or everything is kept.
     """
-    kept = list(range(layers)) if isinstance(layers, int) else list(layers)
+    kept = list(range(min(layers, num_layers + 1))) if isinstance(layers, int) else list(layers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(
             f"layers={layers!r} must be a number from 1 to {num_layers - 1}, or ascending layer indices from 0 to "

@@ -1,7 +1,11 @@
-"""What the draft would propose at many places of one text, all at once, and what the target says to it.
+"""Chains that the draft would propose at many places of one text, and the target's probabilities of their candidates.
 
-The text and the chains that branch off it are one token tree (`tree_attention.py`): the draft reads one level of all
+The text and the chains that branch off it are one token tree (`trees/attention.py`): the draft reads one level of all
 chains a pass, the target many chains a pass. Stopping rules can then be compared on the record, without either model.
+
+For example, with `ids` of 10 tokens, `starts` 4 and 7 and `length` 3, the draft reads the first 7 tokens once, and then
+two candidates a pass, three times: those at depth 0 of both chains, at depth 1 and at depth 2. A candidate of the first
+chain sees the tokens 0 to 3 and the candidates before it in its own chain.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from hf_specdecpp.sampling.randomness import draw_rows
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.checks import check_tree
 
-ROWS_AT_ONCE = 128  # candidates whose laws [rows, vocab] are in memory together
+ROWS_AT_ONCE = 128  # candidates whose p or q [rows, vocab] are in memory together
 NODES_AT_ONCE = 1024  # candidates in one target pass
 
 
@@ -62,7 +66,7 @@ def draft_chains(
     ids: list[int],
     starts: Tensor,
     length: int,
-    law: Callable[[Tensor], Tensor],
+    to_q: Callable[[Tensor], Tensor],
     vocab_size: int,
     generator: torch.Generator | None,
     first: tuple[Tensor, Tensor] | None = None,
@@ -71,14 +75,14 @@ def draft_chains(
 
     Args:
         starts: `[c]` int64, ascending, each at least 1; one group of `together`.
-        law: logits `[n, vocab]` to q.
+        to_q: logits `[n, vocab]` to q.
         vocab_size: of the target.
         generator: draws the candidates; `None` takes the likeliest (greedy).
         first: the first candidate of each chain `[c]` and its scalars `[c, 6]`, where they are not to be drawn.
     """
 
     def candidates(states: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = [_draw(law(drafter.logits(rows, vocab_size)), generator) for rows in states.split(ROWS_AT_ONCE)]
+        drawn = [_draw(to_q(drafter.logits(rows, vocab_size)), generator) for rows in states.split(ROWS_AT_ONCE)]
         return torch.cat([token for token, _ in drawn]), torch.cat([row for _, row in drawn])
 
     count, device = len(starts), drafter.device
@@ -98,7 +102,7 @@ def draft_chains(
 
 @torch.no_grad()
 def target_probabilities(
-    reader: Reader, ids: list[int], starts: Tensor, tokens: Tensor, law: Callable[[Tensor], Tensor], vocab_size: int
+    reader: Reader, ids: list[int], starts: Tensor, tokens: Tensor, to_p: Callable[[Tensor], Tensor], vocab_size: int
 ) -> Tensor:
     """p of every candidate given those before it in its chain, `[c, k]`.
 
@@ -106,7 +110,7 @@ def target_probabilities(
         reader: the target, wrapped as if it were a draft.
         ids, starts: as in `draft_chains`.
         tokens: `[c, k]`, the candidates.
-        law: logits `[n, vocab]` to p.
+        to_p: logits `[n, vocab]` to p.
     """
     device = reader.device
     starts, tokens = starts.to(device), tokens.to(device)
@@ -125,7 +129,7 @@ def target_probabilities(
             before = torch.cat((before, states.view(count, inner, -1)), dim=1)
             text.forget(count * inner)
         rows = zip(before.flatten(0, 1).split(ROWS_AT_ONCE), own.flatten().split(ROWS_AT_ONCE), strict=True)
-        p = [law(reader.logits(states, vocab_size)).gather(-1, token[:, None])[:, 0] for states, token in rows]
+        p = [to_p(reader.logits(states, vocab_size)).gather(-1, token[:, None])[:, 0] for states, token in rows]
         found.append(torch.cat(p).view(count, length))
     return torch.cat(found)
 

@@ -42,20 +42,20 @@ class Sampling:
         return warpers
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Processed logits, `[n, vocab]` float32: their softmax is the law that is drawn from."""
+        """Processed logits, `[n, vocab]` float32: their softmax is the distribution that is drawn from."""
         nothing = torch.empty((1, 0), dtype=torch.long, device=logits.device)  # none of the processors reads the text
         return Processing(self.processors).along(nothing, [], logits.float())
 
     def p(self, logits: Tensor) -> Tensor:
-        """The target's law `[n, vocab]` from its logits."""
+        """The target's probabilities p `[n, vocab]` from its logits."""
         return point_mass(logits.argmax(-1), logits.float()) if self.greedy else self.scores(logits).softmax(-1)
 
     def q(self, logits: Tensor) -> Tensor:
-        """The draft's law `[n, vocab]`; in greedy decoding its confidence."""
+        """The draft's probabilities q `[n, vocab]`; in greedy decoding its confidence."""
         return self.scores(logits).softmax(-1)
 
     def drawn_from(self, q: Tensor, token: Tensor) -> Tensor:
-        """The law `[..., vocab]` that the verifier holds against p for `token` (`[...]`) proposed by q."""
+        """The distribution `[..., vocab]` that the verifier holds against p for `token` (`[...]`) proposed by q."""
         return point_mass(token, q) if self.greedy else q
 
     def to_dict(self) -> dict[str, float]:
@@ -63,5 +63,5 @@ class Sampling:
 
 
 def point_mass(token: Tensor, like: Tensor) -> Tensor:
-    """The law of a candidate that was taken and not drawn: `[..., vocab]`, 1 at `token` (`[...]`)."""
+    """The distribution of a candidate that was taken and not drawn: `[..., vocab]`, 1 at `token` (`[...]`)."""
     return F.one_hot(token, like.shape[-1]).to(like.dtype)

@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import load_strict, load_tensors, read_json, save_tensors, save_text
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
+from hf_specdecpp.files import load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -125,11 +125,8 @@ def load_head(folder: Path) -> AcceptanceHead:
     Raises:
         ValueError: a file is damaged, or the two do not belong together.
     """
-    head = AcceptanceHead(**read_json(folder / HEAD_CONFIG))
-    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
     hint = f"It does not belong to {HEAD_CONFIG} beside it: delete {folder} and fit the head again."
-    head.load_state_dict(load_strict(folder / HEAD_WEIGHTS, shapes, hint))
-    return head.eval()
+    return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
 
 
 def digest(path: Path) -> str | None:

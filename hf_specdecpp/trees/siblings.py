@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from hf_specdecpp.estimation.estimators import MODES, Estimator
+from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.estimation.features import NUM_SCALARS
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.sampling.without_replacement import Siblings, likeliest
@@ -102,9 +102,8 @@ class HeadJudgedSiblings:
             self.ahead[row] = 2 * ahead
         hidden = self.level.hidden[span, None]
         log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
-        if (calibration := self.head.calibration.get(MODES[self.greedy])) is not None:
-            log_odds = calibration.apply(log_odds, self.depths[span, None])
-        for row, row_tokens, estimates in zip(rows, drawn, log_odds.sigmoid().tolist(), strict=True):
+        judged = self.head.probability(log_odds, self.depths[span, None], self.greedy)
+        for row, row_tokens, estimates in zip(rows, drawn, judged.tolist(), strict=True):
             self.judged[row] += zip(row_tokens, estimates, strict=False)
 
 

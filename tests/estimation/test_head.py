@@ -105,6 +105,18 @@ def test_the_after_head_reads_nothing_but_the_hidden_state() -> None:
     assert probability(head, step) == probability(head, other)
 
 
+@pytest.mark.parametrize("inputs", ["after", "before"])
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, size: float) -> None:
+    """Finite weights whose products are not: inf - inf is no number, and nothing that compares it comes to an end."""
+    head = make_head(num_blocks=3, inputs=inputs)
+    with torch.no_grad():
+        for place, parameter in enumerate(head.parameters()):
+            parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
+    estimate = probability(head, make_step(index=1, token=3))
+    assert 0.0 <= estimate <= 1.0
+
+
 # The token head ("before"). -------------------------------------------------------------------------------------------
 
 
@@ -265,9 +277,9 @@ def test_draft_probability_is_q() -> None:
     [
         ({"inputs": "during"}, "inputs='during' must be 'after' or 'before'"),
         ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
-        ({"num_blocks": -1}, "num_blocks=-1 at least 0"),
+        ({"num_blocks": -1}, "num_blocks=-1 from 0 to 64"),
         ({"rank": 0}, "rank=0 must be at least 1"),
-        ({"siblings": 0}, "siblings=0 must be at least 1"),
+        ({"siblings": 0}, "siblings=0 must be from 1 to 1024"),
         ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
         ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
         ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),

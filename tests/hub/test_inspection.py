@@ -101,11 +101,12 @@ def test_files_are_checked_even_if_the_config_cannot_be_read(folder: Path) -> No
     [
         ({"model_type": "llama"}, "has model_type 'llama' and not 'specdecpp'"),
         ({"format_version": 99}, "stored in format 99.*pip install -U"),
-        ({"format_version": "new"}, "of the wrong kind"),
+        ({"format_version": "new"}, "format_version='new' must be a whole number"),
         ({"draft_kind": "oracle"}, "draft_kind='oracle' must be"),
         ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),
         ({"speculation": {"threshold": "high"}}, "threshold='high' must be a number"),
-        ({"speculation": [1]}, "of the wrong kind"),
+        ({"head": [8]}, r"head=\[8\] must be a mapping"),
+        ({"speculation": [1]}, r"speculation=\[1\] must be a mapping"),
     ],
 )
 def test_a_config_that_makes_no_sense(folder: Path, changed: dict[str, Any], message: str) -> None:
@@ -121,7 +122,6 @@ def test_a_config_that_makes_no_sense(folder: Path, changed: dict[str, Any], mes
         {"hidden_size": 0},
         {"hidden_size": "8"},
         {"size": 8},
-        [8],
         {"hidden_size": 10**12},
         {"hidden_size": 8, "inputs": ""},
     ],
@@ -130,14 +130,16 @@ def test_a_head_that_makes_no_sense(folder: Path, head: Any) -> None:
     edit_config(folder, head=head)
     found = problems(look(folder))
     assert list(found) == ["acceptance_head.safetensors"]
-    assert "describes no acceptance head that can be built" in found["acceptance_head.safetensors"]
+    expected = "No acceptance head can be built as it is described|has shape"
+    assert re.search(expected, found["acceptance_head.safetensors"])
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 1], [0, 1, 16], [-1, 0, 1], [0.0, 1.0, 2.0]])
 def test_a_draft_vocabulary_that_makes_no_sense(folder: Path, ids: list[float]) -> None:
     save_tensors({"token_ids": torch.tensor(ids)}, folder / "draft_vocab.safetensors")
     edit_config(folder, draft_vocab_size=3)
-    assert "distinct whole numbers" in problems(look(folder))["draft_vocab.safetensors"]
+    problem = problems(look(folder))["draft_vocab.safetensors"]
+    assert re.search("distinct whole numbers|holds float32; token ids are whole numbers", problem)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +219,8 @@ def test_code(folder: Path, tmp_path: Path) -> None:
     edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"})
     report = look(folder)
     assert report.sound
-    assert [trap.split()[0] for trap in report.traps] == ["modeling.py", "config.json"]
-    assert "auto_map" in report.traps[1]
+    assert [trap.split()[0] for trap in report.traps] == ["config.json", "modeling.py"]
+    assert "auto_map" in report.traps[0]
     assert not (tmp_path / "proof").exists()
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,6 +42,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.files import replacing, save_tensors, save_text
+from hf_specdecpp.hub.inspection import inspect
+from hf_specdecpp.hub.repository import Repository
 from hf_specdecpp.models.early_exit import early_exit
 
 HEAD, VOCAB, ADAPTER = "acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"
@@ -236,6 +242,24 @@ def test_unknown_fields_are_named(folder: Path) -> None:
         load(folder)
 
 
+def test_ignored_fields_have_no_effect(folder: Path) -> None:
+    """transformers would load code from the Hub for the first, cast for the second, and make labels for the third."""
+    fields = {"attn_implementation": "org/kernel", "dtype": "float16", "num_labels": 10**5, "architectures": ["GPT2"]}
+    change_json(folder / "config.json", **fields, experts_implementation="org/kernel", tie_word_embeddings=1)
+    target = tiny("llama")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*does not know and ignores")
+        assistant = load(folder, target=target)
+        config = AutoConfig.from_pretrained(folder)
+    assert greedy(target, assistant) == greedy(target)
+    for made in (assistant.config, config):
+        assert made.architectures == ["SpecDecPPAssistant"]
+        assert made.dtype is None
+        assert made.num_labels == 2
+        assert made._attn_implementation_internal in (None, "sdpa")
+        assert not hasattr(made, "tie_word_embeddings")
+
+
 def test_unknown_knobs_are_named(folder: Path) -> None:
     change_json(folder / "config.json", speculation={"rule": "fixed", "budget": 64})
     with pytest.warns(UserWarning, match=r"speculation has fields .* ignores: budget.*pip install -U hf-specdecpp"):
@@ -254,8 +278,8 @@ def test_newer_format(hub: HubServer, folder: Path) -> None:
     ("changes", "message"),
     [
         ({"draft_kind": "medusa"}, "draft_kind='medusa' must be 'independent' or 'early_exit'"),
-        ({"head": {"hidden_size": 32, "depth": 3}}, "describes no acceptance head that can be built.*depth"),
-        ({"head": {"hidden_size": -1}}, "describes no acceptance head that can be built: hidden_size=-1"),
+        ({"head": {"hidden_size": 32, "depth": 3}}, "No acceptance head can be built as it is described: .*depth"),
+        ({"head": {"hidden_size": -1}}, "No acceptance head can be built as it is described: hidden_size=-1"),
         ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),
         ({"draft_layers": [0, 3]}, r"ascending layer indices from 0 to 2: the target has 3 layers"),
         ({"draft_kind": "independent", "draft_id": None}, "names no draft model"),
@@ -265,6 +289,96 @@ def test_config_makes_no_sense(folder: Path, changes: dict[str, Any], message: s
     change_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         load(folder)
+
+
+# Sizes that would take all memory, or for ever. What they belong to is not made before they are seen to fit.
+BEFORE_HEAD = {"hidden_size": 32, "inputs": "before"}
+TOO_LARGE: list[tuple[dict[str, Any], str]] = [
+    ({"draft_layers": 10**9}, "draft_layers=1000000000 must be a list"),
+    ({"draft_layers": 10**400}, "draft_layers=a number of more than 63 bits must be a list"),
+    ({"head": {**BEFORE_HEAD, "hidden_size": 10**9, "rank": 10**4}}, "lacks|has shape"),
+    ({"head": {**BEFORE_HEAD, "rank": 10**12}}, "lacks|No acceptance head can be built"),
+    ({"head": {**BEFORE_HEAD, "embedding_size": 10**12}}, "lacks|has shape"),
+    ({"head": {"hidden_size": 32, "num_blocks": 10**7, "tied": True}}, "num_blocks=10000000 from 0 to 64"),
+    ({"head": {**BEFORE_HEAD, "siblings": 10**15}}, "siblings=1000000000000000 must be from 1 to 1024"),
+    (
+        {"head": {"hidden_size": 32, "calibration": {"greedy": {"temperatures": [1.0] * 2000}}}},
+        "2000 temperatures, .* 1024 at most",
+    ),
+    ({"draft_vocab_size": 10**18}, "has shape .* not .1000000000000000000."),
+    ({"acceptance_by_rank": {"greedy": [0.1] * 5000}}, "acceptance_by_rank has 5000 ranks; 32 are the most"),
+    ({"speculation": {"tree": "static", "tree_shape": [1] * 9_000}}, "tree_shape has 9000 nodes or more; 1 to"),
+    ({"speculation": {"tree": "static", "tree_shape": [[0]] * 9_000}}, "tree_shape has 9000 nodes or more"),
+    ({"speculation": {"tree_budget": 10**9}}, "tree_budget=1000000000 must be a whole number from 2 to 1024"),
+    ({"speculation": {"max_tokens": 10**9}}, "max_tokens=1000000000 must be a whole number from 1 to 1024"),
+    ({"vocab_hash": "a" * 2**18}, "config.json has 26.,.* bytes; a file like it has at most 262,144"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), TOO_LARGE)
+def test_sizes_are_bounded(folder: Path, changes: dict[str, Any], message: str) -> None:
+    change_json(folder / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        load(folder, target=None)
+    (problem,) = [file.problem for file in inspect(Repository(str(folder))).files if file.problem is not None]
+    assert re.search(message, problem)
+
+
+def test_number_of_layers_is_bounded() -> None:
+    with pytest.raises(ValueError, match="layers=1000000000000000000 must be a number from 1 to 2"):
+        early_exit(tiny("llama"), 10**18)
+
+
+ODD: list[Any] = [
+    None, True, -1, 0, 1.5, float("nan"), 10**400, "x", [], [1], ["x"], [None], {}, {"greedy": 1}, {"greedy": [None]},
+]  # fmt: skip
+
+
+def places(config: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Where values stand in a config, such as `("head", "calibration", "greedy", "bias")`."""
+    inner = {name: places(value) if isinstance(value, dict) else [] for name, value in config.items()}
+    return [(name, *rest) for name, below in inner.items() for rest in [(), *below]]
+
+
+def refusal(folder: Path, target: Any = None) -> ValueError | FileNotFoundError | None:
+    """What loading says; any other exception is one too many."""
+    try:
+        load(folder, target=target).detach()
+    except (ValueError, FileNotFoundError) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_whatever_inspect_calls_sound_can_be_loaded(folder: Path, every: int) -> None:
+    """Whatever the type of a value in `config.json`; `every` n-th case."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["acceptance_by_rank"] = {"greedy": [0.5, 0.25], "sampled": [0.5]}
+    config["head"]["calibration"] = {"greedy": {"bias": 0.5, "temperatures": [1.0, 2.0]}}
+    path.write_text(json.dumps(config))
+    assert inspect(Repository(str(folder))).sound
+    assert refusal(folder) is None
+    for place, value in list(itertools.product(places(config), ODD))[::every]:
+        changed = copy.deepcopy(config)
+        inner = changed
+        for name in place[:-1]:
+            inner = inner[name]
+        inner[place[-1]] = value
+        path.write_text(json.dumps(changed))
+        refused = refusal(folder)
+        assert refused is None or not inspect(Repository(str(folder))).sound, (place, value, refused)
+
+
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+def test_adapters_that_inspect_calls_sound_can_be_loaded(folder: Path, every: int) -> None:
+    path, target = folder / "adapter" / "adapter_config.json", tiny("llama")
+    adapter = json.loads(path.read_text())
+    for name, value in list(itertools.product(adapter, ODD))[::every]:
+        path.write_text(json.dumps({**adapter, name: value}))
+        refused = refusal(folder, target)
+        fits = "does not fit" not in str(refused)  # which modules there are is not known to `inspect`
+        assert refused is None or not fits or not inspect(Repository(str(folder))).sound, (name, value, refused)
 
 
 def test_unknown_argument(folder: Path) -> None:

@@ -35,6 +35,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.files import read_json
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.trees.slots import Growth
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -231,6 +232,31 @@ def test_no_tensor_of_the_target_is_written_to(tmp_path: Path, merge: bool) -> N
         SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
     assert hash_of(target) == before
     assert {name: tensor._version for name, tensor in target.named_parameters()} == versions
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38])
+@pytest.mark.parametrize("tree", ["dyspec", "dyspec-exact"])
+def test_a_head_of_huge_weights_does_not_hang_the_growth_of_a_tree(
+    monkeypatch: pytest.MonkeyPatch, tree: str, size: float
+) -> None:
+    target, draws = tiny("llama"), []
+    draw = Growth.draw_best
+
+    def count(growth: Growth) -> int | None:
+        draws.append(growth)
+        assert len(draws) < 1000
+        return draw(growth)
+
+    monkeypatch.setattr(Growth, "draw_best", count)
+    head = head_for(target, inputs="before")
+    with torch.no_grad():
+        for place, parameter in enumerate(head.parameters()):
+            parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
+    knobs = SpeculationConfig(tree=tree, tree_budget=8)  # type: ignore[arg-type]
+    assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, head=head, speculation=knobs)
+    output = target.generate(prompt(), assistant_model=assistant, do_sample=True, max_new_tokens=6)
+    assert output.shape[1] == 18
+    assert draws
 
 
 # --- code ---
