@@ -1,10 +1,12 @@
 """Which candidates does the target accept, and what does it say instead? Pure functions of p, q and randomness.
 
-p is the target's law, q the law that a candidate was really drawn from, both after all logits processors. Chains are
-explained in `docs/specdecpp.md`, trees in `docs/dyspec.md`.
+p is the target's distribution, q the one that a candidate was really drawn from, both after all logits processors.
+Chains are explained in `docs/specdecpp.md`, trees in `docs/dyspec.md`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -48,8 +50,8 @@ def verify_chain(candidates: list[int], p: Tensor, q: Tensor, randomness: Random
         p_of, q_of = p[rows, columns].tolist(), q[rows, columns].tolist()
         while accepted < len(candidates) and randomness.bernoulli(min(1.0, p_of[accepted] / q_of[accepted])):
             accepted += 1
-    law = p[accepted] if accepted == len(candidates) else residual(p[accepted], q[accepted])
-    return accepted, int(randomness.categorical(law))
+    emits = p[accepted] if accepted == len(candidates) else residual(p[accepted], q[accepted])
+    return accepted, int(randomness.categorical(emits))
 
 
 def likeliest_tokens(scores: Tensor) -> list[int]:
@@ -59,12 +61,63 @@ def likeliest_tokens(scores: Tensor) -> list[int]:
     return scores.argmax(dim=-1).tolist()
 
 
+def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    """min(1, p(y) / q(y)): the chance that the verifier accepts the candidate y (SpecDec++, section 3.2).
+
+    Args:
+        p, q: `[..., vocab]`.
+        token: `[...]`, drawn from q.
+
+    Returns:
+        `[...]`
+    """
+    p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
+    return (p_of / q_of).clamp_max(1.0)
+
+
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Law of the token emitted after a rejection, `[vocab]`: the positive part of p - q, renormalised.
+    """norm((p - q)+), `[..., vocab]`: the distribution of the token that is emitted after a rejection.
+
+    For p = [0.5, 0.3, 0.2] and q = [0.2, 0.6, 0.2] this is [1, 0, 0].
 
     In floating point a candidate can be rejected although p and q are equal to rounding, so that nothing is left: then
-    p itself, which is what the limit of the emitted law is.
+    p itself, which is the limit.
     """
     left = (p - q).clamp_min(0.0)
-    mass = left.sum()
-    return left / mass if float(mass) > 0.0 else p
+    mass = left.sum(-1, keepdim=True)
+    return torch.where(mass > 0.0, left / mass, p)
+
+
+def sibling_tests(p: Tensor, drawn_from: Iterable[Tensor], tokens: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The verifier's tests of siblings, one after another (DySpec, Algorithm 3, in the paper's notation).
+
+    R is what is left of p after the rejections so far. Sibling y, drawn from D, is accepted with chance
+    min(1, R(y) / D(y)); its rejection leaves R <- norm((R - D)+). If all are rejected, the token is drawn from R.
+
+    For p = [0.5, 0.3, 0.2] and the siblings 1 and 0 from [0.2, 0.6, 0.2] and [0.5, 0, 0.5]: (0.5, p), then
+    (1, [1, 0, 0]), then (0, [1, 0, 0] - [0.5, 0, 0.5] normalised, which is [1, 0, 0]).
+
+    Args:
+        p: `[..., vocab]`, the target's distribution at the siblings' place.
+        drawn_from: D of each sibling, `[..., vocab]`.
+        tokens: `[...]`, the siblings.
+
+    Yields:
+        For each sibling the chance `[...]` and the R `[..., vocab]` of its test; at last 0 and the R that all leave.
+    """
+    left = p
+    for each, token in zip(drawn_from, tokens, strict=True):
+        yield acceptance(left, each, token), left
+        left = residual(left, each)
+    yield torch.zeros_like(p[..., 0]), left
+
+
+def remaining(q: Tensor, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
+    """D of each sibling: `q` `[vocab]` without the siblings before it (`tokens`, 0-d), renormalised.
+
+    For q = [0.6, 0.3, 0.1] and the siblings 0 and 1: [0.6, 0.3, 0.1] and [0, 0.75, 0.25].
+    """
+    for token in tokens:
+        yield q
+        q = q.index_fill(-1, token, 0.0)
+        q = q / q.sum()

@@ -8,7 +8,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -19,6 +18,7 @@ from transformers.cache_utils import (
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.trees.attention import layer_types, tree_inputs
+from hf_specdecpp.trees.tree import relations
 
 CHAIN = "Draft chains instead (tree=None)"
 TREE_ATTENTION = ("sdpa", "eager")
@@ -145,15 +145,6 @@ def tree_error(model: CausalLM) -> float:
         read = model(input_ids=nodes[None], past_key_values=cache, use_cache=True, return_dict=True, **inputs)
     difference = (read.logits[0].double() - expected).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())
-
-
-def relations(parents: list[int]) -> tuple[Tensor, Tensor]:
-    """`ancestors` `[n, n]` and `depths` `[n]` of a tree, given each node's parent (-1 for the root), parents first."""
-    ancestors = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            ancestors[node] |= ancestors[parent]
-    return ancestors, ancestors.sum(dim=1) - 1
 
 
 def _vocabulary(model: CausalLM) -> int:

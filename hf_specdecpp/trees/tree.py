@@ -117,14 +117,31 @@ class Lineage:
         for node in nodes:
             self.places[node] = len(self.nodes)
             self.nodes.append(node)
-        count = len(self.nodes)
-        grown = torch.zeros((count, count), dtype=torch.bool)
-        grown[:before, :before] = self.ancestors
-        matrix = grown.numpy()
-        for place in range(before, count):
-            parent = tree.parents[self.nodes[place]]
-            if parent >= 0:
-                matrix[place] = matrix[self.places[parent]]
-            matrix[place, place] = True
-        self.ancestors = grown
-        return grown[before:], torch.tensor([tree.depths[node] for node in self.nodes])
+        parents = [self.places.get(tree.parents[node], -1) for node in nodes]
+        self.ancestors, depths = relations(parents, self.ancestors)
+        return self.ancestors[before:], depths
+
+
+def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Who descends from whom, and how deep each node lies.
+
+    A root with two children, the first of which has a child, has parents [-1, 0, 0, 1]. Its rows of ancestors are
+    1000, 1100, 1010 and 1101, its depths 0, 1, 1, 2.
+
+    Args:
+        parents: place of each node's parent, -1 for a root; parents come first.
+        known: bool `[m, m]`, `ancestors` of m nodes that come before these; none by default.
+
+    Returns:
+        `ancestors`, bool `[n, n]`: row i marks the nodes that node i sees, itself included; and `depths` `[n]`.
+    """
+    known = torch.zeros((0, 0), dtype=torch.bool) if known is None else known
+    before, count = len(known), len(known) + len(parents)
+    ancestors = torch.zeros((count, count), dtype=torch.bool)
+    ancestors[:before, :before] = known
+    rows = ancestors.numpy()
+    for place, parent in enumerate(parents, before):
+        if parent >= 0:
+            rows[place] = rows[parent]
+        rows[place, place] = True
+    return ancestors, ancestors.sum(dim=1) - 1

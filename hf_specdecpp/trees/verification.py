@@ -5,12 +5,13 @@ Pure functions of p, q and randomness, explained in `docs/dyspec.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import likeliest_tokens, residual
+from hf_specdecpp.sampling.verification import likeliest_tokens, remaining, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -39,7 +40,7 @@ def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomn
 
     Args:
         tree: its siblings were drawn one after another, without replacement.
-        p: gives `[vocab]`, the target's law after a node. Only asked about nodes on the way.
+        p: gives `[vocab]`, the target's distribution after a node. Only asked about nodes on the way.
 
     Returns:
         The accepted nodes, and the token that follows them: from what the rejected children left of p, or from p itself
@@ -48,19 +49,20 @@ def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomn
     path: list[int] = []
     node = 0
     while True:
-        left = p(node)  # R in the paper: the law of what is emitted here, given that the children so far were rejected
-        accepted = None
-        if tree.children[node]:
-            q = tree.q(node).to(left.device)  # D: the law that the next child was drawn from
-            for child in tree.children[node]:
-                y = tree.tokens[child]
-                if randomness.bernoulli(min(1.0, float(left[y] / q[y]))):
-                    accepted = child
-                    break
-                left = residual(left, q)
-                q[y] = 0.0
-                q /= q.sum()
-        if accepted is None:
+        tests = child_tests(tree, node, p(node))
+        # zip asks for the next sibling first: nothing is computed behind an accepted one.
+        for child, (chance, _) in zip(tree.children[node], tests, strict=False):
+            if randomness.bernoulli(float(chance)):
+                path.append(child)
+                node = child
+                break
+        else:
+            _, left = next(tests)
             return path, int(randomness.categorical(left))
-        path.append(accepted)
-        node = accepted
+
+
+def child_tests(tree: DraftTree, node: int, p: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """`sibling_tests` of the node's children, given the target's distribution after the node, `[vocab]`."""
+    tokens = torch.tensor([tree.tokens[child] for child in tree.children[node]], device=p.device).unbind()
+    q = tree.q(node).to(p.device) if tokens else p
+    return sibling_tests(p, remaining(q, tokens), tokens)

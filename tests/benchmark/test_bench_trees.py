@@ -55,8 +55,8 @@ def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
     live = target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
     stats = assistant.stats
     assert live[0].tolist() == text.ids
-    assert (len(rounds), sum(each[0] for each in rounds)) == (stats.rounds, stats.drafted)
-    assert sum(each[1] for each in rounds) == stats.accepted > 5
+    assert (len(rounds), sum(len(tree) for tree, _ in rounds)) == (stats.rounds, stats.drafted)
+    assert sum(accepted for _, accepted in rounds) == stats.accepted > 5
 
 
 def accepted_path(program: ToyTree, tree: DraftTree, randomness: Replay) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def test_chances_are_those_of_the_verifier(algorithm: str) -> None:
         law = exact_law(partial(accepted_path, program, tree))
         for node in range(1, len(tree.tokens)):
             assert reached[node] == pytest.approx(sum(p for path, p in law.items() if node in path), abs=1e-9)
-        lengths = [draw(tree, reached) for _ in range(2000)]
+        lengths = [len(draw(tree, reached)) for _ in range(2000)]
         assert sum(lengths) / 2000 == pytest.approx(sum(reached[1:]), abs=0.1)
         accepted |= set(lengths)
     assert len(accepted) >= 2
@@ -93,7 +93,7 @@ def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     for seed in range(12):
         torch.manual_seed(seed)
         text = text_of(target, do_sample=True, top_k=0)
-        for _, expected, _ in TreeReplay(text, assistant, target, Sampling(1.0), seed).rounds(wanted, with_head=False):
+        for _, expected in TreeReplay(text, assistant, target, Sampling(1.0), seed).rounds(wanted, with_head=False):
             replayed[0] += 1
             replayed[1] += expected
         target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=True, top_k=0)

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.kv_cache import keep_path
 from hf_specdecpp.trees.attention import tree_inputs
-from hf_specdecpp.trees.checks import relations
+from hf_specdecpp.trees.tree import relations
 
 # Depth-first order; branches of different depth, the accepted path (PATH) with gaps before, within and after it.
 PARENTS = [-1, 0, 1, 2, 3, 2, 1, 0, 7, 8, 7, 10, 10, 12]

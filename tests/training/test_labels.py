@@ -11,19 +11,19 @@ from support.exact_distribution import Replay, Tokens, exact_law, worst_error
 from torch import Tensor
 from torch.testing import assert_close
 
+from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts.sampling import Sampling, point_mass
 from hf_specdecpp.training.head.labels import (
     analytic_label,
-    sampled_label,
+    draw_siblings,
     sibling_labels,
-    siblings,
     weighted_bce,
 )
 
 VOCAB = 4
 
 
-def laws(seed: int, shape: tuple[int, ...] = (VOCAB,)) -> tuple[Tensor, Tensor]:
+def p_and_q(seed: int, shape: tuple[int, ...] = (VOCAB,)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     scores = 1.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     p, q = scores.softmax(-1)
@@ -32,12 +32,12 @@ def laws(seed: int, shape: tuple[int, ...] = (VOCAB,)) -> tuple[Tensor, Tensor]:
 
 def test_the_sampled_label_is_the_chance_that_the_verifier_accepts() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.6, 0.15])
-    assert_close(sampled_label(p.expand(3, 3), q.expand(3, 3), torch.arange(3)), torch.tensor([1.0, 0.5, 1.0]))
+    assert_close(acceptance(p.expand(3, 3), q.expand(3, 3), torch.arange(3)), torch.tensor([1.0, 0.5, 1.0]))
 
 
 def test_the_analytic_label_is_the_mean_of_the_sampled_one() -> None:
-    p, q = laws(0)
-    each = sampled_label(p.expand(VOCAB, VOCAB), q.expand(VOCAB, VOCAB), torch.arange(VOCAB))
+    p, q = p_and_q(0)
+    each = acceptance(p.expand(VOCAB, VOCAB), q.expand(VOCAB, VOCAB), torch.arange(VOCAB))
     assert_close(analytic_label(p, q), (q * each).sum())
 
 
@@ -58,10 +58,10 @@ def emitted_by_labels(labels: Callable[..., Any], p: Tensor, q: Tensor, n: int) 
         each = [remaining(q, drawn[:j]) for j in range(n)]
         label, _ = labels(p, each, torch.tensor(drawn))
         left = p
-        for token, law, chance in zip(drawn, each, label.tolist(), strict=True):
+        for token, each_q, chance in zip(drawn, each, label.tolist(), strict=True):
             if replay.bernoulli(chance):
                 return (token,)
-            rest = (left - law).clamp_min(0.0)
+            rest = (left - each_q).clamp_min(0.0)
             left = rest / rest.sum() if float(rest.sum()) > 0 else left
         return (int(replay.categorical(left)),)
 
@@ -73,58 +73,58 @@ def stale_q(p: Tensor, each: list[Tensor], tokens: Tensor) -> tuple[Tensor, Tens
 
 
 def no_residual(p: Tensor, each: list[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    label = torch.stack([sampled_label(p, law, token) for law, token in zip(each, tokens, strict=True)])
+    label = torch.stack([acceptance(p, each_q, token) for each_q, token in zip(each, tokens, strict=True)])
     return label, label
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_accepting_siblings_with_their_labels_emits_exactly_p(seed: int, n: int) -> None:
-    p, q = laws(seed)
-    law = exact_law(emitted_by_labels(sibling_labels, p, q, n))
-    assert worst_error(law, lambda _: p, VOCAB) < 1e-12
+    p, q = p_and_q(seed)
+    emitted = exact_law(emitted_by_labels(sibling_labels, p, q, n))
+    assert worst_error(emitted, lambda _: p, VOCAB) < 1e-12
 
 
 @pytest.mark.parametrize("mutant", [stale_q, no_residual])
 def test_wrong_labels_do_not(mutant: Callable[..., Any]) -> None:
     errors = []
     for seed in range(5):
-        p, q = laws(seed)
-        law = exact_law(emitted_by_labels(mutant, p, q, 2))
-        errors.append(worst_error(law, lambda _, p=p: p, VOCAB))  # type: ignore[misc]
+        p, q = p_and_q(seed)
+        emitted = exact_law(emitted_by_labels(mutant, p, q, 2))
+        errors.append(worst_error(emitted, lambda _, p=p: p, VOCAB))  # type: ignore[misc]
     assert max(errors) > 1e-3
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reach_is_the_chance_that_all_before_were_rejected(seed: int) -> None:
-    p, q = laws(seed, (3, VOCAB))
-    drawn = siblings(q, 3, torch.Generator().manual_seed(seed))
-    label, reach = sibling_labels(p, drawn.laws, drawn.tokens)
+    p, q = p_and_q(seed, (3, VOCAB))
+    drawn = draw_siblings(q, 3, torch.Generator().manual_seed(seed))
+    label, reach = sibling_labels(p, drawn.drawn_from, drawn.tokens)
     assert_close(reach[:, 0], torch.ones(3, dtype=torch.float64))
     assert_close(reach[:, 2], (1 - label[:, 0]) * (1 - label[:, 1]))
 
 
-def test_siblings_are_distinct_and_know_the_law_that_they_were_drawn_from() -> None:
-    _, q = laws(1, (50, VOCAB))
-    drawn = siblings(q, VOCAB, torch.Generator().manual_seed(0))
+def test_siblings_are_distinct_and_know_what_they_were_drawn_from() -> None:
+    _, q = p_and_q(1, (50, VOCAB))
+    drawn = draw_siblings(q, VOCAB, torch.Generator().manual_seed(0))
     assert drawn.valid.all()
     assert_close(drawn.tokens.sort(-1).values, torch.arange(VOCAB).expand(50, VOCAB))
     assert_close(drawn.index[0], torch.arange(VOCAB))
     for row in range(50):
         for j in range(VOCAB):
             before = drawn.tokens[row, :j].tolist()
-            assert_close(drawn.laws[j][row], remaining(q[row], before))
+            assert_close(drawn.drawn_from[j][row], remaining(q[row], before))
             assert_close(drawn.mass[row, j], q[row, before].sum())
 
 
 def test_the_first_sibling_is_drawn_from_q() -> None:
     q = torch.tensor([0.6, 0.3, 0.1]).expand(20_000, 3)
-    first = siblings(q, 2, torch.Generator().manual_seed(0)).tokens[:, 0]
+    first = draw_siblings(q, 2, torch.Generator().manual_seed(0)).tokens[:, 0]
     assert_close(first.bincount() / 20_000, q[0], atol=0.02, rtol=0)  # six standard deviations
 
 
-def test_a_law_that_runs_out_of_tokens_says_so() -> None:
-    drawn = siblings(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]), 3, torch.Generator().manual_seed(0))
+def test_a_distribution_that_runs_out_of_tokens_says_so() -> None:
+    drawn = draw_siblings(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]), 3, torch.Generator().manual_seed(0))
     assert drawn.valid.tolist() == [[True, False, False], [True, True, False]]
 
 
@@ -134,9 +134,12 @@ def test_greedy_siblings_are_the_likeliest_tokens_and_accepted_if_the_target_tak
     q = sampling.q(torch.tensor([[5.0, 4.0, 3.0, 2.0]]))
     assert p.tolist() == [[0.0, 1.0, 0.0, 0.0]]
     assert bool((q > 0).all())
-    drawn = siblings(q, 3, greedy=True)
+    drawn = draw_siblings(q, 3, greedy=True)
     assert drawn.tokens.tolist() == [[0, 1, 2]]
-    each = [sampling.drawn_from(law, token) for law, token in zip(drawn.laws, drawn.tokens.unbind(-1), strict=True)]
+    each = [
+        sampling.drawn_from(each_q, token)
+        for each_q, token in zip(drawn.drawn_from, drawn.tokens.unbind(-1), strict=True)
+    ]
     assert_close(each[1], point_mass(torch.tensor([1]), q))
     label, reach = sibling_labels(p, each, drawn.tokens)
     assert label.tolist() == [[0.0, 1.0, 0.0]]

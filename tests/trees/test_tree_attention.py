@@ -17,7 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.trees import checks as support
 from hf_specdecpp.trees.attention import tree_inputs
-from hf_specdecpp.trees.checks import check_tree, relations, tree_error
+from hf_specdecpp.trees.checks import check_tree, tree_error
+from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW
 

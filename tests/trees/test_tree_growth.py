@@ -19,12 +19,11 @@ from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.without_replacement import BLOCK, Inverted, Likeliest, Ranked, Siblings
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.checks import relations
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.shapes import Shape, best_shape, from_expansions, from_nodes, nodes_of, size
 from hf_specdecpp.trees.siblings import SiblingDistribution, _entropies
 from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
-from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.tree import DraftTree, Lineage, relations
 
 
 def growth(

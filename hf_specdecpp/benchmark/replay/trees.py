@@ -30,10 +30,11 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, seed_of
-from hf_specdecpp.sampling.verification import residual
 from hf_specdecpp.texts.branches import BranchingText
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.verification import child_tests
 
 
 def as_tree(speculation: SpeculationConfig | None) -> SpeculationConfig | None:
@@ -65,12 +66,19 @@ class TreeReplay:
         self.branching = None if sampling.greedy else BranchingText(self.reader, text.ids[:-1])
 
     @torch.no_grad()
-    def rounds(self, speculation: SpeculationConfig, with_head: bool) -> Iterator[tuple[int, float, int]]:
-        """Of each round: the candidates, how many of them are expected to be accepted, and the draft passes."""
+    def rounds(
+        self, speculation: SpeculationConfig, with_head: bool, throughput: TreeThroughput | None = None
+    ) -> Iterator[tuple[DraftTree, float]]:
+        """Of each round: the tree, and how many of its candidates are expected to be accepted.
+
+        Args:
+            throughput: for `rule="throughput"`: what it has learned from earlier texts; learns from this one.
+        """
         torch.manual_seed(self.seed)
         ids, position = torch.tensor([self.text.ids]), self.text.first
         session = DraftSession(self.assistant.ready_drafter(), self.vocab_size)
         drafting = self._drafting(speculation, with_head, session)
+        drafting.throughput = throughput
         seen = 0
         while position < len(self.text.ids):
             session.begin_round(ids[:, seen:position], 0)
@@ -78,13 +86,14 @@ class TreeReplay:
             session.keep([])
             seen = position
             if self.branching is None:
-                accepted = along(tree, self.text.ids[position:])
-                expected = float(accepted)
+                path = along(tree, self.text.ids[position:])
+                expected = float(len(path))
             else:
                 reached = chances(tree, self._laws(self.branching, tree, position))
-                accepted, expected = draw(tree, reached), sum(reached[1:])
-            yield len(tree), expected, tree.passes
-            position += accepted + 1
+                path, expected = draw(tree, reached), sum(reached[1:])
+            yield tree, expected
+            drafting.learn(tree, path)
+            position += len(path) + 1
 
     def _drafting(self, speculation: SpeculationConfig, with_head: bool, session: DraftSession) -> TreeDrafting:
         head = self.assistant.head if with_head else None
@@ -115,52 +124,50 @@ class TreeReplay:
         return dict(zip((0, *inner), p, strict=True))
 
 
-def along(tree: DraftTree, following: Sequence[int]) -> int:
-    """How many tokens of a greedy text are a path of the tree."""
-    node, accepted = 0, 0
+def along(tree: DraftTree, following: Sequence[int]) -> list[int]:
+    """The nodes of the tree that a greedy text takes."""
+    path: list[int] = []
     for token in following:
+        node = path[-1] if path else 0
         found = [child for child in tree.children[node] if tree.tokens[child] == token]
         if not found:
             break
-        node, accepted = found[0], accepted + 1
-    return accepted
+        path.append(found[0])
+    return path
 
 
 def chances(tree: DraftTree, p: Mapping[int, Tensor]) -> list[float]:
     """The chance that each node is accepted by `verify_tree`, the root's being 1.
 
     Args:
-        p: `[vocab]`, the target's law after each node that has children.
+        p: `[vocab]`, the target's distribution after each node that has children.
     """
     reached = [1.0] + [0.0] * len(tree)
     for node in tree.depth_first():
         if not tree.children[node] or reached[node] == 0.0:
             continue
-        left, q, open_still = p[node], tree.q(node).to(p[node].device), reached[node]
-        for child in tree.children[node]:
-            y = tree.tokens[child]
-            accepts = min(1.0, float(left[y] / q[y]))
-            reached[child] = open_still * accepts
-            open_still *= 1.0 - accepts
-            if open_still <= 0.0:
+        tested = reached[node]
+        for child, (accepts, _) in zip(tree.children[node], child_tests(tree, node, p[node]), strict=False):
+            reached[child] = tested * float(accepts)
+            tested -= reached[child]
+            if tested <= 0.0:
                 break
-            left = residual(left, q)
-            q[y] = 0.0
-            q /= q.sum()
     return reached
 
 
-def draw(tree: DraftTree, reached: Sequence[float]) -> int:
-    """The length of an accepted path, drawn by the chances of its nodes."""
-    node, accepted = 0, 0
+def draw(tree: DraftTree, reached: Sequence[float]) -> list[int]:
+    """An accepted path, drawn by the chances of its nodes."""
+    path: list[int] = []
+    node = 0
     while children := tree.children[node]:
         weights = [reached[child] for child in children]
         weights.append(max(reached[node] - sum(weights), 0.0))
         chosen = int(torch.tensor(weights, dtype=torch.float64).multinomial(1))
         if chosen == len(children):
             break
-        node, accepted = children[chosen], accepted + 1
-    return accepted
+        node = children[chosen]
+        path.append(node)
+    return path
 
 
 def replay_trees(
@@ -198,6 +205,6 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _counts(replay: TreeReplay, speculation: SpeculationConfig, with_head: bool) -> dict[str, float]:
-    rounds = list(replay.rounds(speculation, with_head))
-    drafted, accepted, passes = (sum(each[field] for each in rounds) for field in range(3))
-    return {"rounds": len(rounds), "drafted": drafted, "accepted": accepted, "draft_passes": passes}
+    counts = [(1, len(tree), expected, tree.passes) for tree, expected in replay.rounds(speculation, with_head)]
+    rounds, drafted, accepted, passes = (sum(field) for field in zip((0, 0, 0, 0), *counts, strict=True))
+    return {"rounds": rounds, "drafted": drafted, "accepted": accepted, "draft_passes": passes}

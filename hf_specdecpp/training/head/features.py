@@ -20,17 +20,18 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
-from hf_specdecpp.training.head.labels import analytic_label, sampled_label, sibling_labels, siblings
+from hf_specdecpp.training.head.labels import analytic_label, draw_siblings, sibling_labels
 from hf_specdecpp.training.models import fingerprint
 from hf_specdecpp.training.resuming import Record, shards
 from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
 
 FOLDER, RECORD = "features", "features.json"
 TEXTS_PER_SHARD = 64
-ROWS_AT_ONCE = 64  # positions whose laws [rows, vocab] are in memory together
+ROWS_AT_ONCE = 64  # positions whose distributions [rows, vocab] are in memory together
 
 
 def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM) -> FeatureSet:
@@ -113,17 +114,17 @@ def _candidates(
     """Candidates for n positions, and their labels, from logits `[n, vocab]`."""
     p, q = sampling.p(p_logits), sampling.q(q_logits)
     analytic = head.label == "analytic"
-    drawn = siblings(q, head.siblings if head.inputs == "before" else 1, generator, sampling.greedy)
+    drawn = draw_siblings(q, head.siblings if head.inputs == "before" else 1, generator, sampling.greedy)
     columns = drawn.tokens.unbind(-1)
-    laws = [sampling.drawn_from(law, token) for law, token in zip(drawn.laws, columns, strict=True)]
+    drawn_from = [sampling.drawn_from(q_left, token) for q_left, token in zip(drawn.drawn_from, columns, strict=True)]
     if head.inputs == "after":
-        label = analytic_label(p, laws[0]) if analytic else sampled_label(p, laws[0], columns[0])
+        label = analytic_label(p, drawn_from[0]) if analytic else acceptance(p, drawn_from[0], columns[0])
         return {"tokens": drawn.tokens, "label": label[:, None]}
-    label, reach = sibling_labels(p, laws, drawn.tokens, analytic)
+    label, reach = sibling_labels(p, drawn_from, drawn.tokens, analytic)
     scalars = [
-        scalar_features(law, token, sampling.greedy, mass, index)
-        for law, token, mass, index in zip(
-            drawn.laws, columns, drawn.mass.unbind(-1), drawn.index.unbind(-1), strict=True
+        scalar_features(q_left, token, sampling.greedy, mass, index)
+        for q_left, token, mass, index in zip(
+            drawn.drawn_from, columns, drawn.mass.unbind(-1), drawn.index.unbind(-1), strict=True
         )
     ]
     mask = torch.where(drawn.valid, reach, 0.0)

@@ -1,7 +1,7 @@
 """How likely is the verifier to accept a candidate? Labels and loss of the acceptance head; no models in here.
 
-p and q are the laws that the verifier sees: after temperature, top-k and the rest. At temperature 0 both are point
-masses: p at the target's likeliest token, q at the candidate, which is then not drawn but taken.
+p and q are the distributions that the verifier sees: after temperature, top-k and the rest. At temperature 0 both are
+point masses: p at the target's likeliest token, q at the candidate, which is then not drawn but taken.
 """
 
 from __future__ import annotations
@@ -13,47 +13,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_specdecpp.sampling.randomness import draw_rows
-
-
-def sampled_label(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(y) / q(y)): the chance that the verifier accepts the candidate y (SpecDec++, section 3.2).
-
-    Args:
-        p, q: `[..., vocab]`.
-        token: `[...]`, drawn from q.
-
-    Returns:
-        `[...]`
-    """
-    p_of, q_of = (law.gather(-1, token[..., None])[..., 0] for law in (p, q))
-    return (p_of / q_of).clamp_max(1.0)
+from hf_specdecpp.sampling.verification import sibling_tests
 
 
 def analytic_label(p: Tensor, q: Tensor) -> Tensor:
-    """Σ min(p, q): the mean of `sampled_label` over candidates drawn from q; `[..., vocab]` to `[...]`."""
+    """Σ min(p, q): the mean of `acceptance` over candidates drawn from q; `[..., vocab]` to `[...]`."""
     return torch.minimum(p, q).sum(-1)
 
 
 @dataclass
-class Siblings:
+class DrawnSiblings:
     """Candidates drawn one after another for the same position, none twice.
 
     Attributes:
         tokens: `[..., n]` int64.
-        laws: n tensors `[..., vocab]`: q of each draw, without the tokens drawn before it, renormalised.
+        drawn_from: n tensors `[..., vocab]`: q of each draw, without the tokens drawn before it, renormalised.
         mass: `[..., n]`, total probability in the original q of the siblings drawn before each.
         index: `[..., n]`, how many were drawn before each.
         valid: `[..., n]` bool, False where q had no token left; what the other fields hold there means nothing.
     """
 
     tokens: Tensor
-    laws: list[Tensor]
+    drawn_from: list[Tensor]
     mass: Tensor
     index: Tensor
     valid: Tensor
 
 
-def siblings(q: Tensor, n: int, generator: torch.Generator | None = None, greedy: bool = False) -> Siblings:
+def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, greedy: bool = False) -> DrawnSiblings:
     """Draw n siblings from q without replacement (the order of DySpec's Algorithm 1).
 
     Args:
@@ -62,48 +49,48 @@ def siblings(q: Tensor, n: int, generator: torch.Generator | None = None, greedy
     """
     left = q.clone()
     tokens: list[Tensor] = []
-    laws, masses, valid = [], [], []
+    drawn_from, masses, valid = [], [], []
     for _ in range(n):
         total = left.sum(-1, keepdim=True)
         some_left = total > 0.0
-        law = torch.where(some_left, left / total, 1.0 / q.shape[-1])
-        rows = law.reshape(-1, q.shape[-1])
+        probs = torch.where(some_left, left / total, 1.0 / q.shape[-1])
+        rows = probs.reshape(-1, q.shape[-1])
         token = (rows.argmax(-1) if greedy else draw_rows(rows, generator)).reshape(q.shape[:-1])
         masses.append(q.gather(-1, torch.stack(tokens, -1)).sum(-1) if tokens else torch.zeros_like(total[..., 0]))
         tokens.append(token)
-        laws.append(law)
+        drawn_from.append(probs)
         valid.append(some_left[..., 0])
         left = left.scatter(-1, token[..., None], 0.0)
     drawn = torch.stack(tokens, -1)
     index = torch.arange(n, device=q.device).expand_as(drawn)
-    return Siblings(drawn, laws, torch.stack(masses, -1), index, torch.stack(valid, -1))
+    return DrawnSiblings(drawn, drawn_from, torch.stack(masses, -1), index, torch.stack(valid, -1))
 
 
-def sibling_labels(p: Tensor, laws: list[Tensor], tokens: Tensor, analytic: bool = False) -> tuple[Tensor, Tensor]:
+def sibling_labels(
+    p: Tensor, drawn_from: list[Tensor], tokens: Tensor, analytic: bool = False
+) -> tuple[Tensor, Tensor]:
     """Chance that the verifier accepts each sibling once it has rejected those before it (DySpec, Algorithm 3).
 
-    The verifier tests sibling j against what earlier rejections left of p: R <- norm(max(R - D, 0)), D being the law
-    that the rejected one was drawn from. It gets as far as sibling j with the chance of the second result. A head that
+    The verifier gets as far as sibling j with the chance of the second result (`sibling_tests`). A head that
     is fitted with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much
     from siblings that are hardly ever tested.
 
     Args:
         p: `[..., vocab]`.
-        laws: n tensors `[..., vocab]`, what each sibling was drawn from.
+        drawn_from: n tensors `[..., vocab]`, D of each sibling.
         tokens: `[..., n]`.
         analytic: labels Σ min(R, D) in the place of min(1, R(y) / D(y)).
 
     Returns:
         labels `[..., n]` and the chance that each sibling is tested `[..., n]`, 1 for the first.
     """
-    left, reached = p, torch.ones_like(p[..., 0])
+    reached = torch.ones_like(p[..., 0])
     labels, reach = [], []
-    for j, law in enumerate(laws):
-        accepted = sampled_label(left, law, tokens[..., j])
-        labels.append(analytic_label(left, law) if analytic else accepted)
+    tests = sibling_tests(p, drawn_from, tokens.unbind(-1))
+    for each, (accepted, left) in zip(drawn_from, tests, strict=False):
+        labels.append(analytic_label(left, each) if analytic else accepted)
         reach.append(reached)
         reached = reached * (1.0 - accepted)
-        left = _residual(left, law)
     return torch.stack(labels, -1), torch.stack(reach, -1)
 
 
@@ -123,10 +110,3 @@ def weighted_bce(log_odds: Tensor, label: Tensor, rejection_weight: float, mask:
     accept, reject = weight * label, weight * rejection_weight * (1.0 - label)
     loss = -(accept * F.logsigmoid(log_odds) + reject * F.logsigmoid(-log_odds)).sum()
     return loss / (accept + reject).sum().clamp_min(torch.finfo(log_odds.dtype).tiny)
-
-
-def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """`verification.residual` of every row: `[..., vocab]`."""
-    left = (p - q).clamp_min(0.0)
-    mass = left.sum(-1, keepdim=True)
-    return torch.where(mass > 0.0, left / mass, p)
