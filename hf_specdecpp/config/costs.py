@@ -62,6 +62,16 @@ class Costs:
         seconds: Floats = np.arange(max_tokens + 1) * self.draft + self.verify_seconds(max_tokens) + self.overhead
         return seconds
 
+    def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
+        """Seconds of a round with a tree.
+
+        Args:
+            passes: of the draft.
+            num_read: nodes that the draft read in them, the root included.
+            verify: seconds of the target's pass.
+        """
+        return self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
+
     def verify_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of target passes over 0, 1, ... candidates. More tokens never take less time."""
         verify = np.maximum.accumulate(np.array(self.verify, dtype=np.float64))

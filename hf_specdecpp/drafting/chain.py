@@ -27,7 +27,7 @@ class Chain:
 
 
 def draft_chain(
-    step: Callable[[list[int]], DraftStep],
+    step: Callable[[list[int]], DraftStep | None],
     rule: StoppingRule,
     randomness: Randomness | None,
     max_tokens: int,
@@ -37,7 +37,8 @@ def draft_chain(
     """Draft until the rule stops, an end-of-sequence token is drawn, or `max_tokens` are drafted.
 
     Args:
-        step: runs the draft on the prefix and the candidates so far and returns what it predicts next.
+        step: runs the draft on the prefix and the candidates so far and returns what it predicts next, `None` where it
+            can propose no token: then the round ends, which is known before anything is drawn.
         rule: the stopping rule; its own bounds apply too.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
         max_tokens: how many candidates there is room for.
@@ -52,7 +53,8 @@ def draft_chain(
     rule.begin_round()
     limit = min(max_tokens, rule.max_tokens) if rule.starts(unread) else 0
     while len(tokens) < limit:
-        draft = step(tokens)
+        if (draft := step(tokens)) is None:
+            break
         draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
         token, signal = _to_host(draft.token, rule.signal(draft))
         tokens.append(token)

@@ -114,9 +114,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         room = self._room(input_ids.shape[1])
         limit = room if max_tokens is None else min(room, max_tokens)
 
-        def step(candidates: list[int]) -> DraftStep:
+        def step(candidates: list[int]) -> DraftStep | None:
             logits, hidden = self.session.step(candidates)
             scores = self.processing.one(input_ids, candidates, logits)
+            if self.processing.forbids_all(scores):  # of what the draft can say: the target decides alone
+                return None
             return self.session.draft_step(len(candidates), scores, hidden, greedy=self.randomness is None)
 
         chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)

@@ -12,7 +12,7 @@ from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimato
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.trees import TreeThroughput
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_by_plan, grow_exactly, grow_shape
+from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape
 from hf_specdecpp.trees.siblings import Level, check_estimator
 from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
@@ -75,7 +75,7 @@ class TreeDrafting:
             expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, room=self.room, trust=rule
         )
         if rule is not None:
-            grow_by_plan(growth, rule.plan, config.tree_threshold)
+            rule.grow(growth, config.tree_threshold)
         elif config.tree == "dyspec":
             grow_by_level(growth, config.tree_budget, self.pace, config.tree_threshold)
         elif config.tree == "dyspec-exact":

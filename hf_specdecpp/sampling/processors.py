@@ -41,8 +41,16 @@ PREFIX_FREE = frozenset(
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
+# Leave at least one token that was allowed before, and of `PREFIX_FREE` only this one does not.
+KEEPS_SOME = PREFIX_FREE - {SuppressTokensLogitsProcessor}
+
+
 class Processing:
     """The logits processors of one generation.
+
+    Attributes:
+        prefix_free: whether none looks at the tokens.
+        may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
 
     Raises:
         ValueError: a processor keeps state from call to call, so that it cannot be asked about candidates.
@@ -58,6 +66,7 @@ class Processing:
                 )
         self.processors = list(processors)
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
+        self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
 
     def one(self, input_ids: Tensor, candidates: list[int], scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""
@@ -65,6 +74,10 @@ class Processing:
             return scores
         prefix = input_ids if self.prefix_free or not candidates else _extend(input_ids, candidates)
         return self._apply(prefix, scores[None])[0]
+
+    def forbids_all(self, scores: Tensor) -> bool:
+        """Whether processed `scores` (`[vocab]`) leave no token. Waits for the device only where that may happen."""
+        return self.may_forbid_all and not bool(scores.amax() > float("-inf"))
 
     def along(self, input_ids: Tensor, candidates: list[int], scores: Tensor) -> Tensor:
         """Process `scores` (`[k + 1, vocab]`): row i follows `input_ids` (`[1, length]`) and i of the k candidates."""

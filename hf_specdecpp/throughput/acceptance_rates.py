@@ -33,7 +33,7 @@ class AcceptanceRates:
 
     Attributes:
         acceptance: `[bins]`, chance that a candidate in each bin is accepted once the target got to it.
-        law: `[bins + 1, bins]`, of the next bin given the last; the last row is that of a first verdict.
+        following: `[bins + 1, bins]`, probabilities of the next bin given the last. The last row: of a first verdict.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class AcceptanceRates:
                 self.estimated += share * estimates[position]
             else:  # which bin it was in can only be guessed, from what came before it and from its fate
                 following = NO_VERDICT
-                share = self.law[row] * (self.acceptance if stood else 1.0 - self.acceptance)
+                share = self.following[row] * (self.acceptance if stood else 1.0 - self.acceptance)
                 share = share / share.sum()
                 self.estimated += share * CENTRES
             self.transitions[row] += share
@@ -94,7 +94,7 @@ class AcceptanceRates:
         self._shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
         usual = (judged + PRIOR_COUNT * PRIOR_PROBS) / (judged.sum() + PRIOR_COUNT)
         rows = self.transitions.sum(1, keepdims=True)
-        self.law = (self.transitions + PRIOR_COUNT * usual) / (rows + PRIOR_COUNT)
+        self.following = (self.transitions + PRIOR_COUNT * usual) / (rows + PRIOR_COUNT)
 
 
 def bin_of(estimate: float) -> int:
@@ -104,7 +104,7 @@ def bin_of(estimate: float) -> int:
 def _line(log_odds: Floats, judged: Floats, accepted: Floats) -> Floats:
     """Acceptance probabilities whose log-odds are a straight line in the estimates' (a logistic regression).
 
-    The line is thought to be the estimates themselves, give or take `LINE_PRIOR` in level and slope.
+    Prior: intercept 0 and slope 1, with `LINE_PRIOR` as standard deviations.
     """
     inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
     prior, precision = np.array([0.0, 1.0]), np.diag(1.0 / np.square(LINE_PRIOR))

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 class ThroughputState:
-    """What the rule knows about one draft and target: the law, and the plan that follows from it.
+    """What the rule knows about one draft and target: rates of acceptance, and the plan that follows from it.
 
     Args:
         costs: of a round.
         max_tokens: the most candidates in one.
         lag: 1 if verdicts come one candidate late (`Estimator.inputs == "after"`).
-        law: what earlier generations have taught.
+        rates: what earlier generations have taught.
 
     Attributes:
         plan: `optimal_stopping.Plan`, `plan.rate` being the tokens a second that it promises.
         credit: for probes, while speculation does not pay.
     """
 
-    def __init__(self, costs: Costs, max_tokens: int, lag: int, law: AcceptanceRates | None = None) -> None:
+    def __init__(self, costs: Costs, max_tokens: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         self.settings = (costs, max_tokens, lag)
         self.costs, self.lag, self.seconds = costs, lag, costs.round_seconds(max_tokens)
-        self.law = law or AcceptanceRates()
+        self.rates = rates or AcceptanceRates()
         self.rounds, self.credit = 0, ExplorationBudget(float(self.seconds[0]))
         self.replan()
 
@@ -50,12 +50,12 @@ class ThroughputState:
         return self.plan.rate >= LEAST_GAIN * self.plan.plain_rate
 
     def replan(self) -> None:
-        """Solve the stopping problem for the law as it is known now (milliseconds)."""
-        law = self.law
-        law.fit()
+        """Solve the stopping problem for the rates as they are known now (milliseconds)."""
+        rates = self.rates
+        rates.fit()
         # From the last rate a step or two are enough, and what is left the next plan will catch up.
         rate, steps = (self.plan.rate, 2) if self.rounds else (0.0, MOST_STEPS)
-        self.plan: Plan = solve(law.acceptance, law.law, self.seconds, self.lag, rate, most_steps=steps)
+        self.plan: Plan = solve(rates.acceptance, rates.following, self.seconds, self.lag, rate, most_steps=steps)
 
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
@@ -70,9 +70,9 @@ class ThroughputState:
             return
         plain = (num_accepted + 1) * float(self.seconds[0])
         self.credit.settle(self.pays, plain - float(self.seconds[num_drafted]) - self.costs.read * unread)
-        self.law.observe(estimates, num_drafted, num_accepted)
+        self.rates.observe(estimates, num_drafted, num_accepted)
         self.rounds += 1
-        if self.law.due(self.rounds):
+        if self.rates.due(self.rounds):
             self.replan()
 
 
@@ -102,7 +102,7 @@ class Throughput(StoppingRule):
         self.num_drafted += 1
         if signal is not None:
             self.estimates.append(signal)
-            self.survival *= self.state.law.calibrated(signal)
+            self.survival *= self.state.rates.calibrated(signal)
             self.row = bin_of(signal)
         return self.survival <= self.state.plan.critical[self.num_drafted][self.row]
 

@@ -64,7 +64,7 @@ class ThroughputMemory:
             costs = Costs.from_dict(config.costs)
         else:
             costs = costs_of(target, drafter, estimator, most, trees=True)
-        return self._recall(TreeThroughput, (costs, most, not generation.do_sample), target, generation)
+        return self._recall(TreeThroughput, (costs, most), target, generation)
 
     def _recall(
         self, make: Callable[..., State], settings: tuple[Any, ...], owner: CausalLM, how: GenerationConfig
@@ -73,5 +73,5 @@ class ThroughputMemory:
         states = self.states.setdefault(owner, {})
         known = states.get(key)
         if known is None or known.settings != settings:
-            known = states[key] = make(*settings, known.law if known is not None else None)
+            known = states[key] = make(*settings, known.rates if known is not None else None)
         return known

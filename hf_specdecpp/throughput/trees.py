@@ -1,73 +1,70 @@
 """Trees that maximise tokens a second: `rule="throughput"` with `tree="dyspec"`. Derived in `docs/throughput.md`.
 
-The marginal node decides: each level, and each candidate, must raise the tokens expected by more than its seconds are
-worth. What is expected is learned from the rounds (`AcceptanceRates`) and looked up (`tree_outlook.SlotExpectations`).
-Nothing here reads a clock, so with the same costs the same calls draft the same trees.
+The marginal node decides: a level is read, and a candidate drawn, if the tokens that it is expected to add exceed the
+rate, in tokens a second, times its seconds. Nothing here reads a clock, so with the same costs the same calls draft the
+same trees.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
 
 import numpy as np
 
-from hf_specdecpp.config.costs import Costs, Floats
-from hf_specdecpp.throughput.acceptance_rates import FIRST_FITS, AcceptanceRates
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.throughput.acceptance_rates import FIRST_FITS, NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
-from hf_specdecpp.throughput.tree_expectations import LEVELS, PLACES, RATIO, SlotExpectations, row_of
-from hf_specdecpp.trees.algorithms import Step
-from hf_specdecpp.trees.slots import SMALLEST, Growth, SlotValuation
+from hf_specdecpp.throughput.solver import solve
+from hf_specdecpp.trees.slots import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
-CAUTION = 0.95  # share of the expected tokens that is counted on: what looks best of many mostly looks too good
+SELECTION_DISCOUNT = 0.95  # of the tokens expected at the best of many thresholds (winner's curse)
 RATE_MEMORY = 0.995  # what is left of a round's tokens and seconds a round later
+SHAPE_MEMORY = 0.98  # the same for what is learned of the trees' shapes
 FIRST_NODES = 6  # most in the first round, and twice as many in each later one: early mistakes stay small
 TRUSTED = 8.0  # rounds that a promised rate counts for, before it has been seen
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """What is expected of further levels and draws.
-
-    Attributes:
-        threshold: that so many draws are expected above.
-        tokens, seconds: more than without them.
-    """
-
-    levels: int
-    draws: int
-    threshold: float
-    tokens: float
-    seconds: float
+THRESHOLDS = np.exp(-0.12 * np.arange(50))  # tried, as shares of the best slot's gain; down to 0.003
+LONGEST_CHAIN = 20  # that the first promise is computed for
 
 
 class TreeThroughput(SlotValuation):
     """What the rule knows about one draft and target, and how it grows trees.
 
+    The gain of a slot is the expected number of tokens that a draw there adds: v times the chance a that what is drawn
+    there is accepted.
+
     Args:
         costs: of a round.
         most_nodes: of a tree.
-        greedy: whether the target is.
-        law: what earlier generations have taught.
+        rates: what earlier generations have taught.
 
     Attributes:
         credit: for probes, while speculation does not pay.
+        splits: s, by which a slot of value v takes about 1 + s (v / t - 1) draws until all that is left is below t.
+        mean_estimate: mean a of the draws so far, and what it is before any.
     """
 
-    def __init__(self, costs: Costs, most_nodes: int, greedy: bool, law: AcceptanceRates | None = None) -> None:
-        self.settings = (costs, most_nodes, greedy)
+    def __init__(self, costs: Costs, most_nodes: int, rates: AcceptanceRates | None = None) -> None:
+        self.settings = (costs, most_nodes)
         self.costs, self.verify = costs, costs.verify_seconds(most_nodes)
         self.plain = float(self.verify[0]) + costs.overhead
-        self.law, self.outlook = law or AcceptanceRates(), SlotExpectations(greedy)
+        self.rates = rates or AcceptanceRates()
         self.rounds, self.credit = 0, ExplorationBudget(self.plain)
         self.tokens = self.seconds = 0.0
+        self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
+        self.splits, self.mean_estimate = 2.0, 0.5
         self._fit()
 
     @property
     def rate(self) -> float:
         """Tokens a second of the rounds that speculated, later ones counting more."""
         return self.tokens / self.seconds
+
+    @property
+    def price(self) -> float:
+        """Of a second, in tokens."""
+        return max(self.rate, 1.0 / self.plain)
 
     @property
     def most(self) -> int:
@@ -87,53 +84,76 @@ class TreeThroughput(SlotValuation):
         return self.credit.seconds >= price
 
     def calibrated(self, estimate: float) -> float:
-        return self.law.calibrated(estimate)
+        return self.rates.calibrated(estimate)
 
     def expected(self, last: float | None, /) -> float:
-        return self.outlook.usual[row_of(last)]
+        return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
-    def plan(self, growth: Growth) -> Step | None:
-        """The levels and size that promise most tokens, less what their seconds are worth; `None` if none do."""
-        tree = growth.tree
-        if len(tree) >= self.most or not (growth.leaves or growth.open):
-            return None
-        levels, rate = min(LEVELS, growth.max_depth - tree.passes), max(self.rate, 1.0 / self.plain)
-        # Whether to start at all has been decided before.
-        choice = range(tree.passes == 0, levels + 1)
-        best = self._best(self.outlook.of(growth, self.law), choice, len(tree), self.most, rate)
-        if best.tokens <= rate * best.seconds and tree.passes > 0:
-            return None
-        # Before a level t keeps room for it. In the end all slots may be filled that are worth their seconds.
-        price = rate * float(self.verify[len(tree) + best.draws] - self.verify[len(tree)]) / best.draws
-        return Step(best.threshold if best.levels else max(price, SMALLEST), len(tree) + best.draws, best.levels)
-
-    def _best(self, expected: Floats, choice: range, size: int, most: int, rate: float) -> Prospect:
-        """Of a choice of levels, and any number of draws, those of the most tokens - rate * seconds.
+    def grow(self, growth: Growth, threshold: float = 0.0) -> None:
+        """Algorithm 2, level by level, with t and the depth chosen by their price.
 
         Args:
-            expected: as `SlotExpectations.of` returns it.
-            size: of the tree so far.
-            most: that it may have.
+            threshold: lower bound of t.
         """
-        levels, counts = np.array(choice)[:, None], np.arange(1, most + 1 - size)
-        draws, tokens, reads = expected
-        places = np.stack([draws[level].searchsorted(counts) for level in choice])  # where so many draws are reached
-        upper = np.minimum(places, PLACES)
-        low, high = draws[levels, upper - 1], draws[levels, upper]
-        share = (counts - low) / np.maximum(high - low, 1e-12)
+        tree = growth.tree
+        while len(tree) < self.most:
+            level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+            first_children = [(v, v * growth.usual) for v in level.values()]
+            t = max(threshold, self.threshold([*first_children, *growth.slots()], len(tree)))
+            worth = [node for node, v in level.items() if tree.passes == 0 or v * growth.usual >= t]
+            gains = [level[node] * growth.usual for node in worth]
+            # Whether to draft at all has been decided before.
+            if not worth or (tree.passes > 0 and not self.reads(gains, growth.open.values(), len(tree))):
+                break
+            growth.expand(worth)
+            while len(tree) < self.most and growth.best >= t:
+                growth.draw_best()
+        while growth.best >= threshold and self.best_draws(growth.open.values(), len(tree))[0] > 0:
+            growth.draw_best()
 
-        def at_counts(values: Floats) -> Floats:
-            low, high = values[levels, upper - 1], values[levels, upper]
-            return low + share * (high - low)
+    def threshold(self, slots: Collection[tuple[float, float]], size: int) -> float:
+        """t, for which drawing wherever the gain is at least t promises most; infinite where no draw is worth it.
 
-        gained, branches = CAUTION * at_counts(tokens), np.maximum(at_counts(reads) - levels, 0.0)
-        seconds = (
-            self.costs.draft * levels + self.costs.branch * branches + self.verify[size + counts] - self.verify[size]
-        )
-        net = np.where(places <= PLACES, gained - rate * seconds, -math.inf)
-        best = np.unravel_index(int(net.argmax()), net.shape)
-        threshold = math.exp(-RATIO * (int(upper[best]) - 0.5))
-        return Prospect(choice[int(best[0])], int(best[1]) + 1, threshold, float(gained[best]), float(seconds[best]))
+        A draw leaves slots of value v a and v (1 - a), so draws go on below the first. Until all gains are below t a
+        slot of value v takes about 1 + s (v a / t - 1) draws, which add v a (1 + s log(v a / t)) tokens (renewal
+        theory; s = `splits`, and a, for the draws after the first, `mean_estimate`).
+
+        Args:
+            slots: value and gain of each.
+            size: of the tree so far.
+        """
+        if not slots:
+            return math.inf
+        v, gain = np.array(slots).T[:, :, None]
+        t = gain.max() * THRESHOLDS
+        drawn, ratio = gain >= t, np.maximum(v * self.mean_estimate / t, 1.0)
+        draws = (drawn * (1.0 + self.splits * (ratio - 1.0))).sum(0)
+        tokens = (drawn * (gain + self.splits * self.mean_estimate * v * np.log(ratio))).sum(0)
+        seconds = np.interp(size + draws, np.arange(len(self.verify)), self.verify) - self.verify[size]
+        net = SELECTION_DISCOUNT * tokens - self.price * seconds
+        net[1:][size + draws[1:] > self.most] = -math.inf
+        best = int(net.argmax())
+        return float(t[best]) if net[best] > 0.0 else math.inf
+
+    def reads(self, gains: Collection[float], others: Collection[float], size: int) -> bool:
+        """Whether a draft pass over some leaves is worth its seconds.
+
+        Args:
+            gains: of their first children's slots.
+            others: gains of the open slots, where the same nodes could be drawn.
+            size: of the tree so far.
+        """
+        seconds = self.costs.draft + self.costs.branch * (len(gains) - 1)
+        added = self.best_draws([*gains, *others], size)[1] - self.best_draws(others, size)[1]
+        return added > self.price * seconds
+
+    def best_draws(self, gains: Collection[float], size: int) -> tuple[int, float]:
+        """How many of the best slots are worth drawing at, and the tokens that this adds, less those of its seconds."""
+        best = sorted(gains, reverse=True)[: max(self.most - size, 0)]
+        seconds = self.verify[size : size + len(best) + 1] - self.verify[size]
+        net = np.cumsum([0.0, *best]) - self.price * seconds
+        count = int(net.argmax())
+        return count, float(net[count])
 
     def observe(self, tree: DraftTree, path: list[int], unread: int) -> None:
         """Learn the outcome of a round.
@@ -146,26 +166,33 @@ class TreeThroughput(SlotValuation):
         if tree.passes == 0:
             self.credit.rest()
             return
-        drafting = self.costs.draft * tree.passes + self.costs.branch * (len(tree.scores) - tree.passes)
-        seconds = drafting + float(self.verify[len(tree)]) + self.costs.overhead
+        seconds = self.costs.tree_seconds(tree.passes, len(tree.scores), float(self.verify[len(tree)]))
         self.credit.settle(self.pays, (len(path) + 1) * self.plain - seconds - self.costs.read * unread)
         self.tokens = RATE_MEMORY * self.tokens + len(path) + 1
         self.seconds = RATE_MEMORY * self.seconds + seconds
         for node, after in zip((0, *path), (*path, None), strict=True):
             estimates = [tree.estimates[child] for child in tree.children[node]]
-            self.law.observe_siblings(estimates, None if after is None else tree.ranks[after])
+            self.rates.observe_siblings(estimates, None if after is None else tree.ranks[after])
+        self._learn_shape(tree)
         self.rounds += 1
-        if self.law.due(self.rounds):
+        if self.rates.due(self.rounds):
             self._fit()
 
+    def _learn_shape(self, tree: DraftTree) -> None:
+        if len(tree) > 1:
+            acceptance = sum(map(self.calibrated, tree.estimates[1:]))
+            found = [len(tree) - 1, 1.0 / max(min(tree.values[1:]), 1e-3) - 1.0, len(tree), acceptance]
+            self._shape = SHAPE_MEMORY * self._shape + found
+            further, thresholds, draws, acceptance = self._shape.tolist()
+            self.splits, self.mean_estimate = further / max(thresholds, 1e-3), acceptance / draws
+
     def _fit(self) -> None:
-        self.law.fit()
-        self.outlook.fit(self.law)
+        rates = self.rates
+        rates.fit()
+        self._next_acceptance: list[float] = (rates.following @ rates.acceptance).tolist()
         if self.rounds <= FIRST_FITS[-1]:
-            # Earlier rounds were planned for another law, and say little of the rate of those to come.
-            tokens = seconds = 0.0
-            for _ in range(4):  # each is at least as fast as the one before
-                rate = max((1.0 + tokens) / (self.plain + seconds), 1.0 / self.plain)
-                best = self._best(self.outlook.root, range(1, LEVELS + 1), 0, len(self.verify) - 1, rate)
-                tokens, seconds = best.tokens, best.seconds
-            self.tokens, self.seconds = TRUSTED * (1.0 + tokens), TRUSTED * (self.plain + seconds)
+            # Earlier rounds were drafted with other estimates, and say little of the rate of those to come. A tree does
+            # at least as well as the best chain.
+            independent = np.tile(rates.following[NO_VERDICT], (len(rates.following), 1))
+            chains = self.costs.round_seconds(min(len(self.verify) - 1, LONGEST_CHAIN))
+            self.tokens, self.seconds = TRUSTED * solve(rates.acceptance, independent, chains).rate, TRUSTED

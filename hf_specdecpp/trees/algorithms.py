@@ -15,8 +15,6 @@ the slots compete with v * a(y), the chance that taking y adds a token, instead 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from hf_specdecpp.trees.shapes import Shape
@@ -59,52 +57,13 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
         worth = [node for node, v in level.items() if v >= t]
         if worth:
             growth.expand(worth)
-            growth.draw(max(worth, key=growth.open.__getitem__))  # first, so that no pass is in vain
+            growth.draw(max(worth, key=lambda node: growth.open.get(node, -1.0)))  # so that no pass is in vain
         done = not worth and growth.best < t
         while len(tree) < budget and growth.best >= t:
             growth.draw_best()
     while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
         growth.draw_best()
     pace.learn(tree)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What to do next with a tree: draw, where there is a slot that is worth it, or else read a level.
-
-    Args:
-        threshold: t.
-        size: candidates that the tree may have.
-        levels: how many more are to be read.
-    """
-
-    threshold: float
-    size: int
-    levels: int
-
-
-def grow_by_plan(growth: Growth, plan: Callable[[Growth], Step | None], threshold: float = 0.0) -> None:
-    """Algorithm 2 with `plan` choosing t, the size and the depth anew before each level and each row of draws.
-
-    Args:
-        plan: `None` ends the growth.
-        threshold: lower bound of t.
-    """
-    tree = growth.tree
-    while (step := plan(growth)) is not None:
-        t, before = max(step.threshold, threshold), len(tree)
-        size = step.size if growth.greedy or step.levels else (before + step.size + 1) // 2
-        while len(tree) < size and growth.best >= t:
-            growth.draw_best()
-        level = {node: v * growth.usual for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
-        worth = [node for node, v in level.items() if v >= t] if step.levels else []
-        if worth:
-            growth.expand(worth)
-        elif len(tree) == before:
-            if step.levels and growth.best >= max(threshold, SMALLEST):
-                growth.draw_best()
-            else:
-                return
 
 
 class ThresholdSchedule:

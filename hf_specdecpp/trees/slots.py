@@ -94,8 +94,9 @@ class Growth:
         return self.draw(self._heap[0][1])
 
     def draw(self, parent: int) -> int | None:
-        """Draw at the open slot of `parent`."""
-        del self.open[parent]
+        """Draw at the slot of `parent`; the new node, or `None` if no token is left there."""
+        if self.open.pop(parent, None) is None:  # a greedy target's next sibling is known before, and there is none
+            return None
         v, drawn = self._slots.pop(parent)
         if (drawn := drawn or self._next(parent)) is None:  # R is all zero
             return None
@@ -107,9 +108,9 @@ class Growth:
         self._open(parent, v * (1.0 - a))
         return child
 
-    def slots(self) -> list[tuple[int, float, float | None]]:
-        """Of each open slot: the node, v, and for a greedy target the estimate of y, which is known."""
-        return [(node, v, y[1] if y else None) for node, (v, y) in self._slots.items()]
+    def slots(self) -> list[tuple[float, float]]:
+        """v of each open slot, and what it competes with."""
+        return [(self._slots[node][0], value) for node, value in self.open.items()]
 
     def last_estimate(self, node: int) -> float | None:
         """Of the node's last child, if it has any."""
@@ -143,12 +144,12 @@ class SlotValuation:
 
 
 class SoftmaxBuffer:
-    """Memory for the laws of a tree's nodes, used again by the next tree.
+    """Memory for the q of a tree's nodes, used again by the next tree.
 
     On a CPU a softmax that has to ask the system for memory takes four times as long.
 
     Args:
-        num_rows: of laws that find room; further ones get memory of their own.
+        num_rows: how many q find room; further ones get memory of their own.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -156,14 +157,21 @@ class SoftmaxBuffer:
         self.rows: Tensor | None = None
 
     def clear(self) -> None:
-        """Nobody needs the laws any more."""
+        """Nobody needs what is in the memory any more."""
         self.used = 0
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Of `[n, vocab]` logits, always of one width."""
+        """Of `[n, vocab]` logits, always of one width. Rows of nothing but -inf, where no token is left, become 0."""
         begin, self.used = self.used, self.used + scores.shape[0]
-        if self.used > self.num_rows or scores.device.type != "cpu":
-            return scores.softmax(dim=-1)
-        if self.rows is None:
-            self.rows = scores.new_empty((self.num_rows, scores.shape[-1]))
-        return torch.softmax(scores, dim=-1, out=self.rows[begin : self.used])
+        if scores.device.type != "cpu":
+            q = scores.softmax(dim=-1)
+            return q.masked_fill_(q[:, :1].isnan(), 0.0)
+        if self.used > self.num_rows:
+            q = scores.softmax(dim=-1)
+        else:
+            if self.rows is None:
+                self.rows = scores.new_empty((self.num_rows, scores.shape[-1]))
+            q = torch.softmax(scores, dim=-1, out=self.rows[begin : self.used])
+        if bool((nothing := q[:, 0].isnan()).any()):
+            q[nothing] = 0.0
+        return q

@@ -109,7 +109,7 @@ def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.Mo
     program = ToyTree(models, "throughput", ESTIMATORS[0], budget=2, max_depth=2)
 
     def two_rounds(randomness: Replay) -> Tokens:
-        program.throughput = TreeThroughput(COSTS, 2, greedy=False)
+        program.throughput = TreeThroughput(COSTS, 2)
         emitted = program(randomness)
         program.throughput.observe(*program.last, unread=1)
         if program.throughput.may_start(unread=1):

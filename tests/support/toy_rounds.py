@@ -69,6 +69,7 @@ SCENARIOS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "p almost q": lambda p, q: (p, p + 1e-15 * q),
     "end of sequence": lambda p, q: (p, q),
     "draft vocabulary": lambda p, q: (p, only(q, [1, 2])),
+    "nothing to propose": lambda p, q: (p, only(q, [1, 2] if int(p.abs().sum() * 1000) % 3 else [])),
 }
 
 
@@ -161,9 +162,11 @@ class ToyRound:
     ) -> tuple[int, int]:
         return verify_chain(candidates, p, q, randomness)
 
-    def stepper(self, prefix: Tokens) -> Callable[[list[int]], DraftStep]:
-        def step(candidates: list[int]) -> DraftStep:
+    def stepper(self, prefix: Tokens) -> Callable[[list[int]], DraftStep | None]:
+        def step(candidates: list[int]) -> DraftStep | None:
             _, scores, hidden = self.models.at((*prefix, *candidates))
+            if not bool(scores.isfinite().any()):
+                return None
             return DraftStep(len(candidates), scores, hidden, embed=lambda token: self.models.embeddings[token])
 
         return step

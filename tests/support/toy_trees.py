@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.trees import TreeThroughput
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_by_plan, grow_exactly, grow_shape
+from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.shapes import from_nodes
 from hf_specdecpp.trees.siblings import Level
 from hf_specdecpp.trees.slots import Growth
@@ -54,7 +54,7 @@ class ToyTree:
         self.models, self.algorithm, self.estimator = models, algorithm, make_estimator(estimator, seed)
         self.budget, self.max_depth, self.ahead = budget, max_depth, ahead
         self.options: dict[str, Any] = {}
-        self.throughput = TreeThroughput(COSTS, budget, greedy=False)
+        self.throughput = TreeThroughput(COSTS, budget)
         self.trees: set[Tokens] = set()
         self.accepted: set[int] = set()
 
@@ -95,7 +95,7 @@ class ToyTree:
         if self.algorithm == "dyspec-exact":
             grow_exactly(growth, self.budget, **self.options)
         elif self.algorithm == "throughput":
-            grow_by_plan(growth, self.throughput.plan, **self.options)
+            self.throughput.grow(growth, **self.options)
         elif self.algorithm == "dyspec":
             grow_by_level(growth, self.budget, ThresholdSchedule(), **self.options)
         else:

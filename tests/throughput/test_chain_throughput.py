@@ -51,11 +51,11 @@ def test_estimates_are_calibrated(truth: Callable[[float], float]) -> None:
     state = ThroughputState(Costs(0.1, (1.0,)), 20, 0)
     for _ in range(5000):
         estimate = rng.beta(1.0, 0.4)
-        state.law.observe([estimate], 1, int(rng.random() < truth(estimate)))
+        state.rates.observe([estimate], 1, int(rng.random() < truth(estimate)))
     state.replan()
     for estimate in (0.3, 0.6, 0.85, 0.95):
-        assert state.law.calibrated(estimate) == pytest.approx(truth(estimate), abs=0.08)
-    assert 0.0 < state.law.calibrated(0.0) < state.law.calibrated(1.0) < 1.0
+        assert state.rates.calibrated(estimate) == pytest.approx(truth(estimate), abs=0.08)
+    assert 0.0 < state.rates.calibrated(0.0) < state.rates.calibrated(1.0) < 1.0
 
 
 Stream = Callable[[np.random.Generator], Iterator[tuple[float, float]]]
@@ -236,11 +236,11 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     generate(0, do_sample=False)
     assert len(assistant.throughput.states[target]) == 2, "greedy decoding has a law of its own"
 
-    law = next(iter(assistant.throughput.states[target].values())).law
+    rates = next(iter(assistant.throughput.states[target].values())).rates
     assistant.speculation = SpeculationConfig(**{**cheap(), "max_tokens": 3})
     generate(0)
     state = next(iter(assistant.throughput.states[target].values()))
-    assert state.law is law
+    assert state.rates is rates
     assert len(state.seconds) == 4
 
 

@@ -1,0 +1,91 @@
+"""Grammars that now and then allow only tokens that the draft cannot say: the target decides alone there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCAB_SIZE, partly_agreeing, tiny
+from support.tree_generation import PROMPT, sharp
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+
+COMMON, RARE = list(range(36)), list(range(36, VOCAB_SIZE))
+COSTS = {"draft": 0.05, "verify": [1.0, 1.0, 1.1, 1.2]}
+WAYS: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "threshold": {"rule": "threshold"},
+    "svip": {"rule": "svip"},
+    "confidence": {"rule": "confidence"},
+    "adaedl": {"rule": "adaedl"},
+    "throughput": {"rule": "throughput", "costs": COSTS},
+    "dyspec": {"tree": "dyspec", "tree_budget": 12},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 8},
+    "static": {"tree": "static", "tree_shape": [3, 2, 2, 1, 1]},
+    "dyspec throughput": {"tree": "dyspec", "rule": "throughput", "costs": COSTS},
+}
+
+
+def grammar(_batch: int, ids: Tensor) -> list[int]:
+    """Every fourth token is a rare one; of the common ones two are left in every second place."""
+    if len(ids) % 4 == 3:
+        return RARE
+    return COMMON[int(ids[-1]) % 30 :][:2] if len(ids) % 2 else COMMON
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return sharp(tiny("llama"))
+
+
+def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecDecPPAssistant:
+    draft, speculation = partly_agreeing(target, 0.9), SpeculationConfig(**WAYS[way])
+    return SpecDecPPAssistant.from_draft(
+        draft, target if attached else None, draft_vocab=COMMON, speculation=speculation
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "top 1"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[str, Any]) -> None:
+    arguments = {**arguments, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
+    plain = target.generate(PROMPT, **arguments)
+    assistant = with_small_vocabulary(target, way)
+    text = target.generate(PROMPT, assistant_model=assistant, **arguments)
+    assistant.detach()
+    assert torch.equal(text, plain)
+    assert int((plain[0, PROMPT.shape[1] :] >= 36).sum()) == 8
+    assert assistant.stats.accepted > 3
+
+
+@pytest.mark.parametrize("way", ["fixed", "dyspec", "dyspec-exact", "static", "dyspec throughput"])
+def test_sampled_texts_follow_the_grammar(target: Any, way: str) -> None:
+    assistant = with_small_vocabulary(target, way)
+    torch.manual_seed(0)
+    text = target.generate(
+        PROMPT, assistant_model=assistant, do_sample=True, top_k=0, max_new_tokens=32, prefix_allowed_tokens_fn=grammar
+    )
+    assistant.detach()
+    for end in range(PROMPT.shape[1], text.shape[1]):
+        assert int(text[0, end]) in grammar(0, text[0, :end])
+    assert assistant.stats.accepted > 3
+
+
+def test_unattached_chains_end_where_the_draft_can_say_nothing(target: Any) -> None:
+    arguments = {"do_sample": False, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
+    plain = target.generate(PROMPT, **arguments)
+    assistant = with_small_vocabulary(target, "fixed", attached=False)
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
+
+
+def test_tokens_that_are_suppressed_altogether(target: Any) -> None:
+    """`suppress_tokens` may take away all that the draft can say, in every place."""
+    arguments = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": COMMON}
+    plain = target.generate(PROMPT, **arguments)
+    for way in ("threshold", "dyspec", "static"):
+        assistant = with_small_vocabulary(target, way)
+        assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
+        assert assistant.stats.drafted == 0
+        assistant.detach()
