@@ -12,8 +12,9 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_law, worst_error
 from support.toy_rounds import SCENARIOS, Models
-from support.toy_trees import COSTS, ToyTree
+from support.toy_trees import ToyTree
 
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.verification import residual
 from hf_specdecpp.throughput.trees import TreeThroughput
@@ -109,7 +110,7 @@ def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.Mo
     program = ToyTree(models, "throughput", ESTIMATORS[0], budget=2, max_depth=2)
 
     def two_rounds(randomness: Replay) -> Tokens:
-        program.throughput = TreeThroughput(COSTS, 2)
+        program.throughput = TreeThroughput(Costs(0.3, (1.0, 1.1, 1.3)), 2)
         emitted = program(randomness)
         program.throughput.observe(*program.last, unread=1)
         if program.throughput.may_start(unread=1):

@@ -20,7 +20,7 @@ from support.exact_distribution import Tokens
 from support.toy_rounds import Models, make_estimator
 
 # Of rounds whose trees grow by the throughput rule.
-COSTS = Costs(0.3, (1.0, 1.2, 1.4, 1.65, 1.9, 2.2, 2.6))
+COSTS = Costs(0.3, (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4))
 # For each budget a shape in which nodes have one, two or three children.
 SHAPES = {
     1: [[0]],
