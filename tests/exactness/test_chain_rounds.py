@@ -106,6 +106,7 @@ class ReportsAnotherTemperature(ToyRound):
 
         def step(candidates: list[int]):
             draft = honest(candidates)
+            assert draft is not None  # not in this scenario
             draft.scores = draft.scores / 0.9
             return draft
 
