@@ -27,7 +27,7 @@ from hf_specdecpp.benchmark.contestants import (
 )
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, neutralise
 from hf_specdecpp.benchmark.live.slower_target import layers_for_ratio, slower_target
-from hf_specdecpp.benchmark.replay.run import replay, text_sets
+from hf_specdecpp.benchmark.replay.runner import replay, text_sets
 from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
 from hf_specdecpp.benchmark.replay.trees import replay_trees
 from hf_specdecpp.benchmark.run_log import RESULTS, SETTINGS, TREES, RunLog, environment

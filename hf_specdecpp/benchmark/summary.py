@@ -166,7 +166,8 @@ def _of_products(passes: float, best: dict[str, Any]) -> str:
     if LOSES < passes < PAYS:
         return ""
     most = ", so most of the speed comes from the passes" if passes > 1.0 and passes * passes > best["speedup"] else ""
-    return f" The same passes alone take plain generate() to {passes:.2f}{most}."
+    slower = ": turn them off (cpu_products)" if passes < 1.0 else ""
+    return f" The same passes alone take plain generate() to {passes:.2f}{most}{slower}."
 
 
 def speed_table(summary: Iterable[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
         session.step([])[0].argmax().item()
 
     session.begin_round(_tokens(CONTEXT, drafter.device), 0)
-    times = _least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS)
+    times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS)
     return times[DRAFTED] / DRAFTED, times[READ] / READ
 
 
@@ -148,7 +148,7 @@ def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft
         session.keep([])
 
     session.begin_round(_tokens(CONTEXT, drafter.device), 0)
-    seconds = _least_times({WIDTH: grow}, BRANCH_SECONDS)[WIDTH]
+    seconds = least_times({WIDTH: grow}, BRANCH_SECONDS)[WIDTH]
     return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
 
 
@@ -170,12 +170,12 @@ def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
     counts = list(dict.fromkeys(count for count in wanted if count <= most))
-    times = _least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS)
+    times = least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS)
     measured = sorted(times)
     return tuple(np.interp(np.arange(1, most + 1), measured, [times[count] for count in measured]).tolist())
 
 
-def _least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[int, float]:
+def least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[int, float]:
     """Least seconds of each action, taken in turns. The budget may end the first turn, but not before two of them."""
     first = list(actions)[:2]
     for name in first:

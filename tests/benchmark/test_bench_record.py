@@ -1,4 +1,4 @@
-"""Sampled replays: the joint law of text and rounds is that of live generation, on toy models, by enumeration."""
+"""Sampled replays: text and rounds are distributed as in live generation, by enumeration on toy models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.toy_rounds import Models, ToyRound
 from torch import Tensor
 
 from hf_specdecpp.benchmark.replay import record
+from hf_specdecpp.benchmark.replay.chains import ChainReplay, recorded_estimator
 from hf_specdecpp.benchmark.replay.record import Candidates, Record, Text
-from hf_specdecpp.benchmark.replay.tracks import Track, judge
 from hf_specdecpp.drafting.chain import Chain, draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.features import scalar_features
@@ -43,20 +43,20 @@ class Generation(ToyRound):
         return draft_chain(self.stepper(prefix), rule, randomness, max_tokens=room, eos_token_ids=self.models.eos)
 
 
-def replayed_law(models: Models, generation: Generation, coupling: Coupling) -> Law:
-    """p(text) times the law of the replay's rounds given the text."""
-    law: Law = defaultdict(float)
+def replayed_distribution(models: Models, generation: Generation, coupling: Coupling) -> Law:
+    """p(text) times the distribution of the replay's rounds given the text."""
+    found: Law = defaultdict(float)
     for text, weight in texts(models, ()):
         places = range(1, len(text))
         for branches in product(*(list(branches_at(models, text, place, coupling)) for place in places)):
             chance = weight
             for probability, _ in branches:
                 chance *= probability
-            track = Track(as_record(models, text, [chain for _, chain in branches]))
-            rule = make_rule(generation.config, judge("q", None, greedy=False))
-            rounds = [number for drafted, accepted, _ in track.replay(rule) for number in (drafted, accepted)]
-            law[(*text, -1, *rounds)] += chance
-    return law
+            replay = ChainReplay(as_record(models, text, [chain for _, chain in branches]))
+            rule = make_rule(generation.config, recorded_estimator("q", None, greedy=False))
+            rounds = [number for drafted, accepted, _ in replay.rounds(rule) for number in (drafted, accepted)]
+            found[(*text, -1, *rounds)] += chance
+    return found
 
 
 def texts(models: Models, text: Tokens) -> Iterator[tuple[Tokens, float]]:
@@ -93,9 +93,9 @@ def as_record(models: Models, text: Tokens, chains: list[list[int] | None]) -> R
 
 def candidates(models: Models, where: list[tuple[Tokens, int]]) -> Candidates:
     tokens = torch.tensor([token for _, token in where], dtype=torch.long)
-    laws = torch.stack([models.q(prefix) for prefix, _ in where]) if where else torch.zeros(0, models.vocab)
+    q = torch.stack([models.q(prefix) for prefix, _ in where]) if where else torch.zeros(0, models.vocab)
     zeros = torch.zeros(len(where))
-    return Candidates(tokens, scalar_features(laws, tokens), zeros, zeros)
+    return Candidates(tokens, scalar_features(q, tokens), zeros, zeros)
 
 
 def largest_difference(a: Law, b: Law) -> float:
@@ -115,7 +115,7 @@ def test_law_of_text_and_rounds(scenario: str, vocab: int, rule: str) -> None:
     generation = Generation(models, rule, bounds=(1, MOST))
     live = exact_law(generation)
     assert sum(live.values()) == pytest.approx(1.0)
-    assert largest_difference(live, replayed_law(models, generation, record.coupling)) < 1e-6
+    assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
     if rule != "fixed" and scenario == "plain":
         assert len(generation.lengths) > 1
 
@@ -135,22 +135,22 @@ def test_other_laws_are_found_out(mutant: Coupling) -> None:
     models = Models("plain", vocab=2, seed=3)
     generation = Generation(models, "confidence", bounds=(1, MOST))
     live = exact_law(generation)
-    assert largest_difference(live, replayed_law(models, generation, record.coupling)) < 1e-6
-    assert largest_difference(live, replayed_law(models, generation, mutant)) > 1e-3
+    assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
+    assert largest_difference(live, replayed_distribution(models, generation, mutant)) > 1e-3
 
 
 def test_coupling_is_the_verifiers_rule() -> None:
-    """Against the joint law of candidate, coin and emitted token, summed up directly."""
+    """Against the joint distribution of candidate, coin and emitted token, summed up directly."""
     p, q = torch.rand(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
-    law = exact_law(lambda randomness: one_place(randomness, p, q))
+    exact = exact_law(lambda randomness: one_place(randomness, p, q))
     for x in range(5):
-        emitted = sum(weight for (_, _, token), weight in law.items() if token == x)
+        emitted = sum(weight for (_, _, token), weight in exact.items() if token == x)
         accept, label, rejected = record.coupling(p[None], q[None], torch.tensor([x]))
         assert emitted == pytest.approx(float(p[x]))
-        assert law[x, 1, x] / emitted == pytest.approx(float(accept))
-        assert law[x, 1, x] / float(q[x]) == pytest.approx(float(label))
+        assert exact[x, 1, x] / emitted == pytest.approx(float(accept))
+        assert exact[x, 1, x] / float(q[x]) == pytest.approx(float(label))
         for y in range(5):
-            share = law.get((y, 0, x), 0.0) / emitted
+            share = exact.get((y, 0, x), 0.0) / emitted
             assert share == pytest.approx(float((1.0 - accept) * rejected[0, y]), abs=1e-12)
 
 

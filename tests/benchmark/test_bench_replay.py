@@ -13,10 +13,10 @@ from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpeculationConfig
+from hf_specdecpp.benchmark.replay.chains import ChainReplay, Outcomes, Seen, recorded_estimator, replay_all
 from hf_specdecpp.benchmark.replay.oracle import oracle
 from hf_specdecpp.benchmark.replay.record import Record, Text, load, record, save
 from hf_specdecpp.benchmark.replay.sweep import PAPER, sweep
-from hf_specdecpp.benchmark.replay.tracks import Outcomes, Seen, Track, judge, replay_all
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.head import Calibration
 from hf_specdecpp.generation import candidate_generator, decoding
@@ -51,7 +51,7 @@ class Following:
     """Live randomness that decides as a record says: its coins, its candidates, its text."""
 
     def __init__(self, recorded: Record) -> None:
-        self.off_text, self.text = Track(recorded).off_text, recorded.text
+        self.off_text, self.text = ChainReplay(recorded).off_text, recorded.text
         self.start = recorded.text.prompt_length  # place in the text of what the round emits first
         self.off: int | None = None  # place at which the round has left the text
         self._begin_round()
@@ -112,14 +112,14 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     target.generation_config.eos_token_id = end  # candidates may end a text, too
     ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
     text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS, frozenset() if end is None else frozenset([end]))
-    track = Track(record(text, assistant, target, Sampling(0.0, 0), seed=0))
+    replay = ChainReplay(record(text, assistant, target, Sampling(0.0, 0), seed=0))
     lengths = set()
     for knobs in RULES:
         assistant.speculation = SpeculationConfig(**knobs)
         assistant.throughput.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, None, do_sample=False)
-        estimator = judge("q" if judged_by == "q" else "head", assistant.head, greedy=True)
-        replayed = track.replay(make_rule(assistant.speculation, estimator))
+        estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=True)
+        replayed = replay.rounds(make_rule(assistant.speculation, estimator))
         assert live == ids
         assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
         lengths |= {drafted for drafted, _ in rounds}
@@ -141,8 +141,8 @@ def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, m
         assistant.speculation = SpeculationConfig(**knobs)
         assistant.throughput.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, recorded, **sampling)
-        estimator = judge("q" if judged_by == "q" else "head", assistant.head, greedy=False)
-        replayed = Track(recorded).replay(make_rule(assistant.speculation, estimator))
+        estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=False)
+        replayed = ChainReplay(recorded).rounds(make_rule(assistant.speculation, estimator))
         assert live == ids
         assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
         fates |= {(accepted > 0, accepted < drafted) for drafted, accepted in rounds if drafted > 1}
@@ -187,37 +187,39 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
     found = load(tmp_path / "record.safetensors")
     assert found.text == text
     config = SpeculationConfig(rule="confidence", confidence_threshold=0.3)
-    a, b = (Track(each).replay(make_rule(config, judge("q", None, True))) for each in (recorded, found))
+    a, b = (
+        ChainReplay(each).rounds(make_rule(config, recorded_estimator("q", None, True))) for each in (recorded, found)
+    )
     assert a == b
 
 
-# Bounds, on made-up tracks --------------------------------------------------------------------------------------------
+# Bounds, on made-up records -------------------------------------------------------------------------------------------
 
 
-def made_up(seed: int, length: int = 40, chain: int = 20) -> Track:
+def made_up(seed: int, length: int = 40, chain: int = 20) -> ChainReplay:
     """A text whose candidates stand by chance."""
     draw = random.Random(seed)
-    track = Track.__new__(Track)
-    track.text, track.greedy = Text(list(range(1, length + 2)), 1, length + 1), False
+    replay = ChainReplay.__new__(ChainReplay)
+    replay.text, replay.greedy = Text(list(range(1, length + 2)), 1, length + 1), False
 
     def seen(token: int, label: float) -> Seen:
         return Seen(token, min(1.0, label * draw.uniform(0.8, 1.2)), draw.random(), label, 0.0)
 
     labels = [draw.betavariate(3, 1) for _ in range(length)]
-    track.on_text = [seen(place, label) for place, label in enumerate(labels[:-1])]
-    track.off_text = {
+    replay.on_text = [seen(place, label) for place, label in enumerate(labels[:-1])]
+    replay.off_text = {
         place: [seen(VOCAB_SIZE, draw.random() * 0.8) for _ in range(chain)]
         for place, label in enumerate(labels[:-1])
         if draw.random() > label
     }
-    return track
+    return replay
 
 
 @pytest.mark.parametrize("costs", [PAPER, Costs(0.05, (0.1, 0.1, 0.1, 0.18)), Costs(0.2, (0.1,), 0.01)])
 def test_no_rule_is_faster_than_the_oracle(costs: Costs) -> None:
-    tracks = [made_up(seed) for seed in range(12)]
-    bound = oracle(tracks, costs).speed(costs)
-    found = sweep(tracks, None, {"these": costs})
+    replays = [made_up(seed) for seed in range(12)]
+    bound = oracle(replays, costs).speed(costs)
+    found = sweep(replays, None, {"these": costs})
     assert {row["family"] for row in found["best"]["these"]} >= {"oracle", "informed bound", "throughput (q)", "fixed"}
     for row in found["best"]["these"]:
         assert row["tokens_per_second"] <= bound * (1.0 + 1e-9), row
@@ -225,27 +227,27 @@ def test_no_rule_is_faster_than_the_oracle(costs: Costs) -> None:
 
 
 def test_oracle_drafts_exactly_what_stands_where_passes_cost_the_same() -> None:
-    track = made_up(3)
-    outcomes = oracle([track], PAPER)
-    start, rounds, end = track.text.first, 0, len(track.text.ids)
+    replay = made_up(3)
+    outcomes = oracle([replay], PAPER)
+    start, rounds, end = replay.text.first, 0, len(replay.text.ids)
     while start < end:
-        start, rounds = start + track.run_of(start) + 1, rounds + 1
+        start, rounds = start + replay.run_of(start) + 1, rounds + 1
     assert (outcomes.rounds, outcomes.discard_rate) == (rounds, 0.0)
     assert outcomes.drafted == sum(outcomes.accepted) == sum(outcomes.generated) - rounds
 
 
 def test_informed_bound_beats_the_drafts_own_probability() -> None:
-    tracks = [made_up(seed) for seed in range(30)]
-    best = {row["family"]: row for row in sweep(tracks, None, {"paper": PAPER})["best"]["paper"]}
+    replays = [made_up(seed) for seed in range(30)]
+    best = {row["family"]: row for row in sweep(replays, None, {"paper": PAPER})["best"]["paper"]}
     assert best["informed bound"]["tokens_per_second"] > best["threshold (q)"]["tokens_per_second"]
     assert best["fixed"]["gain_over_fixed"] == 0.0
 
 
 def test_outcomes_count_every_token_once() -> None:
-    tracks = [made_up(seed) for seed in range(5)]
+    replays = [made_up(seed) for seed in range(5)]
     for length in (1, 4):
         config = SpeculationConfig(rule="fixed", num_tokens=length)
-        outcomes = replay_all(tracks, partial(make_rule, config, judge("q", None, False)))
+        outcomes = replay_all(replays, partial(make_rule, config, recorded_estimator("q", None, False)))
         assert sum(outcomes.generated) == sum(outcomes.accepted) + outcomes.rounds
         times = outcomes.seconds(Costs(1.0, (10.0,)))
         assert float(times.sum()) == pytest.approx(outcomes.drafted + 10.0 * outcomes.rounds)

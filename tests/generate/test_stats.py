@@ -96,6 +96,7 @@ def test_rates() -> None:
         ({"same_pass_seconds": 0.08}, "The CPU products alone run at 1.25 times"),
         ({"same_pass_seconds": 0.04}, "It does not pay: it runs at about 0.86 times the speed of plain"),
         ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "alone run at 0.50 times"),
+        ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "it is 0.94 times: cpu_products='off' is faster here."),
     ],
 )
 def test_verdict_names_the_reason(values: dict[str, object], says: str) -> None:

@@ -8,7 +8,7 @@ fetched from it as those of a larger model would be.
 from __future__ import annotations
 
 import math
-import time
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import layer_stack, with_layers
 from hf_specdecpp.models.reader import Reader
+from hf_specdecpp.throughput.measuring import least_times
 
 # What the families call the projections that write into the residual stream.
 OUTPUTS = frozenset(
@@ -36,7 +37,7 @@ OUTPUTS = frozenset(
     }
 )
 PROBED_LAYERS = 16  # whose cost is measured to find how many are needed
-CONTEXT, TURNS = 64, 15  # tokens in the caches, and timed steps of each
+CONTEXT, STEP_SECONDS = 64, 20.0  # tokens in the caches, and most seconds of timing steps
 
 
 def slower_target(target: CausalLM, extra_layers: int) -> CausalLM:
@@ -82,20 +83,20 @@ def layers_for_ratio(target: CausalLM, drafter: Drafter, ratio: float) -> int:
 
 @torch.inference_mode()
 def step_seconds(models: list[Reader]) -> list[float]:
-    """Least seconds of a pass of each over one token, LM head included, taken in turns: other load only adds to it."""
+    """Least seconds of a pass of each over one token, LM head included: other load only adds to it."""
     caches = [DynamicCache(config=model.text_config) for model in models]
     for model, cache in zip(models, caches, strict=True):
         text = torch.arange(CONTEXT, device=model.device)[None] % model.text_config.vocab_size
         model.hidden_states(text, cache)
-    least = [math.inf] * len(models)
-    for _ in range(TURNS):
-        for number, (model, cache) in enumerate(zip(models, caches, strict=True)):
-            token = torch.ones((1, 1), dtype=torch.long, device=model.device)
-            begin = time.perf_counter()
-            logits = model.logits(model.hidden_states(token, cache)[0, -1], model.text_config.vocab_size)
-            logits.argmax().item()  # waits for the device
-            least[number] = min(least[number], time.perf_counter() - begin)
-    return least
+
+    def step(number: int) -> None:
+        model = models[number]
+        token = torch.ones((1, 1), dtype=torch.long, device=model.device)
+        logits = model.logits(model.hidden_states(token, caches[number])[0, -1], model.text_config.vocab_size)
+        logits.argmax().item()  # waits for the device
+
+    times = least_times({number: partial(step, number) for number in range(len(models))}, STEP_SECONDS)
+    return [times[number] for number in range(len(models))]
 
 
 def _silence(layer: nn.Module, zeros: dict[tuple[object, ...], nn.Parameter]) -> None:

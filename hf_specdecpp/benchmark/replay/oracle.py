@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hf_specdecpp.benchmark.replay.tracks import Outcomes, Track
+from hf_specdecpp.benchmark.replay.chains import ChainReplay, Outcomes
 from hf_specdecpp.config.costs import Costs
 
 
-def oracle(tracks: list[Track], costs: Costs) -> Outcomes:
+def oracle(replays: list[ChainReplay], costs: Costs) -> Outcomes:
     """The hindsight oracle: it knows what will be accepted, drafts no other candidate, and spends the least time.
 
     No rule can be faster on these records: any round can be cut back to the candidates that stand without changing what
@@ -14,15 +14,15 @@ def oracle(tracks: list[Track], costs: Costs) -> Outcomes:
     exactly what will be accepted, as in the paper (Lemma 2.1); it is not bound by a rule's most candidates.
     """
     outcomes = Outcomes()
-    for track in tracks:
-        outcomes.add(_fastest(track, costs), len(track.text.ids) - track.text.first)
+    for replay in replays:
+        outcomes.add(_fastest(replay, costs), len(replay.text.ids) - replay.text.first)
     return outcomes
 
 
-def _fastest(track: Track, costs: Costs) -> list[tuple[int, int, int]]:
+def _fastest(replay: ChainReplay, costs: Costs) -> list[tuple[int, int, int]]:
     """Rounds of least total time, found from the end of the text backwards."""
-    first, end = track.text.first, len(track.text.ids)
-    runs = {start: track.run_of(start) for start in range(first, end)}
+    first, end = replay.text.first, len(replay.text.ids)
+    runs = {start: replay.run_of(start) for start in range(first, end)}
     seconds = costs.round_seconds(max(runs.values(), default=0)).tolist()
     least: dict[int, float] = {}
     choice: dict[int, int] = {}

@@ -1,20 +1,20 @@
 """Everything that a chain rule could see along a text that the target wrote, recorded once.
 
 What does speculative decoding do, given the text X that comes out? Take a place of the text where a candidate is drawn
-from q while the target's law is p. The verifier accepts a candidate y with probability min(1, p(y)/q(y)), otherwise it
-emits a token of norm((p - q)+) instead. So, for tokens x and y:
+from q while the target's distribution is p. The verifier accepts a candidate y with probability min(1, p(y)/q(y)),
+otherwise it emits a token of norm((p - q)+) instead. So, for tokens x and y:
 
     P(candidate x, accepted, x emitted) = min(p(x), q(x))
     P(candidate y, rejected, x emitted) = (q(y) - p(y))+ (p(x) - q(x))+ / sum (p - q)+
 
-What is emitted has the law p. Hence, given that it was X's token x (Bayes):
+What is emitted is distributed as p. Hence, given that it was X's token x (Bayes):
 
     with probability min(1, q(x)/p(x))    the candidate was x, and was accepted;
     otherwise                             it was a token of norm((q - p)+), and was rejected,
 
 whatever x was, and independently of every other place. After a rejected candidate the draft goes on from it, out of the
 text, with plain draws from q, which the rule sees and the target never judges. Where a rule stops, the target's own
-token follows, with the law p whatever happened before.
+token follows, distributed as p whatever happened before.
 
 A generation draws at most one candidate at each place while it still follows the text (the next round begins behind
 the place of a rejection). So one coin and, where it says "rejected", one chain out of the text for each place decide
@@ -113,8 +113,8 @@ def record(
     """Record a text with a draft and its target.
 
     Args:
-        text: as the target wrote it by the law of `sampling`.
-        seed: of the coins and the draft's draws; another one is another sample of the same law.
+        text: as the target wrote it under `sampling`.
+        seed: of the coins and the draft's draws; another one is another sample of the same distribution.
         length: most candidates in a round of any rule that will be replayed.
     """
     drafter, reader = assistant.ready_drafter(), Reader(target)
@@ -153,8 +153,8 @@ def _at_places(p: Tensor, q: Tensor, x: Tensor, sampling: Sampling, generator: t
     if sampling.greedy:  # the text is the target's choice, however a pass over all of it rounds
         p = torch.zeros_like(q).scatter_(-1, x[:, None], 1.0)
     drawn_from = sampling.drawn_from(q, q.argmax(-1))
-    accept, label, rejected_law = coupling(p, drawn_from, x)
-    rejected = q.argmax(-1) if sampling.greedy else draw_rows(rejected_law, generator)
+    accept, label, rejected_p = coupling(p, drawn_from, x)
+    rejected = q.argmax(-1) if sampling.greedy else draw_rows(rejected_p, generator)
     coins = torch.rand(len(x), generator=generator, device=q.device, dtype=torch.float64)
     greedy = sampling.greedy
     return accept, coins, label, scalar_features(q, x, greedy), rejected, scalar_features(q, rejected, greedy)
@@ -164,12 +164,12 @@ def coupling(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What the verifier's rule implies once it is known that it emitted x.
 
     Args:
-        p, q: `[n, vocab]`, laws of the target and of the draft.
+        p, q: `[n, vocab]`, distributions of the target and of the draft.
         x: `[n]`, what was emitted.
 
     Returns:
-        `[n]`, chance that x was the candidate; `[n]`, chance that the candidate x is accepted; `[n, vocab]`, law of the
-        candidate if it was another (q itself where no other is possible).
+        `[n]`, chance that x was the candidate; `[n]`, chance that the candidate x is accepted; `[n, vocab]`,
+        distribution of the candidate if it was another (q itself where no other is possible).
     """
     p_of, q_of = p.gather(-1, x[:, None])[:, 0].double(), q.gather(-1, x[:, None])[:, 0].double()
     accept = torch.where(q_of >= p_of, 1.0, q_of / p_of)

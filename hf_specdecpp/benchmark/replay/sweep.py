@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_specdecpp.benchmark.replay.chains import ChainReplay, Outcomes, recorded_estimator, replay_all
 from hf_specdecpp.benchmark.replay.oracle import oracle
 from hf_specdecpp.benchmark.replay.record import MAX_TOKENS
-from hf_specdecpp.benchmark.replay.tracks import Outcomes, Track, judge, replay_all
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import StoppingRule
@@ -51,15 +51,15 @@ def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str,
     return costs
 
 
-def sweep(tracks: list[Track], head: AcceptanceHead | None, costs: Mapping[str, Costs]) -> dict[str, Any]:
-    """Every rule on the tracks of one set and temperature.
+def sweep(replays: list[ChainReplay], head: AcceptanceHead | None, costs: Mapping[str, Costs]) -> dict[str, Any]:
+    """Every rule on the records of one set and temperature.
 
     Returns:
         `rows`: one for each rule and setting, with its rates and its speed at each of the `costs` that it is for.
         `best`: for each of the costs, the best setting of each family, with its gain over the best fixed length and its
         share of the bounds' speeds. Settings are chosen on the very texts that they are shown for.
     """
-    outcomes = dict(_outcomes(tracks, head, costs))
+    outcomes = dict(_outcomes(replays, head, costs))
     rows = [
         {
             "family": family, "setting": setting, "discard_rate": found.discard_rate,
@@ -69,29 +69,32 @@ def sweep(tracks: list[Track], head: AcceptanceHead | None, costs: Mapping[str, 
         for (family, setting, only), found in outcomes.items()
     ]  # fmt: skip
     best = {name: _best(name, each, outcomes) for name, each in costs.items()}
-    generated = sum(len(track.text.ids) - track.text.first for track in tracks)
-    return {"texts": len(tracks), "tokens": generated, "rows": rows, "best": best}
+    generated = sum(len(replay.text.ids) - replay.text.first for replay in replays)
+    return {"texts": len(replays), "tokens": generated, "rows": rows, "best": best}
 
 
 Key = tuple[str, "float | None", "str | None"]  # family, setting, the costs that it is for (all by default)
 
 
 def _outcomes(
-    tracks: list[Track], head: AcceptanceHead | None, costs: Mapping[str, Costs]
+    replays: list[ChainReplay], head: AcceptanceHead | None, costs: Mapping[str, Costs]
 ) -> Iterator[tuple[Key, Outcomes]]:
-    greedy = tracks[0].greedy
+    greedy = replays[0].greedy
     for length in LENGTHS:
         config = SpeculationConfig(rule="fixed", num_tokens=length)
-        yield (FIXED, length, None), replay_all(tracks, partial(make_rule, config, judge("q", None, greedy)))
+        yield (
+            (FIXED, length, None),
+            replay_all(replays, partial(make_rule, config, recorded_estimator("q", None, greedy))),
+        )
     for family, rule, field, by in _families(head):
         for setting in THRESHOLDS:
             knobs: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": MAX_TOKENS}
-            make = partial(make_rule, SpeculationConfig(**knobs), judge(by, head, greedy))
-            yield (family, setting, None), replay_all(tracks, make)
+            make = partial(make_rule, SpeculationConfig(**knobs), recorded_estimator(by, head, greedy))
+            yield (family, setting, None), replay_all(replays, make)
     for name, each in costs.items():
-        yield (ORACLE, None, name), oracle(tracks, each)
+        yield (ORACLE, None, name), oracle(replays, each)
         for by in (*_judges(head), "truth"):
-            yield (f"throughput ({by})", None, name), replay_all(tracks, _throughput(each, by, head, greedy))
+            yield (f"throughput ({by})", None, name), replay_all(replays, _throughput(each, by, head, greedy))
 
 
 def _families(head: AcceptanceHead | None) -> list[tuple[str, str, str, str]]:
@@ -108,7 +111,7 @@ def _judges(head: AcceptanceHead | None) -> Sequence[str]:
 def _throughput(costs: Costs, by: str, head: AcceptanceHead | None, greedy: bool) -> Callable[[], StoppingRule]:
     """The rule with a memory from text to text, as an assistant has it."""
     config = SpeculationConfig(rule="throughput", max_tokens=MAX_TOKENS, costs=costs.to_dict())
-    estimator = judge(by, head, greedy)
+    estimator = recorded_estimator(by, head, greedy)
     return partial(make_rule, config, estimator, ThroughputState(*settings_of(config, estimator)))
 
 

@@ -50,7 +50,7 @@ class TreeReplay:
     """Trees along one text.
 
     Args:
-        text: as the target wrote it by the law of `sampling`.
+        text: as the target wrote it under `sampling`.
         seed: of all draws.
 
     Raises:

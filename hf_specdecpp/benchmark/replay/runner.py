@@ -13,9 +13,9 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import PLAIN, Contestant
 from hf_specdecpp.benchmark.live.runner import Question, answer, neutralise
+from hf_specdecpp.benchmark.replay.chains import ChainReplay, recorded_estimator
 from hf_specdecpp.benchmark.replay.record import MAX_TOKENS, Text, load, record, save
 from hf_specdecpp.benchmark.replay.sweep import read_costs, sweep
-from hf_specdecpp.benchmark.replay.tracks import Track, judge
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.files import read_json, save_text
@@ -50,14 +50,14 @@ def replay(
     replays, agreement = [], {"compared": 0, "equal": 0}
     for temperature in config.temperatures:
         for name, texts, sampling in text_sets(config, runs, questions, temperature, target):
-            tracks = _tracks(config, name, texts, sampling, target, assistant)
-            everywhere = [track for draws in tracks.values() for track in draws]
+            chains = _chain_replays(config, name, texts, sampling, target, assistant)
+            everywhere = [chain for draws in chains.values() for chain in draws]
             if not everywhere:
                 continue
             replays.append({"set": name, "temperature": temperature, **sweep(everywhere, assistant.head, costs)})
             if temperature == 0.0 and config.rollouts is None:
                 here = [row for row in runs if row["set"] == name and row["temperature"] == 0.0]
-                _compare(agreement, tracks, here, contestants, assistant)
+                _compare(agreement, chains, here, contestants, assistant)
     return {
         "costs": {name: each.to_dict() for name, each in costs.items()},
         "replays": replays,
@@ -72,7 +72,7 @@ def text_sets(
     temperature: float,
     target: CausalLM,
 ) -> Iterator[tuple[str, Texts, Sampling]]:
-    """Name, texts and their law, for each set."""
+    """Name, texts, and how they were sampled, for each set."""
     if config.rollouts is not None:
         yield from _rollouts(config, config.rollouts, temperature, eos_ids(target.generation_config))
         return
@@ -122,35 +122,35 @@ def _write(config: BenchmarkConfig, question: Question, temperature: float, targ
     return ids
 
 
-def _tracks(
+def _chain_replays(
     config: BenchmarkConfig,
     name: str,
     texts: Texts,
     sampling: Sampling,
     target: CausalLM,
     assistant: SpecDecPPAssistant,
-) -> dict[str, list[Track]]:
+) -> dict[str, list[ChainReplay]]:
     """The records of a set's texts, each made unless it is on disk already."""
     folder = config.output / RECORDS / f"{name}-{sampling.temperature:g}"
     folder.mkdir(parents=True, exist_ok=True)
-    tracks: dict[str, list[Track]] = {}
+    chains: dict[str, list[ChainReplay]] = {}
     for prompt, text in logging.tqdm(texts.items(), desc=f"records of {name}", unit="text"):
         if text.first >= len(text.ids):
             continue  # too short for a round
-        tracks[prompt] = []
+        chains[prompt] = []
         for draw in range(1 if sampling.greedy else config.draws):
             seed = seed_of(config.seed, name, prompt, sampling.temperature, draw)
             path = folder / f"{seed}.safetensors"
             if not path.is_file() or (found := load(path)).text != text:
                 found = record(text, assistant, target, sampling, seed)
                 save(found, path)
-            tracks[prompt].append(Track(found))
-    return tracks
+            chains[prompt].append(ChainReplay(found))
+    return chains
 
 
 def _compare(
     agreement: dict[str, int],
-    tracks: dict[str, list[Track]],
+    chains: dict[str, list[ChainReplay]],
     rows: Sequence[dict[str, Any]],
     contestants: Sequence[Contestant],
     assistant: SpecDecPPAssistant,
@@ -158,10 +158,10 @@ def _compare(
     """Count greedy generations whose live rounds are those of the replay."""
     rules = {c.name: (c.speculation, c.with_head) for c in contestants if c.speculation and _replayable(c.speculation)}
     for row in rows:
-        if row["contestant"] in rules and row["prompt"] in tracks:
+        if row["contestant"] in rules and row["prompt"] in chains:
             speculation, with_head = rules[row["contestant"]]
-            estimator = judge("head" if with_head else "q", assistant.head, greedy=True)
-            replayed = tracks[row["prompt"]][0].replay(make_rule(speculation, estimator))
+            estimator = recorded_estimator("head" if with_head else "q", assistant.head, greedy=True)
+            replayed = chains[row["prompt"]][0].rounds(make_rule(speculation, estimator))
             live = [(drafted, accepted) for drafted, accepted, *_ in row["rounds"][1:]]
             agreement["compared"] += 1
             agreement["equal"] += live == [(drafted, accepted) for drafted, accepted, _ in replayed]

@@ -1,8 +1,8 @@
 """What a stopping rule does along a recorded text, without either model.
 
 In greedy decoding the rounds are those of a live run. When sampling they are one draw of the rounds of a live run that
-comes out with this text, from their exact law (`record.py`); it is the draw in which the live run's random decisions
-fall as the record's coins and tokens say.
+comes out with this text, from their exact distribution (`record.py`): the draw in which the live run's random
+decisions fall as the record's coins and tokens say.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from hf_specdecpp.benchmark.replay.record import Candidates, Record
 from hf_specdecpp.config.costs import Costs
@@ -61,15 +60,15 @@ class TrueAcceptance:
         return step.label
 
 
-def judge(name: str, head: AcceptanceHead | None, greedy: bool) -> Estimator:
+def recorded_estimator(name: str, head: AcceptanceHead | None, greedy: bool) -> Estimator:
     """The estimator `"head"`, `"q"` or `"truth"` of a replay."""
     if name == "head" and head is not None:
         return RecordedHead(head, greedy)  # type: ignore[return-value]
     return TrueAcceptance() if name == "truth" else DraftProbability()  # type: ignore[return-value]
 
 
-class Track:
-    """A record unpacked for fast replays: what is seen at each place, as numbers.
+class ChainReplay:
+    """Chains along one recorded text, unpacked for speed: what a rule sees at each place, as numbers.
 
     Attributes:
         on_text: the candidates that are the text's tokens, a place each.
@@ -82,7 +81,7 @@ class Track:
         places = (~record.stands).nonzero()[:, 0].tolist()
         self.off_text = dict(zip(places, _chains(record.off_text), strict=True))
 
-    def replay(self, rule: StoppingRule) -> list[tuple[int, int, int]]:
+    def rounds(self, rule: StoppingRule) -> list[tuple[int, int, int]]:
         """The rounds: candidates, how many stood, and how many tokens the draft had to read before."""
         rounds, start, unread = [], self.text.first, self.text.first
         while start < len(self.text.ids):
@@ -177,11 +176,11 @@ class Outcomes:
         return sum(self.generated) / float(self.seconds(costs).sum())
 
 
-def replay_all(tracks: list[Track], make_rule: Callable[[], StoppingRule]) -> Outcomes:
+def replay_all(replays: list[ChainReplay], make_rule: Callable[[], StoppingRule]) -> Outcomes:
     """A rule on all texts, made anew for each as for each generation."""
     outcomes = Outcomes()
-    for track in tracks:
-        outcomes.add(track.replay(make_rule()), len(track.text.ids) - track.text.first)
+    for replay in replays:
+        outcomes.add(replay.rounds(make_rule()), len(replay.text.ids) - replay.text.first)
     return outcomes
 
 
@@ -201,8 +200,3 @@ def _chains(candidates: Candidates) -> list[list[Seen]]:
     flat = Candidates(**{name: value.flatten(0, 1) for name, value in vars(candidates).items()})
     seen = _seen(flat)
     return [seen[i * length : (i + 1) * length] for i in range(count)]
-
-
-def load_tracks(records: list[Record]) -> list[Track]:
-    with torch.inference_mode():
-        return [Track(record) for record in records]
