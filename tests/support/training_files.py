@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 from hf_specdecpp.training.configuration import EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
 from support.models import VOCAB_SIZE, partly_agreeing, tiny
 from support.repos import save_model
+
+KEPT = tempfile.TemporaryDirectory(prefix="training-run-")  # removed when the process ends
 
 
 def training_run(
@@ -25,11 +30,12 @@ def training_run(
     **head: Any,
 ) -> Any:
     """A `TrainingConfig` with a target, a partly agreeing draft and rollouts of `num_texts` training texts on disk."""
-    target = tiny("llama").float()
-    names: dict[str, Any] = {"target": save_model(target, folder / "target")}
+    made = _prototype(num_texts, mix, early_exit, tuple(temperatures), tuple(tests))
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    names: dict[str, Any] = {"target": str(folder / "target")}
     if not early_exit:
-        names["draft"] = save_model(partly_agreeing(target, mix), folder / "draft")
-    config = TrainingConfig(
+        names["draft"] = str(folder / "draft")
+    return TrainingConfig(
         **names,
         layers=1,
         output=str(folder / "out"),
@@ -37,11 +43,24 @@ def training_run(
         head=HeadConfig(**{"num_blocks": 1, "rank": 8, "batch_size": 4, "epochs": 2.0, "learning_rate": 1e-3, **head}),
         evaluation=EvalConfig([f"{name}.jsonl" for name in tests]),
     )
+
+
+@cache
+def _prototype(
+    num_texts: int, mix: float, early_exit: bool, temperatures: tuple[float, ...], tests: tuple[str, ...]
+) -> Path:
+    """The same files, made once a session."""
+    folder = Path(tempfile.mkdtemp(dir=KEPT.name))
+    target = tiny("llama").float()
+    save_model(target, folder / "target")
+    if not early_exit:
+        save_model(partly_agreeing(target, mix), folder / "draft")
+    work = folder / "out-work"
     for split, count in (("train", num_texts), ("heldout", 6), *((name, 4) for name in tests)):
         for temperature in temperatures:
-            write_rollouts(config.work, split, target, count, temperature)
-    (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True}))
-    return config
+            write_rollouts(work, split, target, count, temperature)
+    (work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True}))
+    return folder
 
 
 def write_rollouts(work: Path, split: str, target: Any, count: int, temperature: float = 1.0) -> None:

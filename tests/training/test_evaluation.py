@@ -30,12 +30,14 @@ from hf_specdecpp.training.models import load_assistant, load_target
 
 @pytest.fixture(scope="module", params=["before", "after"])
 def fitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    options = {"inputs": request.param, "rejection_weight": 1.0, "epochs": 4.0}
+    options = {"inputs": request.param, "rejection_weight": 1.0, "epochs": 2.0}
     folder = tmp_path_factory.mktemp(request.param)
     config = training_run(folder, mix=0.9, temperatures=(1.0, 0.0), tests=["sums"], **options)
-    head_fitting.run(config)
-    calibration.run(config)
-    return config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chains, "STARTS", 4)
+        head_fitting.run(config)
+        calibration.run(config)
+        yield config
 
 
 @pytest.fixture(scope="module")

@@ -150,10 +150,11 @@ def test_samples_follow_temperature_and_top_k_alone(config: TrainingConfig, tmp_
     config.target = save_model(model, tmp_path / "own_ideas")
     config.rollouts.temperatures, config.rollouts.top_k, config.rollouts.samples_per_prompt = [0.3], top_k, 40
     config.rollouts.max_new_tokens, config.rollouts.batch_size = 1, 40
+    config.rollouts.shard_size, config.rollouts.heldout = NUM_PROMPTS, 0.0
     rollouts.run(config)
     model = AutoModelForCausalLM.from_pretrained(config.target)
     drawn: dict[str, list[int]] = {}
-    for row in rows_of(config):
+    for row in answers.load(config.work, "train"):
         drawn.setdefault(row["prompt_id"], []).append(row["input_ids"][-1])
     assert all(len(tokens) == 40 for tokens in drawn.values())
     expected = observed = 0.0

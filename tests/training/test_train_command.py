@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
+from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.rollouts.local_target import LocalTarget
 
 SETTINGS = {
@@ -48,6 +49,7 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     unfinished = tmp_path / "out-work" / "features" / "train-00000.safetensors.123.tmp"  # of a run that was killed
     unfinished.parent.mkdir(parents=True)
     unfinished.touch()
+    monkeypatch.setattr(chains, "STARTS", 3)
     with HubServer() as hub:
         point_client_at(monkeypatch, hub, tmp_path / "cache", token="hf_x")  # noqa: S106
         result = CliRunner().invoke(app, [*arguments, "--push_to_hub", "tester/trained"])
