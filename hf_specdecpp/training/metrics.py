@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -117,13 +116,13 @@ def outcome(
 
 
 def curve(
-    make_rule: Callable[[float], StoppingRule],
+    maker: Callable[[float], Callable[[], StoppingRule]],
     settings: Iterable[float],
     chains: Collection[RecordedChain],
     signal: str,
 ) -> list[Outcome]:
-    """`outcome` of a rule over its thresholds (or lengths)."""
-    return [outcome(partial(make_rule, setting), chains, signal, setting) for setting in settings]
+    """`outcome` of a rule over its thresholds (or lengths), `maker` of which gives what makes the rule for a text."""
+    return [outcome(maker(setting), chains, signal, setting) for setting in settings]
 
 
 def expected_accepted(labels: Sequence[float]) -> float:

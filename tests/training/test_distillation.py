@@ -34,6 +34,11 @@ class Killed(BaseException):
     pass
 
 
+@pytest.fixture(autouse=True)
+def few_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "SAVE_EVERY", 0.5)
+
+
 def run_and_be_killed(config: TrainingConfig) -> None:
     with pytest.raises(Killed):
         distillation.run(config)
@@ -318,6 +323,7 @@ def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
 
 def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in training (twice, once while writing a checkpoint) and in the last report: as if nothing had been."""
+    monkeypatch.setattr(distillation, "SAVE_EVERY", 0.1)
     whole, config = (prepare(tmp_path / name, "early_exit", dropout=0.1, **FEW) for name in ("whole", "killed"))
     distillation.run(whole)
     for step in (2, 5):

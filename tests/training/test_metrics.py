@@ -148,7 +148,7 @@ def test_a_rule_that_adapts_begins_anew_with_each_text() -> None:
 
 
 def test_longer_rounds_verify_less_and_discard_more() -> None:
-    points = curve(lambda k: FixedLength(int(k)), range(1, 8), recorded(3), "q")
+    points = curve(lambda k: lambda: FixedLength(int(k)), range(1, 8), recorded(3), "q")
     assert [point.verification_rate for point in points] == sorted((p.verification_rate for p in points), reverse=True)
     assert [point.discard_rate for point in points] == sorted(point.discard_rate for point in points)
 

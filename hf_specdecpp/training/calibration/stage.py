@@ -74,14 +74,15 @@ def calibration_half(config: TrainingConfig, sampling: Sampling, text: Tensor) -
     Raises:
         ValueError: only one prompt, so that nothing would be left to measure with.
     """
-    prompts = chains.texts_at(config, "heldout", sampling)["prompt_id"]
+    prompts = list(chains.texts_at(config, "heldout", sampling)["prompt_id"])
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:
         raise ValueError(
             f"Only {len(used)} held-out prompt has an answer to draft in, and calibration needs two: one to fit, one "
             "to measure. Raise rollouts.heldout, or give more prompts."
         )
-    return torch.tensor([used.index(prompts[row]) % 2 == 0 for row in text.tolist()])
+    fitting = set(used[::2])
+    return torch.tensor([prompts[row] in fitting for row in text.tolist()])
 
 
 def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _evaluate(
     rows = _rows(config, split, assistant, target, sampling)
     estimates = all_estimates(fitted_head(assistant.head, config).cpu(), rows, assistant, sampling.greedy)
     report, curves = assess(rows, estimates, assistant.head)
-    sources = chains.texts_at(config, split, sampling)["source"]
+    sources = list(chains.texts_at(config, split, sampling)["source"])
     report["sources"] = {
         source: assess(*_select(rows, estimates, here), assistant.head)[0]
         for source, here in _by_source(rows["text"], sources)
@@ -175,19 +176,16 @@ def recorded_chains(rows: dict[str, Tensor], estimates: Mapping[str, Tensor], in
 
 def rule_curves(recorded: list[RecordedChain]) -> dict[str, list[Outcome]]:
     """Every rule over its thresholds, and fixed lengths."""
-    curves = {}
-    for name, (rule, field, signal) in RULES.items():
 
-        def make(setting: float, rule: str = rule, field: str = field) -> StoppingRule:
-            knobs: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": chains.MAX_TOKENS}
-            return make_rule(SpeculationConfig(**knobs), DraftProbability())
+    def maker(rule: str, field: str, setting: float) -> Callable[[], StoppingRule]:
+        knobs: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": chains.MAX_TOKENS}
+        return partial(make_rule, SpeculationConfig(**knobs), DraftProbability())
 
-        curves[name] = curve(make, THRESHOLDS, recorded, signal)
-
-    def fixed(length: float) -> StoppingRule:
-        return make_rule(SpeculationConfig(rule="fixed", num_tokens=int(length)), DraftProbability())
-
-    curves["fixed"] = curve(fixed, LENGTHS, recorded, "q")
+    curves = {
+        name: curve(partial(maker, rule, field), THRESHOLDS, recorded, signal)
+        for name, (rule, field, signal) in RULES.items()
+    }
+    curves["fixed"] = curve(partial(maker, "fixed", "num_tokens"), LENGTHS, recorded, "q")
     return curves
 
 
