@@ -66,6 +66,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.setup = setup
         self.session = DraftSession(setup.drafter, width or 0)
         self.processing = Processing(logits_processor or [])
+        self.draft_processing = self.processing if target is None else self.processing.for_draft()
         self.stats = SpeculationStats()
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
@@ -90,7 +91,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         check_tree(setup.drafter.model, "draft")
         estimator = setup.head or DraftProbability()
         trees = TreeDrafting(
-            config, estimator, self.session, self.processing, self.randomness, self.eos_token_ids, setup.rates
+            config, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
         )
         if config.tree == "dyspec" and config.rule == "throughput":
             trees.throughput = setup.memory.tree_state(config, setup.drafter, estimator, target, generation_config)
@@ -116,8 +117,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
         def step(candidates: list[int]) -> DraftStep | None:
             logits, hidden = self.session.step(candidates)
-            scores = self.processing.one(input_ids, candidates, logits)
-            if self.processing.forbids_all(scores):  # of what the draft can say: the target decides alone
+            scores = self.draft_processing.one(input_ids, candidates, logits)
+            if self.draft_processing.forbids_all(scores):  # of what the draft can say: the target decides alone
                 return None
             return self.session.draft_step(len(candidates), scores, hidden, greedy=self.randomness is None)
 

@@ -28,6 +28,7 @@ from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.sampling.verification import verify_chain, verify_greedy
+from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
 # How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
@@ -113,6 +114,8 @@ class AssistedDecoding:
         self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
     ) -> tuple[Tensor, bool]:
         """Verify the candidates, emit what stands, leave every cache at the emitted text."""
+        if self.generator.processing.in_order:
+            return self._select_in_order(input_ids, candidates, q_scores, outputs)
         count = len(candidates)
         logits = outputs.logits[0, -count - 1 :].to(input_ids.device, torch.float32)
         raw = logits.clone() if self.records.keeps_logits else logits
@@ -135,24 +138,54 @@ class AssistedDecoding:
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.tree_inputs(input_ids, tree, order), return_dict=True)
         self.stats.target_seconds += self._since(begin)
+        path, emitted, scores, raw, rows = self._walk(input_ids, tree, order, outputs)
+        self.generator.update_tree(tree, path)
+        return self._emit(input_ids, emitted, scores, raw, outputs, len(tree), rows)
+
+    def _select_in_order(
+        self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
+    ) -> tuple[Tensor, bool]:
+        """Like `_select`, one candidate after the other: a chain is a tree of one branch."""
+        tree = DraftTree(int(input_ids[0, -1]))
+        for place, (token, q) in enumerate(zip(candidates, q_scores, strict=True)):
+            tree.add(place, token)
+            tree.scores[place] = q
+        path, emitted, scores, raw, _ = self._walk(input_ids, tree, list(range(len(candidates) + 1)), outputs)
+        if candidates or self.stats.generated:
+            self.generator.update_candidate_strategy(input_ids, scores, len(path))
+        return self._emit(input_ids, emitted, scores, raw, outputs, len(candidates))
+
+    def _walk(
+        self, input_ids: Tensor, tree: DraftTree, order: list[int], outputs: Any
+    ) -> tuple[list[int], list[int], Tensor, Tensor, list[int]]:
+        """Verify a tree from the root down; processors are called at the nodes on the way only, once each.
+
+        Args:
+            order: of the nodes in the target's pass.
+
+        Returns:
+            The accepted nodes; the k emitted tokens; `[k, vocab]` logits that they were chosen from, with and without
+            processing; the rows of the root and the accepted nodes in the pass.
+        """
         logits = outputs.logits[0, -len(order) :]
         rows = {node: row for row, node in enumerate(order)}
 
         @cache
         def scores(node: int) -> Tensor:
             row = logits[rows[node]].to(input_ids.device, torch.float32, copy=True)
+            if node > 0 and tree.tokens[node] in self.eos:
+                return row  # the text ends here, and plain generation does not ask what would follow
             return self.generator.processing.one(input_ids, tree.path(node), row)
 
         if self.generator.randomness is None:
             path, token = verify_tree_greedy(tree, scores)
         else:
             path, token = verify_tree(tree, lambda node: scores(node).softmax(dim=-1), self.generator.randomness)
-        self.generator.update_tree(tree, path)
-        kept_rows = [rows[node] for node in (0, *path)]
-        raw = logits[kept_rows].to(input_ids.device, torch.float32)
+        kept = [0, *path]
         emitted = [*(tree.tokens[node] for node in path), token]
-        processed = torch.stack([scores(node) for node in (0, *path)])
-        return self._emit(input_ids, emitted, processed, raw, outputs, len(tree), kept_rows)
+        kept_rows = [rows[node] for node in kept]
+        raw = logits[kept_rows].to(input_ids.device, torch.float32)
+        return path, emitted, torch.stack([scores(node) for node in kept]), raw, kept_rows
 
     def _emit(
         self,

@@ -23,7 +23,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.refusals import check_inputs, check_lossless
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
 
 # Families whose token types may mark the prompt as a prefix in which every token sees every other.
 PREFIX_ATTENTION = {"paligemma", "hrm_text"}
@@ -89,9 +89,15 @@ def draft_round(
         # again: after top-k it could forbid the only token left.
         minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
         processors.insert(0, minimum)
-    generator.processing = Processing(processors)
+    generator.draft_processing = Processing(processors)
+    before = _states(processors)
     with generator.products:
         chain = generator.draft(input_ids, max_new_tokens)
+    if changed := [name for (name, old), (_, new) in zip(before, _states(processors), strict=True) if old != new]:
+        raise ValueError(
+            f"{', '.join(changed)}: keeps count of its calls, and transformers' assisted generation calls logits "
+            "processors for candidates, too, which would change the output. " + ATTACH
+        )
     state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
     if not chain.tokens:
         chain = _repeat_last(input_ids, generator.session.vocab_size)
@@ -100,6 +106,17 @@ def draft_round(
         scores=tuple(scores[None] for scores in chain.scores),
         past_key_values=state,
     )
+
+
+def _states(processors: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What processors of the user's own remember in the open: numbers, texts and the lengths of lists."""
+    states = []
+    for processor in processors:
+        if not reads_prefix_only(processor):
+            values = {name: len(v) if isinstance(v, list) else v for name, v in vars(processor).items()}
+            simple = {name: v for name, v in values.items() if isinstance(v, int | float | str | None)}
+            states.append((type(processor).__name__, simple))
+    return states
 
 
 def _repeat_last(input_ids: Tensor, vocab_size: int) -> Chain:

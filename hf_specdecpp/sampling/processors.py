@@ -39,10 +39,17 @@ PREFIX_FREE = frozenset(
 )
 # Count their calls or keep a cache of their own: a call for a position that is then rejected would derail them.
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-
-
 # Leave at least one token that was allowed before, and of `PREFIX_FREE` only this one does not.
 KEEPS_SOME = PREFIX_FREE - {SuppressTokensLogitsProcessor}
+
+
+def reads_prefix_only(processor: object) -> bool:
+    """Whether a processor depends on its arguments alone, so that it may be asked about tokens that are then rejected.
+
+    Known of those of transformers. Others may count their calls or follow a grammar token by token, as those of
+    xgrammar and outlines do, unless they have an attribute `reads_prefix_only = True`.
+    """
+    return type(processor).__module__.startswith("transformers.") or getattr(processor, "reads_prefix_only", False)
 
 
 class Processing:
@@ -51,6 +58,7 @@ class Processing:
     Attributes:
         prefix_free: whether none looks at the tokens.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
+        in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
 
     Raises:
         ValueError: a processor keeps state from call to call, so that it cannot be asked about candidates.
@@ -65,8 +73,13 @@ class Processing:
                     "assistant, or without guidance_scale / watermarking."
                 )
         self.processors = list(processors)
+        self.in_order = [processor for processor in self.processors if not reads_prefix_only(processor)]
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
+
+    def for_draft(self) -> Processing:
+        """Without the processors that must not see candidates: the draft guesses without them."""
+        return Processing([processor for processor in self.processors if reads_prefix_only(processor)])
 
     def one(self, input_ids: Tensor, candidates: list[int], scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""

@@ -37,7 +37,9 @@ PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
 
 
 class FavoursTheNextId(LogitsProcessor):
-    """A user's own processor that looks at the text."""
+    """A user's own processor that looks at the text, and says that it keeps no state: so drafts are processed, too."""
+
+    reads_prefix_only = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         changed = scores.clone()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.models import partly_agreeing, tiny
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation import decoding
@@ -53,9 +53,16 @@ def joint_law(target: Any) -> dict[tuple[int, ...], float]:
     return law
 
 
-def sample(target: Any, number: int, assistant: Any = None) -> Counter[tuple[int, ...]]:
+class Unchanging(LogitsProcessor):
+    """A user's own: it may count its calls, so that the loop verifies one candidate after the other."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+def sample(target: Any, number: int, assistant: Any = None, **settings: Any) -> Counter[tuple[int, ...]]:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
+    settings |= {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(number):
         output = target.generate(PROMPT, assistant_model=assistant, max_new_tokens=COUNTED + 1, **settings)
@@ -84,10 +91,11 @@ def test_the_joint_law_adds_up() -> None:
     assert math.isclose(sum(law.values()), 1.0, abs_tol=1e-9)
 
 
-@pytest.mark.parametrize("attached", [True, False])
-def test_the_texts_follow_the_target(attached: bool) -> None:
+@pytest.mark.parametrize("kind", ["attached", "attached, in order", "unattached"])
+def test_the_texts_follow_the_target(kind: str) -> None:
     target = make_target()
-    counts = sample(target, 400, make_assistant(target, attached))
+    processors = [Unchanging()] if kind == "attached, in order" else []
+    counts = sample(target, 400, make_assistant(target, kind != "unattached"), logits_processor=processors)
     assert p_value(counts, joint_law(target)) > SUSPICIOUS
 
 
