@@ -56,7 +56,7 @@ def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_token
 
     They are those of the matrix products that the layers use now (`models.cpu_products`).
     """
-    of = fingerprint(target, drafter, estimator, max_tokens, trees)
+    of = conditions(target, drafter, estimator, max_tokens, trees)
     name = json.dumps(of, sort_keys=True)
     if name not in _known:
         costs = _stored(of)
@@ -68,7 +68,7 @@ def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_token
     return _known[name]
 
 
-def fingerprint(
+def conditions(
     target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool
 ) -> dict[str, Any]:
     """All that the costs depend on; JSON-able."""
