@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from hf_specdecpp.benchmark.summary import best_of_families, measured_ratio, ove
 from hf_specdecpp.intervals import ratio_of_sums
 
 WIDTH = 100
+BUSY = 0.1  # processors that other processes may use before a report mentions them
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
@@ -74,6 +76,12 @@ def notes(results: dict[str, Any]) -> list[str]:
         lines.append(
             f"{len(rows)} of {len(results['runs'])} runs were disturbed: they waited for a processor for up to "
             f"{max(row['waited'] for row in rows):.0%} of their time. They are marked *."
+        )
+    busy = [row["others"] for row in results["runs"] if row["others"] is not None]
+    if busy and median(busy) > BUSY:
+        lines.append(
+            f"Other processes kept {median(busy):.1f} of the machine's {where['processors']} processors busy: "
+            "they slow memory down for everybody, so these are the ratios of a busy machine."
         )
     return lines
 

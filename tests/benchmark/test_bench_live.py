@@ -32,6 +32,7 @@ from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, rotated
 from hf_specdecpp.benchmark.replay import runner as replaying
+from hf_specdecpp.benchmark.report import notes
 from hf_specdecpp.benchmark.run_log import RUNS, RunLog
 from hf_specdecpp.benchmark.summary import comparable, summarise, verdict
 from hf_specdecpp.cli import app
@@ -197,6 +198,15 @@ def test_where_the_system_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         sum(range(1000))
     assert load.others is None
     assert 0.0 <= load.waited <= 1.0
+
+
+def test_the_report_says_what_others_did() -> None:
+    where = {"threads": 1, "device": "CPU", "processors": 2}
+    settings = {"dtype": "float32", "target": "t", "draft_name": "d", "extra_layers": 0, "pack_weights": False}
+    for others, said in ((1.0, True), (0.02, False), (None, False)):
+        row = {"contestant": "plain", "rounds": [], "disturbed": False, "others": others}
+        lines = notes({"settings": settings, "environment": where, "runs": [row] * 3})
+        assert any("1.0 of the machine's 2 processors" in line for line in lines) == said
 
 
 # Losslessness ---------------------------------------------------------------------------------------------------------
