@@ -347,7 +347,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: that loop is being set up for something that it would get wrong.
         """
-        check_loop()
+        check_loop(self.ready_drafter)
         return _AssistantGenerationConfig(self.speculation.most_tokens)
 
     @property
@@ -366,7 +366,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: in that case.
         """
-        check_loop()
+        check_loop(self.ready_drafter)
 
     def _supports_logits_to_keep(self) -> bool:
         return True
@@ -398,6 +398,17 @@ class SpecDecPPAssistant(PreTrainedModel):
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
         """Upload what `save_pretrained` writes. See `publishing.push` for the arguments."""
         return publishing.push(self.contents(), repo_id, **kwargs)
+
+    # A copy by value would leave the targets behind that this one is attached to. Harnesses copy the arguments of
+    # `generate()`, and mean the same assistant; and a pickle goes to a process where there are no such targets.
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "An assistant cannot be pickled: it belongs to the targets that it is attached to. Store it with "
+            "assistant.save_pretrained(folder) and load it there: SpecDecPPAssistant.from_pretrained(folder, target)."
+        )
 
     # Details ---------------------------------------------------------------------------------------------------------
 

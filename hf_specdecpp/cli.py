@@ -152,7 +152,7 @@ def _pin(model: str | None) -> tuple[str | None, str | None]:
 
 
 def _console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    console = Console(stderr=stderr, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 100  # rich takes 80 for a pipe
     return console
@@ -188,8 +188,22 @@ def _facts(config: SpecDecPPConfig) -> dict[str, str]:
     }
 
 
-def _items(values: dict[str, object] | None) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items()) if isinstance(values, dict) else "none"
+def _items(values: dict[str, Any] | None) -> str:
+    """Such as "hidden_size=8, calibration: sampled: bias=0.5, temperatures=[1.2, 1.1, 1.3, 1.2 ... (20 in all)]"."""
+    return ", ".join(_item(name, value) for name, value in values.items()) if values else "none"
+
+
+def _item(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{name}: {_items(value)}"
+    if isinstance(value, list):
+        more = f" ... ({len(value)} in all)" if len(value) > 4 else ""
+        return f"{name}=[{', '.join(map(_short, value[:4]))}{more}]"
+    return f"{name}={_short(value)}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _pinned(name: str | None, revision: str | None) -> str:

@@ -11,19 +11,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, TextStreamer
+from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli_options import parse_layers
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.texts.prompts import EXAMPLES
 from hf_specdecpp.trees.drawing import DrawnTree
 
 PICTURE = "tree.png"
 
-console = Console(highlight=False, soft_wrap=True)
+# Without markup: prompts, names and tokens may hold brackets, such as "[/INST]".
+console = Console(highlight=False, soft_wrap=True, markup=False)
 
 
 @dataclass
@@ -59,8 +61,7 @@ def run(
     """
     logging.disable_progress_bar()
     with console.status(f"loading {target}"):
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        model, tokenizer = load_model(target), load_tokenizer(target)
     if assistant is None:
         helper = SpecDecPPAssistant.from_early_exit(model, parse_layers(layers))
         description = (
@@ -71,8 +72,8 @@ def run(
         description = assistant
     if tree and helper.speculation.tree is None:
         helper.speculation.tree = "dyspec"
-    console.print(f"[bold]target[/]     {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
-    console.print(f"[bold]assistant[/]  {description}\n")
+    _print("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
+    _print("assistant", f"  {description}\n")
 
     _warm_up(model, tokenizer, helper)
     totals = SpeculationStats()
@@ -80,7 +81,7 @@ def run(
     differing = 0
     questions = prompts or list(EXAMPLES)
     for number, prompt in enumerate(questions, 1):
-        console.print(f"[bold cyan]{number}/{len(questions)}  {prompt}[/]")
+        _print(f"{number}/{len(questions)}  {prompt}", style="bold cyan")
         inputs = _encode(tokenizer, prompt).to(model.device)
         plain = _answer("plain", model, tokenizer, inputs, None, max_new_tokens, sample)
         assisted = _answer("assisted", model, tokenizer, inputs, helper, max_new_tokens, sample)
@@ -94,8 +95,10 @@ def run(
     _report(totals, seconds, sample)
     if helper.last_tree is not None:
         _show_tree(helper.last_tree, tokenizer)
+    elif tree:
+        console.print(f"\nNo tree to show: no round of rule={helper.speculation.rule!r} was worth a candidate.")
     if differing:
-        console.print(f"[bold red]{differing} answers differ: please report this.[/]")
+        _print(f"{differing} answers differ: please report this.", style="bold red")
         raise typer.Exit(1)
 
 
@@ -108,7 +111,7 @@ def _answer(
     max_new_tokens: int,
     sample: bool,
 ) -> Answer:
-    console.print(f"[bold]{name}[/]")
+    _print(name)
     torch.manual_seed(0)
     begin = time.perf_counter()
     output = model.generate(
@@ -120,7 +123,7 @@ def _answer(
     )
     seconds = time.perf_counter() - begin
     tokens = output[0, inputs["input_ids"].shape[1] :]
-    console.print(f"[dim]{len(tokens)} tokens in {seconds:.1f} s, {len(tokens) / seconds:.1f} tokens/s[/]")
+    _print(f"{len(tokens)} tokens in {seconds:.1f} s, {len(tokens) / seconds:.1f} tokens/s", style="dim")
     return Answer(tokens, seconds)
 
 
@@ -140,20 +143,21 @@ def _against_measured(stats: SpeculationStats, plain: Answer) -> SpeculationStat
 def _compare(plain: Tensor, assisted: Tensor) -> bool:
     """Print whether the answers are the same; True if they differ."""
     if torch.equal(plain, assisted):
-        console.print(f"[green]equal: all {len(plain)} tokens[/]")
+        _print(f"equal: all {len(plain)} tokens", style="green")
         return False
     shared = min(len(plain), len(assisted))
     agree = int((plain[:shared] == assisted[:shared]).long().cumprod(0).sum())
-    console.print(f"[red]different from token {agree} on (in half precision a near-tie can do this)[/]")
+    _print(f"different from token {agree} on (in half precision a near-tie can do this)", style="red")
     return True
 
 
 def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) -> None:
     ratio = seconds["plain"] / seconds["assisted"]
-    console.print(f"[bold]Statistics of all answers[/]\n{stats}")
-    console.print(
-        f"\n[bold]Measured[/]  plain {seconds['plain']:.1f} s, assisted {seconds['assisted']:.1f} s, prompts included: "
-        f"{ratio:.2f} times the speed of plain generate()."
+    _print("Statistics of all answers", f"\n{stats}\n")
+    _print(
+        "Measured",
+        f"  plain {seconds['plain']:.1f} s, assisted {seconds['assisted']:.1f} s, prompts included: {ratio:.2f} times "
+        "the speed of plain generate().",
     )
     if sample:
         console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
@@ -165,8 +169,7 @@ def _show_tree(drawn: DrawnTree, tokenizer: PreTrainedTokenizerBase) -> None:
     def decode(token: int) -> str:
         return repr(tokenizer.decode([token]))
 
-    console.print("\n[bold]The last tree[/]")
-    console.print(Text(drawn.text(decode)))
+    _print("\nThe last tree", f"\n{drawn.text(decode)}")
     try:
         drawn.save(PICTURE, decode)
     except ImportError:
@@ -189,6 +192,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     return encoded
+
+
+def _print(heading: str, text: str = "", style: str = "bold") -> None:
+    console.print(Text.assemble((heading, style), text))
 
 
 def _threads() -> str:

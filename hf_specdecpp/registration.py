@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.models.loading import load_tokenizer
 
 
 class DraftTokenizer(PreTrainedTokenizerFast):
@@ -23,9 +24,14 @@ class DraftTokenizer(PreTrainedTokenizerFast):
         hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
         place = {key: kwargs[key] for key in ("revision", "subfolder") if kwargs.get(key) is not None}
         config = SpecDecPPConfig.from_pretrained(name, **place, **hub_kwargs)
-        if config.draft_id is not None:
-            return AutoTokenizer.from_pretrained(config.draft_id, revision=config.draft_revision, **hub_kwargs)
-        return AutoTokenizer.from_pretrained(config.target_id, revision=config.target_revision, **hub_kwargs)
+        model, commit = config.draft_id, config.draft_revision
+        if model is None:
+            model, commit = config.target_id, config.target_revision
+        if model is None:
+            raise ValueError(
+                f"The config.json of {name!r} names no draft_id and no target_id, so no tokenizer is known."
+            )
+        return load_tokenizer(model, commit, **hub_kwargs)
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from support.hub_server import HubServer, hub_env, point_client_at
 from support.released_heads import Payload, ReleasedHead, save_bin, save_mixin, write_config
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import __version__, demo
+from hf_specdecpp import AcceptanceHead, __version__, demo
 from hf_specdecpp.cli import app
 
 
@@ -102,6 +102,14 @@ def test_not_sound(folder: Path) -> None:
     assert "PROBLEM acceptance_head.safetensors acceptance_head.safetensors is incomplete" in output
     assert "warning pytorch_model.bin looks like a pickle" in output
     assert "2 of 5 files have problems." in output
+
+
+def test_settings_are_words_and_not_python(folder: Path) -> None:
+    calibration = {"sampled": {"bias": 0.123456789, "temperatures": [1.0, 1.25, 1.5, 1.75, 2.0]}}
+    edit_config(folder, head=AcceptanceHead(8, num_blocks=2, calibration=calibration).to_config())
+    output = text(run("inspect", folder).stdout)
+    assert "calibration: sampled: bias=0.1235, temperatures=[1, 1.25, 1.5, 1.75 ... (5 in all)]" in output
+    assert "{" not in output
 
 
 def test_an_ordinary_model(tmp_path: Path) -> None:

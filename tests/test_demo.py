@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from support.models import tiny
 from support.repos import save_model
 from typer.testing import CliRunner
 
-from hf_specdecpp import demo
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, demo
 from hf_specdecpp.cli import app
 from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.stats import PassSeconds
+from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.trees.drawing import DrawnTree
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
 
@@ -62,6 +65,31 @@ def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.Monk
     assert result.exit_code == 1
     assert "different from token" in result.output
     assert "answers differ" in result.output
+
+
+def test_brackets_are_printed_as_they_are(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """rich would take them for markup: a prompt with a closing tag is an error, the name of an extra is lost."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DrawnTree, "save", Mock(side_effect=ImportError))
+    prompts = ["--prompt", "w1 [/INST]", "--prompt", "[bold red]w2"]
+    result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS[:4], *prompts, "--tree"])
+    assert result.exit_code == 0, result.output
+    for part in ("1/2  w1 [/INST]\n", "2/2  [bold red]w2\n", "pip install 'hf-specdecpp[train]'"):
+        assert part in result.output
+
+
+def test_demo_says_that_no_tree_was_worth_it(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A draft pass that takes as long as ten target passes: the throughput rule drafts nothing."""
+    monkeypatch.chdir(tmp_path)
+    costs = {"draft": 10.0, "verify": [1.0, 2.0], "branch": 10.0}
+    knobs = SpeculationConfig("throughput", costs=costs, tree="dyspec")
+    assistant = SpecDecPPAssistant.from_early_exit(load_model(target), 1, speculation=knobs)
+    assistant.save_pretrained(tmp_path / "assistant")
+    command = ["demo", "--target", target, "--assistant", str(tmp_path / "assistant"), *ARGUMENTS[2:6], "--tree"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "No tree to show: no round of rule='throughput' was worth a candidate." in result.output
 
 
 def test_demo_shows_a_tree(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

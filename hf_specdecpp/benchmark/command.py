@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -36,7 +35,7 @@ from hf_specdecpp.benchmark.summary import comparable, speed_table, summarise
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import load_draft
+from hf_specdecpp.models.loading import load_draft, load_model
 from hf_specdecpp.provenance import command, commit_of
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
@@ -88,11 +87,8 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant, int]:
     """The target, slowed down if that is wanted, its assistant, and how many layers the target was given."""
-    original: CausalLM = AutoModelForCausalLM.from_pretrained(
-        config.target, dtype=config.dtype, trust_remote_code=False
-    )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    original.to(config.device or accelerator or "cpu").eval()
+    original = load_model(config.target, dtype=config.dtype, device=config.device or accelerator or "cpu")
     assistant = _assistant(config, original)
     if config.cost_ratio is None:
         return original, assistant, 0

@@ -146,7 +146,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._num_accepted = len(path)
         self.stats.record_tree(tree, path)
         tree.scores.clear()  # they are large
-        self.stats.last_tree = DrawnTree(tree, path)
+        if len(tree):  # a rule may leave the last rounds of an answer to the target
+            self.stats.last_tree = DrawnTree(tree, path)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form.

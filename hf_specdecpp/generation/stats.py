@@ -46,7 +46,7 @@ class SpeculationStats:
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
             was not.
         same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
-        last_tree: the latest tree that was drafted and verified; `str()` draws it. `None` for chains.
+        last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
     """

@@ -127,14 +127,18 @@ def _repeat_last(input_ids: Tensor, vocab_size: int) -> Chain:
     return Chain([token], [scores])
 
 
-def check_loop() -> None:
+def check_loop(ready: Callable[[], object]) -> None:
     """Raise `ValueError` for what transformers' assisted decoding would silently get wrong.
 
     Asked as that sets up its candidate generator, before the target has done any work. Elsewhere it does nothing.
+
+    Args:
+        ready: raises `ValueError` if the assistant cannot draft yet.
     """
     loop = _loop_frame()
     if loop is None or "candidate_generator" in loop.f_locals:
         return
+    ready()
     target, config, model_kwargs = (loop.f_locals[name] for name in ("self", "generation_config", "model_kwargs"))
     check_target(target)
     check_lossless(config)

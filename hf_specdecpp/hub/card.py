@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.provenance import public_name
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 NONE = "–"
@@ -39,6 +41,10 @@ def make_card(
         model_name="SpecDec++ assistant" if training else None,
         eval_results=list(_eval_results(training["evaluation"])) if training else None,
     )
+    config = copy.deepcopy(config)
+    for name in ("target_id", "draft_id"):
+        if (model := getattr(config, name)) is not None:
+            setattr(config, name, public_name(model))
     shown: dict[str, Any] = {}
     if training is not None:
         baseline = training.get("baseline")

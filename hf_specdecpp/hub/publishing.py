@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from torch import Tensor
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import save_tensors, save_text
+from hf_specdecpp.files import read_json, save_tensors, save_text
 from hf_specdecpp.hub.card import THIS_REPO, make_card
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.provenance import public_name
 from hf_specdecpp.version import __version__
 
 
@@ -70,15 +72,23 @@ def save(contents: Contents, folder: Path) -> None:
     if contents.draft_vocab is not None:
         save_tensors({"token_ids": contents.draft_vocab}, folder / DRAFT_VOCAB)
     if contents.adapter is not None:
-        (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
-        for name in ADAPTER_FILES:
-            source, place = contents.adapter / name, folder / ADAPTER_FOLDER / name
-            if source.resolve() != place.resolve():
-                shutil.copyfile(source, place)
+        _copy_adapter(contents.adapter, folder / ADAPTER_FOLDER)
     # Last: a folder with a config is a complete one.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
         save_text(str(make_card(config, contents.head)), folder / CARD)
+
+
+def _copy_adapter(source: Path, place: Path) -> None:
+    """Copy an adapter's files. PEFT notes where the model was read from; a folder of this machine stays unnamed."""
+    place.mkdir(exist_ok=True)
+    config_name, weights_name = ADAPTER_FILES
+    config = read_json(source / config_name)
+    base = config.get("base_model_name_or_path")
+    config["base_model_name_or_path"] = public_name(base) if isinstance(base, str) else None
+    if source.resolve() != place.resolve():
+        shutil.copyfile(source / weights_name, place / weights_name)
+    save_text(json.dumps(config, indent=2) + "\n", place / config_name)
 
 
 def push(
@@ -93,6 +103,8 @@ def push(
     card: str | None = None,
 ) -> CommitInfo:
     """Upload the assistant's repository to the Hub. A card that is there already is kept, unless `card` is given.
+
+    A target that was read from a folder is named without the folders above it.
 
     Args:
         repo_id: `"user/name"`; created if it does not exist.
@@ -119,6 +131,9 @@ def push(
         save(contents, Path(folder))
         text = Path(folder, CARD).read_text(encoding="utf-8")
         save_text(text.replace(THIS_REPO, repo), Path(folder, CARD))
+        if config.target_id is not None:
+            stored = {**read_json(Path(folder, CONFIG)), "target_id": public_name(config.target_id)}
+            save_text(json.dumps(stored, indent=2) + "\n", Path(folder, CONFIG))
         return api.upload_folder(
             repo_id=repo,
             folder_path=folder,

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 from weakref import ref
 
 import torch
@@ -86,9 +85,6 @@ class PackedWeights:
             _shared[weight] = ref(copy)
         self._copies[weight] = copy
         return copy
-
-    def __reduce__(self) -> Any:  # a copied or pickled assistant packs for itself
-        return PackedWeights, ()
 
     def clear(self) -> None:
         """Give the memory back."""

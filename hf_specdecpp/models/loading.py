@@ -1,11 +1,11 @@
-"""Load causal language models: the draft of an assistant like its target."""
+"""Load models, their configs and their tokenizers: no code of a repository runs, and weights are safetensors only."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
 
@@ -29,14 +29,24 @@ def load_draft(
         return base_model(draft).eval()  # dropout would make the drafter look wrong
     likewise = ("auto", "cpu") if target is None else (target.dtype, target.device)
     dtype, device = dtype or likewise[0], device or likewise[1]
-    return load_model(draft, revision, dtype, device, use_safetensors=True, **(hub_kwargs or {}))
+    return load_model(draft, revision, dtype, device, **(hub_kwargs or {}))
 
 
 def load_model(
     name: str | Path, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu", **hub_kwargs: Any
 ) -> CausalLM:
-    """A causal LM from the Hub or a folder, ready to read: no dropout, and none of the repository's code."""
+    """A causal LM from the Hub or a folder, ready to read: no dropout."""
     model: CausalLM = AutoModelForCausalLM.from_pretrained(
-        str(name), revision=revision, dtype=dtype, trust_remote_code=False, **hub_kwargs
+        str(name), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **hub_kwargs
     )
     return model.to(device).eval()
+
+
+def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model."""
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False, **hub_kwargs)
+
+
+def load_model_config(name: str) -> Any:
+    """The config of a model, without its weights."""
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)

@@ -7,9 +7,10 @@ import json
 import warnings
 from functools import lru_cache
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import load_tokenizer
 
 
 def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -30,7 +31,7 @@ def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
 @lru_cache(maxsize=16)
 def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     # Apart, since a failure must not be remembered: the tokenizer may be downloaded at any time.
-    return AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)
+    return load_tokenizer(name_or_path, local_files_only=True)
 
 
 def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from hf_specdecpp.models.loading import load_model_config, load_tokenizer
 from hf_specdecpp.texts.prompts import Prompt
 
 logger = logging.get_logger(__name__)
@@ -41,8 +42,7 @@ class Codec:
 
     @classmethod
     def from_pretrained(cls, target: str) -> Codec:
-        config = AutoConfig.from_pretrained(target)
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        config, tokenizer = load_model_config(target), load_tokenizer(target)
         try:
             eos = GenerationConfig.from_pretrained(target).eos_token_id
         except OSError:  # not every repository has a generation_config.json

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -21,7 +21,7 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.models.loading import load_model, load_model_config, load_tokenizer
 from hf_specdecpp.models.vocabulary import check_same_tokenizer
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import draft_vocab
@@ -57,9 +57,9 @@ def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], Cau
 
 def _without_weights(name: str) -> CausalLM:
     with suppress(OSError, ValueError):  # not every draft has one; `check_same_tokenizer` looks into the local cache
-        AutoTokenizer.from_pretrained(name)
+        load_tokenizer(name)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = load_model_config(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"The model {name!r} cannot be loaded: it must be a folder or a Hub id. {error}") from None
     with torch.device("meta"):

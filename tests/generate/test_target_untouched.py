@@ -216,6 +216,23 @@ def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
     assistant.detach()
 
 
+def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
+    """Harnesses such as lm-eval copy the arguments of `generate()`: the copy must be attached to the same targets."""
+    target = tiny("llama")
+    plain = generate(target)
+    assistant = assistant_for(target)
+    arguments = copy.deepcopy({"assistant_model": assistant, "max_new_tokens": 24})
+    assert torch.equal(generate(target, **arguments), plain)
+    assert assistant.stats.complete, "by our own loop"
+    assistant.detach()
+
+
+@pytest.mark.parametrize("way", [through_pickle, through_torch])
+def test_a_pickled_assistant_says_how_to_store_it(way: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled.*save_pretrained\(folder\).*from_pretrained\(folder"):
+        way(assistant_for(tiny("llama")))
+
+
 def test_saving_an_attached_target(tmp_path: Path) -> None:
     target = tiny("llama")
     original = type(target)

@@ -252,6 +252,22 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
     assert "None" not in card.text
 
 
+def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: HubServer, tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "my-target"))
+    adapter = save_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "my-target", num_hidden_layers=2), tmp_path)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter, head_for(target))
+    assistant.save_pretrained(tmp_path / "saved")
+    assistant.push_to_hub("org/head")
+    for name in ("README.md", "adapter/adapter_config.json", "config.json"):
+        pushed = Path(HfApi().hf_hub_download("org/head", name)).read_text()
+        assert str(tmp_path) not in pushed, name
+        assert "my-target" in pushed, name
+        if name != "config.json":  # a local folder may: there the tokenizer is
+            assert str(tmp_path) not in (tmp_path / "saved" / name).read_text()
+    assert ModelCard.load("org/head").data.base_model is None, "a folder's name is no Hub id"
+    assert greedy(target, SpecDecPPAssistant.from_pretrained("org/head", target)) == greedy(target)
+
+
 def test_card_that_is_there_is_kept(hub: HubServer, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
     hub.commit("org/head", {"README.md": b"# Measured"})
     assistant.push_to_hub("org/head")

@@ -35,6 +35,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.files import read_json
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.trees.slots import Growth
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
@@ -90,6 +91,10 @@ def test_source(path: Path) -> None:
     for name, call in calls(tree):
         assert name not in UNSAFE_CALLS or (name == "eval" and isinstance(call.func, ast.Attribute)), ast.unparse(call)
         assert keyword(call, "trust_remote_code") in (None, "False"), ast.unparse(call)
+        if name == "from_pretrained" and ast.unparse(call.func).startswith("Auto"):
+            assert path.name == "loading.py", "one place loads"
+            assert keyword(call, "trust_remote_code") == "False", ast.unparse(call)
+            assert keyword(call, "use_safetensors") == "True" or "AutoModel" not in ast.unparse(call.func)
         if ast.unparse(call.func) in ("torch.load", "np.load", "numpy.load"):
             assert path.name == "conversion.py"
             assert keyword(call, "weights_only") == "True"
@@ -294,6 +299,23 @@ def test_code_is_not_run(hub: HubServer, hostile: Path, mark: Path, tmp_path: Pa
         pipeline("text-generation", model=target, tokenizer=tokenizer(), assistant_model=name)(TEXT)
     assert not mark.exists()
     assert not [path for _, path, _ in hub.requests if path.endswith(".py")]
+
+
+def test_code_beside_a_tokenizer_is_not_run(hub: HubServer, tmp_path: Path, mark: Path) -> None:
+    """Nor asked about at the terminal, as transformers does where it is not told."""
+    files = files_of(save_model(tiny("llama"), tmp_path / "target"))
+    described = json.loads(files["tokenizer_config.json"]) | {
+        "tokenizer_class": "Unheard", "auto_map": {"AutoTokenizer": ["tokenization.Tokenizer", None]}
+    }  # fmt: skip
+    code = f"open({str(mark)!r}, 'w').write('run')\n".encode()
+    files |= {"tokenizer_config.json": json.dumps(described).encode(), "tokenization.py": code}
+    hub.commit("org/target", files)
+    hub.commit("org/head", files_of(save_assistant(tmp_path / "a")))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoTokenizer.from_pretrained("org/head")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        Codec.from_pretrained("org/target")
+    assert not mark.exists()
 
 
 def test_code_of_the_draft_is_not_run(hub: HubServer, tmp_path: Path, mark: Path) -> None:
