@@ -6,9 +6,11 @@ seconds of oneDNN's on a packed weight, 1024 to 3072 features, two rows: 2.1 on 
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Literal
 
 import torch
@@ -28,8 +30,9 @@ PACKED_FOR = 4  # rows; the order of a packed copy is the same for all numbers b
 
 LEAST_ELEMENTS = 100_000  # of a weight: below, calling oneDNN costs more than the product itself
 LEAST_GAIN = 1.1  # over the simpler product, since two measurements of the same differ by a few percent
-MOST_ELEMENTS = 2**22  # of the weights that a measurement goes through: more than a core's cache holds
-SECONDS, LEAST_TURNS = 0.25, 3  # for a shape
+MOST_ELEMENTS = 2**20  # of a measured weight, so that there are several and many calls
+ALL_ELEMENTS = 2**22  # of the weights that a measurement goes through: more than a core's cache holds
+SECONDS, LEAST_TURNS = 0.3, 4  # for a shape
 
 Times = dict[Product, list[float]]
 
@@ -76,12 +79,13 @@ def times_of(out_features: int, in_features: int) -> Times:
 
 @torch.inference_mode()
 def measure(out_features: int, in_features: int) -> Times:
-    """Time the three products on weights that no cache holds, in turns: what slows one down slows all of them.
+    """Time the three products on weights that no cache hold: medians over single calls, taken in turns.
 
-    Of a larger weight, such as that of an LM head, the first rows are taken.
+    So load of other processes, which stops a few calls and slows all of them alike, does not change which one is the
+    fastest. Of a larger weight, such as that of an LM head, the first rows are taken.
     """
     out_features = max(min(out_features, MOST_ELEMENTS // in_features), 1)
-    count = max(MOST_ELEMENTS // (out_features * in_features), 1)
+    count = max(ALL_ELEMENTS // (out_features * in_features), 1)
     weights = [torch.full((out_features, in_features), 0.5) for _ in range(count)]
     copies = [pack(weight) for weight in weights]
     inputs = [torch.full((1, rows, in_features), 0.5) for rows in ROWS]
@@ -90,18 +94,29 @@ def measure(out_features: int, in_features: int) -> Times:
         "onednn": (onednn, weights),
         "packed": (onednn, copies),
     }
-    times: Times = {product: [float("inf")] * len(ROWS) for product in PRODUCTS}
+    clock = computing_clock()
+    samples: dict[Product, list[list[float]]] = {product: [[] for _ in ROWS] for product in PRODUCTS}
     end = time.perf_counter() + SECONDS
     turn = 0
     while turn < LEAST_TURNS or time.perf_counter() < end:
         for i, x in enumerate(inputs):
             for product, (multiply, chosen) in ways.items():
-                begin = time.perf_counter()
                 for weight in chosen:
+                    begin = clock()
                     multiply(x, weight, None)
-                times[product][i] = min(times[product][i], (time.perf_counter() - begin) / count)
+                    samples[product][i].append(clock() - begin)
         turn += 1
-    return times
+    return {product: [median(each) for each in of_rows] for product, of_rows in samples.items()}
+
+
+def computing_clock(*devices: torch.device) -> Callable[[], float]:
+    """Reads the seconds of computations on these devices, by default on the CPU.
+
+    With one thread on a CPU, seconds for which other processes have it are left out: on a busy machine they would be
+    most of the time.
+    """
+    only_here = torch.get_num_threads() == 1 and all(device.type == "cpu" for device in devices)
+    return time.thread_time if only_here and os.name == "posix" else time.perf_counter
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

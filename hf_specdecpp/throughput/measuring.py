@@ -29,6 +29,7 @@ from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import products_of
+from hf_specdecpp.models.product_times import computing_clock
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import verify_chain
@@ -130,7 +131,7 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
         session.step([])[0].argmax().item()
 
     session.begin_round(_tokens(CONTEXT, drafter.device), 0)
-    times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS)
+    times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS, computing_clock(target.device, drafter.device))
     return times[DRAFTED] / DRAFTED, times[READ] / READ
 
 
@@ -148,7 +149,7 @@ def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft
         session.keep([])
 
     session.begin_round(_tokens(CONTEXT, drafter.device), 0)
-    seconds = least_times({WIDTH: grow}, BRANCH_SECONDS)[WIDTH]
+    seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, computing_clock(target.device, drafter.device))[WIDTH]
     return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
 
 
@@ -170,13 +171,23 @@ def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
     counts = list(dict.fromkeys(count for count in wanted if count <= most))
-    times = least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS)
+    times = least_times(
+        {count: partial(verify, count) for count in counts}, TARGET_SECONDS, computing_clock(target.device)
+    )
     measured = sorted(times)
     return tuple(np.interp(np.arange(1, most + 1), measured, [times[count] for count in measured]).tolist())
 
 
-def least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[int, float]:
-    """Least seconds of each action, taken in turns. The budget may end the first turn, but not before two of them."""
+def least_times(
+    actions: dict[int, Callable[[], None]], budget: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[int, float]:
+    """Minimum time per action, round-robin.
+
+    Args:
+        actions: by name.
+        budget: seconds after which no further action starts, once the first two of them have been timed.
+        clock: times them.
+    """
     first = list(actions)[:2]
     for name in first:
         actions[name]()  # warm up
@@ -184,11 +195,11 @@ def least_times(actions: dict[int, Callable[[], None]], budget: float) -> dict[i
     end = time.perf_counter() + budget
     for _ in range(MOST_TURNS):
         for name, action in actions.items():
-            begin = time.perf_counter()
-            if begin > end and set(first) <= set(times):
+            if time.perf_counter() > end and set(first) <= set(times):
                 return times
+            begin = clock()
             action()
-            times[name] = min(times.get(name, float("inf")), time.perf_counter() - begin)
+            times[name] = min(times.get(name, float("inf")), clock() - begin)
     return times
 
 

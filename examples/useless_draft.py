@@ -1,0 +1,65 @@
+"""What `rule="throughput"` costs where speculation cannot pay: beside plain `generate()`, in one run.
+
+    OMP_NUM_THREADS=1 python examples/useless_draft.py          # sizes such as 64x28 576x8 may follow
+
+Target and draft are random Llamas that agree by chance only. Plain and assisted answers alternate, so that whatever
+else the machine does slows both; medians over the repetitions of milliseconds a token, and of the ratio of each pair.
+The first answers, within which costs are measured, do not count.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+
+SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
+NEW_TOKENS, REPETITIONS, WARM_UP = 96, 9, 3
+
+
+def random_llama(hidden: int, layers: int, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=hidden, intermediate_size=8 * hidden // 3, num_hidden_layers=layers,
+        num_attention_heads=max(hidden // 64, 4), num_key_value_heads=max(hidden // 192, 1), initializer_range=0.05,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def ratios(hidden: int, layers: int, pack_weights: bool, repetitions: int = REPETITIONS) -> list[tuple[float, float]]:
+    """Seconds a token of plain `generate()` and of ours, pair by pair."""
+    target, draft = random_llama(hidden, layers, 0), random_llama(hidden, max(layers // 7, 1), 1)
+    knobs = SpeculationConfig(rule="throughput", pack_weights=pack_weights)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
+    prompt = torch.arange(10)[None]
+    pairs = []
+    for repetition in range(WARM_UP + repetitions):
+        seconds = []
+        for assistant_model in (None, assistant):
+            begin = time.perf_counter()
+            target.generate(prompt, assistant_model=assistant_model, max_new_tokens=NEW_TOKENS, do_sample=False)
+            seconds.append((time.perf_counter() - begin) / NEW_TOKENS)
+        if repetition >= WARM_UP:
+            pairs.append((seconds[0], seconds[1]))
+    return pairs
+
+
+def main(*sizes: str) -> None:
+    sys.stdout.write(f"{'':14}{'plain':>10}{'ours':>10}   ms a token{'ratio':>10}{'quartiles':>14}\n")
+    for size in sizes or SIZES:
+        hidden, layers = map(int, size.split("x"))
+        for pack_weights in (False, True):
+            pairs = ratios(hidden, layers, pack_weights)
+            plain, ours = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
+            low, ratio, high = statistics.quantiles([a / b for a, b in pairs])
+            name = f"{size}{', packed' if pack_weights else ''}"
+            sys.stdout.write(f"{name:14}{plain:10.2f}{ours:10.2f}{'':13}{ratio:10.3f}   {low:.3f}-{high:.3f}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
