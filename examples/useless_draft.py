@@ -4,17 +4,18 @@
 
 Target and draft are random Llamas that agree by chance only. Plain and assisted answers alternate, so that whatever
 else the machine does slows both; medians over the repetitions of milliseconds a token, and of the ratio of each pair.
-The first answers, within which costs are measured, do not count.
+With one thread they are the processor's milliseconds, without the time that other processes have it. The first answers,
+within which costs are measured, do not count.
 """
 
 import statistics
 import sys
-import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.product_times import computing_clock
 
 SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
 NEW_TOKENS, REPETITIONS, WARM_UP = 96, 9, 3
@@ -36,13 +37,13 @@ def ratios(hidden: int, layers: int, pack_weights: bool, repetitions: int = REPE
     knobs = SpeculationConfig(rule="throughput", pack_weights=pack_weights)
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
     prompt = torch.arange(10)[None]
-    pairs = []
+    clock, pairs = computing_clock(), []
     for repetition in range(WARM_UP + repetitions):
         seconds = []
         for assistant_model in (None, assistant):
-            begin = time.perf_counter()
+            begin = clock()
             target.generate(prompt, assistant_model=assistant_model, max_new_tokens=NEW_TOKENS, do_sample=False)
-            seconds.append((time.perf_counter() - begin) / NEW_TOKENS)
+            seconds.append((clock() - begin) / NEW_TOKENS)
         if repetition >= WARM_UP:
             pairs.append((seconds[0], seconds[1]))
     return pairs

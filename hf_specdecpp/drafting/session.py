@@ -24,19 +24,21 @@ class DraftSession:
         self.vocab_size = vocab_size
         self.cache = DynamicCache(config=drafter.text_config)
         self._recording = False
-        self._pending: Tensor = torch.empty((1, 0), dtype=torch.long, device=drafter.device)
+        self._device = drafter.device
+        self._pending: list[Tensor] = []  # `[1, n]` each, put together once the draft reads them
+        self._num_pending = 0
         self._fed_candidates = 0
         self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
 
     @property
     def length(self) -> int:
         """Tokens that the draft has read or is about to read."""
-        return self.cache.get_seq_length() + self._pending.shape[1]
+        return self.cache.get_seq_length() + self._num_pending
 
     @property
     def unread(self) -> int:
         """Tokens that the draft is about to read."""
-        return self._pending.shape[1]
+        return self._num_pending
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int) -> None:
         """Take note of what the last round emitted.
@@ -46,10 +48,11 @@ class DraftSession:
             num_accepted: how many of them were candidates of the last round.
         """
         keep = min(num_accepted, self._fed_candidates)
-        if self._recording:
+        if self._recording and not self._num_pending:  # something was fed in the last round
             # Also with nothing to remove: sliding-window layers shrink back to their window here.
             self.cache.crop(keep - self._fed_candidates)
-        self._pending = torch.cat((self._pending, new_tokens[:, keep:].to(self.drafter.device)), dim=1)
+        self._pending.append(new_tokens[:, keep:].clone())  # a view would keep the whole text, one for each round
+        self._num_pending += new_tokens.shape[1] - keep
         self._fed_candidates = 0
 
     def step(self, candidates: list[int]) -> tuple[Tensor, Tensor]:
@@ -58,10 +61,11 @@ class DraftSession:
         `candidates` must grow by one token from call to call within a round, starting empty.
         """
         if candidates:
-            self._pending = torch.tensor([[candidates[-1]]], device=self.drafter.device)
+            self._pending = [torch.tensor([[candidates[-1]]])]
             self._fed_candidates += 1
-        hidden = self.drafter.hidden_states(self._pending, self.cache)[0, -1]
-        self._pending = self._pending[:, :0]
+        tokens = torch.cat([each.to(self._device) for each in self._pending], dim=1)
+        hidden = self.drafter.hidden_states(tokens, self.cache)[0, -1]
+        self._pending, self._num_pending = [], 0
         if not self._recording:
             # From here on the cache must be able to roll back. Not before: the prompt needs no roll-back, and its
             # sliding-window layers would keep all of it.

@@ -81,6 +81,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             else:
                 self.rule = rule_of(setup, target, generation_config)
         self._attention_mask = attention_mask
+        self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0
         self._num_accepted = 0
         self._num_drafted = 0
@@ -186,5 +187,5 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _room(self, length: int) -> int:
         # One place under max_length belongs to the token that the target adds after the candidates.
         room = self.max_length - length - 1 if self.max_length is not None else MOST_CANDIDATES
-        draft_room = self.session.drafter.max_length - self.session.length + 1
+        draft_room = self._draft_max_length - self.session.length + 1
         return int(max(min(room, draft_room), 0))

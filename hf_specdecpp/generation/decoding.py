@@ -58,6 +58,7 @@ class AssistedDecoding:
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.prefix = Prefix(target, model_kwargs)
+        self.device = input_device(target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         self.criteria = stopping_criteria
@@ -259,8 +260,8 @@ class AssistedDecoding:
         return PassSeconds(median(times["plain"]), median(times["same"]))
 
     def _since(self, begin: float) -> float:
-        if (device := input_device(self.target)).type != "cpu":
-            torch.accelerator.synchronize(device)  # verification waits for the result anyway
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # verification waits for the result anyway
         return time.perf_counter() - begin
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:

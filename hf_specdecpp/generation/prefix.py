@@ -56,7 +56,9 @@ class Prefix:
     def chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it."""
         count = len(candidates)
-        tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
+        tokens = input_ids
+        if candidates:
+            tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
         inputs = self.target.prepare_inputs_for_generation(
             tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
         )
