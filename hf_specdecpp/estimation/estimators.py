@@ -43,7 +43,7 @@ class DraftStep:
 
     @cached_property
     def q(self) -> Tensor:
-        """`[vocab]`, the law that the candidate is drawn from (in greedy decoding: the draft's confidence)."""
+        """`[vocab]`, what the candidate is drawn from (in greedy decoding: the draft's confidence)."""
         return self.scores.softmax(dim=-1)
 
     @property

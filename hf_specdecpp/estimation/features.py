@@ -19,7 +19,7 @@ def scalar_features(
     """Scalars of candidates for a head with `inputs="before"`.
 
     Args:
-        q: `[..., vocab]`, the laws that they were drawn from.
+        q: `[..., vocab]`, what they were drawn from.
         token: `[...]`, the candidates.
         greedy: whether the target decodes greedily.
         sibling_mass, num_siblings: `[...]`, total draft probability and number of the siblings drawn before each in a

@@ -1,4 +1,4 @@
-"""Draws the token trees of one generation: the growth of `tree_growth` on the draft model."""
+"""Draws the token trees of one generation: the algorithms of `trees` on the draft model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TreeDrafting:
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
         self.pace, self.unread = ThresholdSchedule(), 0
         self.throughput: TreeThroughput | None = None
-        self.room = SoftmaxBuffer(config.tree_budget)
+        self.buffer = SoftmaxBuffer(config.tree_budget)
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
@@ -72,7 +72,7 @@ class TreeDrafting:
         if rule is not None and not rule.may_start(self.unread):
             return DraftTree(root)
         growth = Growth(
-            expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, room=self.room, trust=rule
+            expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, buffer=self.buffer, valuation=rule
         )
         if rule is not None:
             rule.grow(growth, config.tree_threshold)

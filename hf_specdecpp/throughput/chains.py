@@ -1,7 +1,7 @@
 """The stopping rule of chains that maximises tokens a second: `rule="throughput"`. Derived in `docs/throughput.md`.
 
 What it needs to know it learns from the rounds themselves (`AcceptanceRates`) and keeps between generations
-(`ThroughputState`), solves now and then (`optimal_stopping.solve`), and looks up after every candidate (`Throughput`).
+(`ThroughputState`), solves now and then (`solver.solve`), and looks up after every candidate (`Throughput`).
 Nothing here reads a clock, so with the same costs the same calls draft the same candidates.
 """
 
@@ -33,7 +33,7 @@ class ThroughputState:
         rates: what earlier generations have taught.
 
     Attributes:
-        plan: `optimal_stopping.Plan`, `plan.rate` being the tokens a second that it promises.
+        plan: `solver.Plan`, `plan.rate` being the tokens a second that it promises.
         credit: for probes, while speculation does not pay.
     """
 

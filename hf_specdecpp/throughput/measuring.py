@@ -137,14 +137,14 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
 
 def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft: float) -> float:
     """Seconds of each further node in a draft pass over a level of a tree, `draft` being those of the first."""
-    session, room = DraftSession(drafter, _vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
+    session, buffer = DraftSession(drafter, _vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
 
     def expand(tree: DraftTree, nodes: list[int]) -> Level:
         return Level(*session.expand(tree, nodes), drafter.embed)
 
     def grow() -> None:
         session.begin_round(_tokens(1, drafter.device), 0)
-        growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, room=room)
+        growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, buffer=buffer)
         grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
         session.keep([])
 

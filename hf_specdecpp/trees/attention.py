@@ -27,6 +27,9 @@ def tree_inputs(
 ) -> dict[str, Any]:
     """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
 
+    Example: 3 tokens of text and a root with two children, none of them fed yet. The positions are 3, 4, 4; the mask's
+    rows, over the 3 rows of text and the 3 nodes, are 111 100, 111 110 and 111 101.
+
     Args:
         model: target or draft.
         cache: holds `num_prefix` tokens of text, then the n - n_query nodes fed earlier in this round (the levels of a

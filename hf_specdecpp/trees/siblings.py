@@ -66,7 +66,7 @@ class HeadJudgedSiblings:
     ) -> None:
         self.head, self.level, self.greedy = head, level, greedy
         self.depths = torch.tensor(depths, device=q.device)
-        self.laws = [SiblingDistribution(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
+        self.left = [SiblingDistribution(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
         self.tops = _likeliest(q, ahead + 1)
         self.siblings = draw(q)  # from here on q may be overwritten
         self.ahead = [ahead] * len(depths)
@@ -98,7 +98,7 @@ class HeadJudgedSiblings:
             drawn.append([token for token, _ in found])
             if found:
                 tokens[place, : len(found)] = torch.tensor(drawn[-1])
-                scalars[place, : len(found)] = torch.tensor(self.laws[row].scalars_of(found, tops[place]))
+                scalars[place, : len(found)] = torch.tensor(self.left[row].scalars_of(found, tops[place]))
             self.ahead[row] = 2 * ahead
         hidden = self.level.hidden[span, None]
         log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
@@ -122,7 +122,7 @@ class SiblingDistribution:
     def scalars_of(
         self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
     ) -> list[tuple[float, ...]]:
-        """`acceptance.scalar_features` of further siblings, each under the law that it was drawn from.
+        """`features.scalar_features` of further siblings, each for the q that it was drawn from: without those before it.
 
         Args:
             drawn: tokens and their q, in order.
@@ -145,7 +145,7 @@ class SiblingDistribution:
         return rows
 
 
-def judge(
+def judged_siblings(
     q: Tensor,
     draw: Draw,
     estimator: Estimator,

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.without_replacement import likeliest
-from hf_specdecpp.trees.siblings import AHEAD, HeadJudgedSiblings, JudgedSiblings, Level, judge
+from hf_specdecpp.trees.siblings import AHEAD, HeadJudgedSiblings, JudgedSiblings, Level, judged_siblings
 from hf_specdecpp.trees.tree import DraftTree
 
 # Nobody gets to a slot of a smaller value: q has no token left but for rounding.
@@ -21,7 +21,7 @@ Expand = Callable[[DraftTree, list[int]], Level]
 
 
 class Growth:
-    """A growing tree, its open slots, and its leaves: nodes that may get children but whose law is not known yet.
+    """A growing tree, its open slots, and its leaves: nodes that may get children but whose q is not known yet.
 
     Args:
         expand: runs the draft on nodes of the tree (the root first, then any whose parents it has run on): one pass.
@@ -30,13 +30,13 @@ class Growth:
         root: token of the root.
         max_depth: nodes of this depth get no children.
         eos_token_ids: nor do these tokens.
-        ahead: see `tree_estimates.judge`.
-        room: for the laws; trees that are grown one after another may share it.
-        trust: how estimates are taken.
+        ahead: see `siblings.judged_siblings`.
+        buffer: for their q; trees that are grown one after another may share it.
+        valuation: what estimates and slots count for.
 
     Attributes:
         tree: Tr.
-        open: what the open slot of each node whose law is known competes with: v, or v * a(y) for a greedy target.
+        open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.
         leaves: value v of the first child's slot of each other node that may have children.
         greedy: whether the target is.
     """
@@ -50,8 +50,8 @@ class Growth:
         max_depth: int,
         eos_token_ids: Collection[int] = (),
         ahead: int = AHEAD,
-        room: SoftmaxBuffer | None = None,
-        trust: SlotValuation | None = None,
+        buffer: SoftmaxBuffer | None = None,
+        valuation: SlotValuation | None = None,
     ) -> None:
         self.tree = DraftTree(root)
         self.open: dict[int, float] = {}
@@ -60,10 +60,10 @@ class Growth:
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
         self._expand, self._estimator, self._randomness = expand, estimator, randomness
         self._eos, self._ahead = eos_token_ids, ahead
-        self._room = room or SoftmaxBuffer(0)
-        self._room.clear()
-        self._trust = trust or SlotValuation()
-        self.usual = self._trust.expected(None)
+        self._buffer = buffer or SoftmaxBuffer(0)
+        self._buffer.clear()
+        self._valuation = valuation or SlotValuation()
+        self.usual = self._valuation.expected(None)
         self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
         self._siblings: dict[int, tuple[JudgedSiblings | HeadJudgedSiblings, int]] = {}
 
@@ -71,10 +71,10 @@ class Growth:
         """One draft pass: learn D(.|path to node) for `nodes`, which opens the slots of their first children."""
         level = self._expand(self.tree, nodes)
         self.tree.passes += 1
-        q = self._room.softmax(level.scores)
+        q = self._buffer.softmax(level.scores)
         draw = likeliest if self._randomness is None else self._randomness.siblings
         depths = [self.tree.depths[node] for node in nodes]
-        judged = judge(q, draw, self._estimator, level, depths, self.greedy, self._ahead)
+        judged = judged_siblings(q, draw, self._estimator, level, depths, self.greedy, self._ahead)
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
             self._siblings[node] = judged, row
@@ -101,7 +101,7 @@ class Growth:
         if (drawn := drawn or self._next(parent)) is None:  # R is all zero
             return None
         y, estimate = drawn
-        a = self._trust.calibrated(estimate)
+        a = self._valuation.calibrated(estimate)
         child = self.tree.add(parent, y, v, estimate)
         if self.tree.depths[child] < self.max_depth and y not in self._eos:
             self.leaves[child] = v * a
@@ -126,20 +126,22 @@ class Growth:
         if self.greedy and known is None:  # no token is left
             return
         self._slots[node] = v, known
-        trust = self._trust
-        self.open[node] = v * (trust.calibrated(known[1]) if known else trust.expected(self.last_estimate(node)))
+        valuation = self._valuation
+        self.open[node] = v * (
+            valuation.calibrated(known[1]) if known else valuation.expected(self.last_estimate(node))
+        )
         heappush(self._heap, (-self.open[node], node))
 
 
 class SlotValuation:
-    """How a growth takes estimates: this one at their word, and a slot for what the paper takes it for, v."""
+    """What estimates and slots count for. Here as in the paper: an estimate for itself, a slot for its value v."""
 
     def calibrated(self, estimate: float) -> float:
         """a(y)."""
         return estimate
 
     def expected(self, _last: float | None, /) -> float:
-        """What a slot of value 1 competes with before y is drawn, given the estimate of the last sibling."""
+        """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling."""
         return 1.0
 
 

@@ -48,7 +48,7 @@ class DraftTree:
         return node
 
     def q(self, node: int) -> Tensor:
-        """`[vocab]`, the law that the node's first child was drawn from."""
+        """`[vocab]`, what the node's first child was drawn from."""
         return self.scores[node].softmax(dim=-1)
 
     def path(self, node: int) -> list[int]:

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.exact_distribution import Law, Replay, Tokens, exact_law
+from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
 from support.toy_rounds import Models, ToyRound
 from torch import Tensor
 
@@ -43,9 +43,9 @@ class Generation(ToyRound):
         return draft_chain(self.stepper(prefix), rule, randomness, max_tokens=room, eos_token_ids=self.models.eos)
 
 
-def replayed_distribution(models: Models, generation: Generation, coupling: Coupling) -> Law:
+def replayed_distribution(models: Models, generation: Generation, coupling: Coupling) -> Probs:
     """p(text) times the distribution of the replay's rounds given the text."""
-    found: Law = defaultdict(float)
+    found: Probs = defaultdict(float)
     for text, weight in texts(models, ()):
         places = range(1, len(text))
         for branches in product(*(list(branches_at(models, text, place, coupling)) for place in places)):
@@ -98,7 +98,7 @@ def candidates(models: Models, where: list[tuple[Tokens, int]]) -> Candidates:
     return Candidates(tokens, scalar_features(q, tokens), zeros, zeros)
 
 
-def largest_difference(a: Law, b: Law) -> float:
+def largest_difference(a: Probs, b: Probs) -> float:
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
 
 
@@ -113,7 +113,7 @@ CASES = [
 def test_law_of_text_and_rounds(scenario: str, vocab: int, rule: str) -> None:
     models = Models(scenario, vocab, seed=3)
     generation = Generation(models, rule, bounds=(1, MOST))
-    live = exact_law(generation)
+    live = exact_distribution(generation)
     assert sum(live.values()) == pytest.approx(1.0)
     assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
     if rule != "fixed" and scenario == "plain":
@@ -134,7 +134,7 @@ def accepted_as_if_drawn(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tenso
 def test_other_laws_are_found_out(mutant: Coupling) -> None:
     models = Models("plain", vocab=2, seed=3)
     generation = Generation(models, "confidence", bounds=(1, MOST))
-    live = exact_law(generation)
+    live = exact_distribution(generation)
     assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
     assert largest_difference(live, replayed_distribution(models, generation, mutant)) > 1e-3
 
@@ -142,7 +142,7 @@ def test_other_laws_are_found_out(mutant: Coupling) -> None:
 def test_coupling_is_the_verifiers_rule() -> None:
     """Against the joint distribution of candidate, coin and emitted token, summed up directly."""
     p, q = torch.rand(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
-    exact = exact_law(lambda randomness: one_place(randomness, p, q))
+    exact = exact_distribution(lambda randomness: one_place(randomness, p, q))
     for x in range(5):
         emitted = sum(weight for (_, _, token), weight in exact.items() if token == x)
         accept, label, rejected = record.coupling(p[None], q[None], torch.tensor([x]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import Replay, exact_law
+from support.exact_distribution import Replay, exact_distribution
 from support.models import assistant_for, prompt, tiny
 from support.repos import head_for
 from support.toy_rounds import Models
@@ -65,17 +65,17 @@ def accepted_path(program: ToyTree, tree: DraftTree, randomness: Replay) -> tupl
 
 @pytest.mark.parametrize("algorithm", ["dyspec", "static"])
 def test_chances_are_those_of_the_verifier(algorithm: str) -> None:
-    """Against the enumerated law of `verify_tree` on trees drawn once."""
+    """Against the enumerated outcomes of `verify_tree` on trees drawn once."""
     accepted = set()
     for seed in range(4):
         program = ToyTree(Models("plain", 4, seed), algorithm, "draft probability", budget=5, seed=seed)
         torch.manual_seed(seed)
         tree = program.draft(TorchRandomness(), ())
-        laws = {node: program.models.p(tuple(tree.path(node))) for node in range(len(tree.tokens))}
-        reached = chances(tree, laws)
-        law = exact_law(partial(accepted_path, program, tree))
+        p = {node: program.models.p(tuple(tree.path(node))) for node in range(len(tree.tokens))}
+        reached = chances(tree, p)
+        probs = exact_distribution(partial(accepted_path, program, tree))
         for node in range(1, len(tree.tokens)):
-            assert reached[node] == pytest.approx(sum(p for path, p in law.items() if node in path), abs=1e-9)
+            assert reached[node] == pytest.approx(sum(p for path, p in probs.items() if node in path), abs=1e-9)
         lengths = [len(draw(tree, reached)) for _ in range(2000)]
         assert sum(lengths) / 2000 == pytest.approx(sum(reached[1:]), abs=0.1)
         accepted |= set(lengths)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_law
+from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.toy_rounds import EOS, Models, make_estimator
 from torch import Tensor
 
@@ -211,7 +211,7 @@ def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str
         def theirs(randomness: Replay, models: Models = models, head: Any = head) -> Tokens:
             return authors_round(models, head, randomness, h, bounds)
 
-        assert exact_law(ours) == exact_law(theirs)
+        assert exact_distribution(ours) == exact_distribution(theirs)
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.4, 0.8])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.toy_rounds import BOUNDS, RULES, SCENARIOS, Models, ToyRound
 from torch import Tensor
 
@@ -36,7 +36,7 @@ def test_a_round_emits_exactly_p(rule: str, scenario: str) -> None:
     for seed in SEEDS:
         models = Models(scenario, vocab, seed)
         one_round = ToyRound(models, rule, BOUNDS[seed % len(BOUNDS)], seed)
-        law = exact_law(one_round)
+        law = exact_distribution(one_round)
         assert sum(law.values()) == pytest.approx(1.0, abs=TOLERANCE)
         error = worst_error(law, models.p, vocab)
         assert error < TOLERANCE, f"seed {seed}: off by {error}"
@@ -45,7 +45,7 @@ def test_a_round_emits_exactly_p(rule: str, scenario: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_emits_exactly_p_with_four_tokens(rule: str) -> None:
     models = Models("plain", 4, seed=0)
-    assert worst_error(exact_law(ToyRound(models, rule)), models.p, 4) < TOLERANCE
+    assert worst_error(exact_distribution(ToyRound(models, rule)), models.p, 4) < TOLERANCE
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -54,7 +54,7 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
     lengths = set()
     for seed in SEEDS:
         one_round = ToyRound(Models("plain", 3, seed), rule, (1, 3), seed)
-        exact_law(one_round)
+        exact_distribution(one_round)
         lengths |= one_round.lengths
     if rule == "fixed":
         assert lengths == {3}
@@ -82,7 +82,7 @@ def test_two_rounds_emit_exactly_p(rule: str) -> None:
                 stopping.bound = 0.9 if stopping.bound > toy.config.adaedl_threshold else 0.3
             return toy.run(randomness, stopping, emitted)
 
-        assert worst_error(exact_law(two_rounds), models.p, 3) < TOLERANCE
+        assert worst_error(exact_distribution(two_rounds), models.p, 3) < TOLERANCE
     assert rule != "adaedl" or len(bounds) > 1, "the bound must depend on how many candidates were accepted"
 
 
@@ -190,7 +190,7 @@ def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
     errors = []
     for seed in SEEDS:
         models = Models("plain", 3, seed)
-        errors.append(worst_error(exact_law(mutant(models, rule, (1, 3), seed)), models.p, 3))
+        errors.append(worst_error(exact_distribution(mutant(models, rule, (1, 3), seed)), models.p, 3))
     assert max(errors) > VISIBLE, errors
 
 

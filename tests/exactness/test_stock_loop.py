@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.stock_rounds import PROMPT, VOCAB, small, target_law
 from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.utils import _speculative_sampling
@@ -65,7 +65,7 @@ def test_transformers_verifies_a_round_of_ours_exactly(rule: str, enumerate_torc
             lengths.add(len(tokens))
             return tokens
 
-        assert worst_error(exact_law(program), target_law(target, 0.8, 3), VOCAB) < TOLERANCE
+        assert worst_error(exact_distribution(program), target_law(target, 0.8, 3), VOCAB) < TOLERANCE
     assert lengths == {1, 2, 3}
 
 
@@ -77,7 +77,7 @@ def test_another_reported_temperature_is_caught(enumerate_torch: Any) -> None:
         enumerate_torch(replay)
         return one_round(assistant, target, reported_temperature=0.9)
 
-    assert worst_error(exact_law(program), target_law(target, 0.8, 3), VOCAB) > 1e-3
+    assert worst_error(exact_distribution(program), target_law(target, 0.8, 3), VOCAB) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -100,7 +100,7 @@ def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) ->
         output = target.generate(PROMPT, assistant_model=assistant, do_sample=True, **options)
         return tuple(output[0, PROMPT.shape[1] :].tolist())
 
-    law = exact_law(program)
+    law = exact_distribution(program)
     p = target_law(target, 0.8, 2, penalty=1.7)
     assert worst_error(law, p, VOCAB) < TOLERANCE
     for tokens, weight in law.items():

@@ -1,6 +1,6 @@
-"""The exact law of whole rounds with token trees (growth, verification), and mutants that must fail.
+"""The exact distribution of whole rounds with token trees (growth, verification), and mutants that must fail.
 
-As in `test_exact_law.py`: no sampling, so nothing here can fail by chance. Whatever the algorithm and the estimator
+No sampling, so nothing here can fail by chance. Whatever the algorithm and the estimator
 choose to draw, the next token must be distributed as p after every prefix.
 """
 
@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.toy_rounds import SCENARIOS, Models
 from support.toy_trees import ToyTree
 
@@ -30,9 +30,9 @@ ESTIMATORS = ["draft probability", "before"]
 
 
 def error_of(program: ToyTree, vocab: int = 3) -> float:
-    law = exact_law(program)
-    assert sum(law.values()) == pytest.approx(1.0, abs=TOLERANCE)
-    return worst_error(law, program.models.p, vocab)
+    probs = exact_distribution(program)
+    assert sum(probs.values()) == pytest.approx(1.0, abs=TOLERANCE)
+    return worst_error(probs, program.models.p, vocab)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -54,7 +54,7 @@ def test_many_kinds_of_trees_and_outcomes_occur(algorithm: str) -> None:
     sizes, shapes, accepted = set(), set(), set()
     for seed in range(4):
         program = ToyTree(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=5, seed=seed)
-        exact_law(program)
+        exact_distribution(program)
         sizes |= {len(parents) - 1 for parents in program.trees}
         shapes |= program.trees
         accepted |= program.accepted
@@ -73,7 +73,7 @@ def test_the_throughput_rule_s_trees_are_of_many_sizes() -> None:
     sizes, shapes, accepted = set(), set(), set()
     for seed in range(4):
         program = ToyTree(Models("plain", 3, seed), "throughput", ESTIMATORS[0], budget=6, seed=seed)
-        exact_law(program)
+        exact_distribution(program)
         sizes |= {len(parents) - 1 for parents in program.trees}
         shapes |= program.trees
         accepted |= program.accepted
@@ -83,7 +83,7 @@ def test_the_throughput_rule_s_trees_are_of_many_sizes() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
-def test_a_threshold_leaves_the_law_alone(algorithm: str) -> None:
+def test_a_threshold_leaves_the_distribution_alone(algorithm: str) -> None:
     """The paper's form: slots of a lower value stay undrawn, whatever the budget."""
     sizes = set()
     for seed in range(3):
@@ -98,8 +98,8 @@ def test_a_threshold_leaves_the_law_alone(algorithm: str) -> None:
 def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
     models = Models("plain", 3, seed=0)
     program = ToyTree(models, algorithm, ESTIMATORS[0], budget=2, max_depth=2)
-    law = exact_law(lambda randomness: program(randomness, program(randomness)))
-    assert worst_error(law, models.p, 3) < TOLERANCE
+    probs = exact_distribution(lambda randomness: program(randomness, program(randomness)))
+    assert worst_error(probs, models.p, 3) < TOLERANCE
 
 
 def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.Mo
             second.add(0)
         return emitted
 
-    assert worst_error(exact_law(two_rounds), models.p, 3) < TOLERANCE
+    assert worst_error(exact_distribution(two_rounds), models.p, 3) < TOLERANCE
     assert second == {0, 1, 2}, "the outcome of the first round must matter"
 
 
@@ -250,8 +250,8 @@ MUTANTS = [
 def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
     errors = []
     for seed in range(6):
-        law = exact_law(mutant(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
-        errors.append(worst_error(law, Models("plain", 3, seed).p, 3))
+        probs = exact_distribution(mutant(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
+        errors.append(worst_error(probs, Models("plain", 3, seed).p, 3))
     assert max(errors) > VISIBLE, errors
 
 
@@ -259,8 +259,10 @@ def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
 def test_what_is_drawn_must_not_decide(algorithm: str) -> None:
     errors = []
     for seed in range(6):
-        law = exact_law(LetsTheDrawDecide(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
-        errors.append(worst_error(law, Models("plain", 3, seed).p, 3))
+        probs = exact_distribution(
+            LetsTheDrawDecide(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed)
+        )
+        errors.append(worst_error(probs, Models("plain", 3, seed).p, 3))
     assert max(errors) > VISIBLE, errors
 
 
@@ -279,27 +281,27 @@ def test_the_mutants_walk_is_right_with_all_its_parts() -> None:
 
 def test_a_zero_residual_falls_back_to_p() -> None:
     """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
-    laws = []
+    drawn_from = []
 
     class Rejects(Replay):
         def bernoulli(self, probability: float) -> bool:
             return False
 
         def categorical(self, probs: torch.Tensor) -> torch.Tensor:
-            laws.append(probs)
+            drawn_from.append(probs)
             return super().categorical(probs)
 
     tree = DraftTree(0)
     tree.scores[0] = torch.tensor([0.2, 0.3, 0.5]).log()
     tree.add(0, 2)
     verify_tree(tree, lambda node: tree.q(0), Rejects([]))
-    assert torch.equal(laws[0], tree.q(0))
+    assert torch.equal(drawn_from[0], tree.q(0))
 
 
 def test_a_tree_without_candidates_emits_from_p() -> None:
     p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    law = exact_law(lambda replay: (verify_tree(DraftTree(0), lambda node: p, replay)[1],))
-    assert law == pytest.approx({(0,): 0.2, (1,): 0.3, (2,): 0.5})
+    probs = exact_distribution(lambda replay: (verify_tree(DraftTree(0), lambda node: p, replay)[1],))
+    assert probs == pytest.approx({(0,): 0.2, (1,): 0.3, (2,): 0.5})
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

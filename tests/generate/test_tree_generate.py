@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import exact_law, worst_error
+from support.exact_distribution import exact_distribution, worst_error
 from support.models import FAMILIES, NEWER, VOCAB_SIZE, assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny
 from support.outputs import PROCESSORS, RECORDS, assert_same, assert_same_cache, prefill
 from support.repos import head_for
@@ -139,7 +139,7 @@ def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:
         output = target.generate(SHORT, assistant_model=assistant, do_sample=True, **options)
         return tuple(output[0, SHORT.shape[1] :].tolist())
 
-    assert worst_error(exact_law(program), target_law(target, 0.8, 2, penalty=1.7), 4) < 1e-6
+    assert worst_error(exact_distribution(program), target_law(target, 0.8, 2, penalty=1.7), 4) < 1e-6
     assert assistant.stats.tree_depths
 
 

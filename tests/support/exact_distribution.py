@@ -1,4 +1,4 @@
-"""The exact law of a program that makes random choices: run it once for every outcome, weighted. No sampling error.
+"""The exact distribution of what a program with random choices emits: it runs once for every outcome, weighted.
 
 A program takes a `hf_specdecpp.randomness.TreeRandomness` and returns what it emitted. In production that draws from
 torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Tokens = tuple[int, ...]
-Law = dict[Tokens, float]
+Probs = dict[Tokens, float]
 
 
 class Replay:
@@ -67,22 +67,22 @@ class ReplayedSiblings:
         return token, float(self.q[row, token])
 
 
-def exact_law(program: Callable[[Replay], Tokens]) -> Law:
+def exact_distribution(program: Callable[[Replay], Tokens]) -> Probs:
     """What `program` emits, with its exact probability."""
-    law: Law = defaultdict(float)
+    probs: Probs = defaultdict(float)
     todo: list[list[int]] = [[]]
     while todo:
         replay = Replay(todo.pop())
         emitted = program(replay)
-        law[emitted] += replay.weight
+        probs[emitted] += replay.weight
         todo += replay.untried
-    return law
+    return probs
 
 
-def worst_error(law: Law, p: Callable[[Tokens], Tensor], vocab: int) -> float:
-    """Largest |law - p| of the next token, over every prefix that is emitted. `p(prefix)`: probabilities `[vocab]`."""
+def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> float:
+    """Largest |what is emitted - p| of the next token, over every prefix that is emitted. `p(prefix)`: probabilities `[vocab]`."""
     masses: dict[Tokens, Tensor] = defaultdict(lambda: torch.zeros(vocab, dtype=torch.float64))
-    for emitted, weight in law.items():
+    for emitted, weight in probs.items():
         for length, token in enumerate(emitted):
             masses[emitted[:length]][token] += weight
     return max(float((mass / mass.sum() - p(prefix)).abs().max()) for prefix, mass in masses.items())

@@ -1,4 +1,4 @@
-"""Rounds of product code on toy models: a target and a draft that are tables, for `exact_law`."""
+"""Rounds of product code on toy models: a target and a draft that are tables, for `exact_distribution`."""
 
 from __future__ import annotations
 

@@ -88,8 +88,10 @@ class ToyTree:
             scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
             return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
 
-        trust = self.throughput if self.algorithm == "throughput" else None
-        return Growth(expand, self.estimator, randomness, -1, self.max_depth, self.models.eos, self.ahead, trust=trust)
+        valuation = self.throughput if self.algorithm == "throughput" else None
+        return Growth(
+            expand, self.estimator, randomness, -1, self.max_depth, self.models.eos, self.ahead, valuation=valuation
+        )
 
     def grow(self, growth: Growth) -> None:
         if self.algorithm == "dyspec-exact":
@@ -106,7 +108,7 @@ VOCAB = 200
 KINDS = {"unsure": (1.5, 1.5), "sharp": (8.0, 8.0), "mixed": (1.0, 10.0)}
 
 
-class Laws:
+class RandomDraft:
     """A random row for every path, of a temperature between two bounds."""
 
     def __init__(self, kind: str, seed: int, vocab: int = VOCAB) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.models import assistant_for, prompt, tiny
 from support.toy_rounds import Models, ToyRound
 
@@ -178,7 +178,7 @@ def test_two_rounds_emit_exactly_p(rule: str, draft_cost: float, monkeypatch: py
             second.add(toy.drafted)
             return emitted
 
-        assert worst_error(exact_law(two_rounds), models.p, 3) < 1e-12
+        assert worst_error(exact_distribution(two_rounds), models.p, 3) < 1e-12
     assert len(second) > 1, "the outcome of the first round must matter"
     assert draft_cost < 0.5 or 0 in second
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 from support.repos import head_for
-from support.toy_trees import Laws
+from support.toy_trees import RandomDraft
 from support.tree_generation import PROMPT, sharp
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -62,19 +62,19 @@ class Simulation:
         pace = ThresholdSchedule()
         for seed in rounds:
             torch.manual_seed(seed)
-            laws = Laws(self.kind, seed, vocab=100)
+            draft = RandomDraft(self.kind, seed, vocab=100)
             randomness = None if self.greedy else TorchRandomness()
-            growth = Growth(laws, DraftProbability(), randomness, root=0, max_depth=12, trust=rule)
+            growth = Growth(draft, DraftProbability(), randomness, root=0, max_depth=12, valuation=rule)
             if rule is None:
                 grow_by_level(growth, budget, pace)
             elif rule.may_start(unread=1):
                 rule.grow(growth)
-            self._finish(growth.tree, laws, rule)
+            self._finish(growth.tree, draft, rule)
 
-    def _finish(self, tree: DraftTree, laws: Laws, rule: TreeThroughput | None) -> None:
+    def _finish(self, tree: DraftTree, draft: RandomDraft, rule: TreeThroughput | None) -> None:
         further = self.costs.branch * (len(tree.scores) - tree.passes)
         self.seconds += self.costs.draft * tree.passes + further + float(self.verify[len(tree)])
-        says = {node: self._says(laws, tree, node) for node in range(len(tree.tokens)) if tree.children[node]}
+        says = {node: self._says(draft, tree, node) for node in range(len(tree.tokens)) if tree.children[node]}
         chances = [1.0]
         for node in range(1, len(tree.tokens)):
             parent = tree.parents[node]
@@ -84,8 +84,8 @@ class Simulation:
         if rule is not None:
             rule.observe(tree, self._accepted(tree, says), unread=1)
 
-    def _says(self, laws: Laws, tree: DraftTree, node: int) -> torch.Tensor:
-        return (laws.at(tuple(tree.path(node))) / self.temperature).softmax(-1)
+    def _says(self, draft: RandomDraft, tree: DraftTree, node: int) -> torch.Tensor:
+        return (draft.at(tuple(tree.path(node))) / self.temperature).softmax(-1)
 
     def _accepted(self, tree: DraftTree, says: dict[int, torch.Tensor]) -> list[int]:
         path, node = list[int](), 0
@@ -166,7 +166,7 @@ def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None
 
 def test_a_threshold_is_a_lower_bound() -> None:
     rule = TreeThroughput(GPU, 64)
-    growth = Growth(Laws("mixed", seed=0), DraftProbability(), TorchRandomness(), 0, 12, trust=rule)
+    growth = Growth(RandomDraft("mixed", seed=0), DraftProbability(), TorchRandomness(), 0, 12, valuation=rule)
     rule.grow(growth, threshold=0.2)
     assert 0 < len(growth.tree) < 20
     assert min(growth.tree.values) >= 0.2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_law, worst_error
+from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -81,7 +81,7 @@ def no_residual(p: Tensor, each: list[Tensor], tokens: Tensor) -> tuple[Tensor, 
 @pytest.mark.parametrize("seed", range(5))
 def test_accepting_siblings_with_their_labels_emits_exactly_p(seed: int, n: int) -> None:
     p, q = p_and_q(seed)
-    emitted = exact_law(emitted_by_labels(sibling_labels, p, q, n))
+    emitted = exact_distribution(emitted_by_labels(sibling_labels, p, q, n))
     assert worst_error(emitted, lambda _: p, VOCAB) < 1e-12
 
 
@@ -90,7 +90,7 @@ def test_wrong_labels_do_not(mutant: Callable[..., Any]) -> None:
     errors = []
     for seed in range(5):
         p, q = p_and_q(seed)
-        emitted = exact_law(emitted_by_labels(mutant, p, q, 2))
+        emitted = exact_distribution(emitted_by_labels(mutant, p, q, 2))
         errors.append(worst_error(emitted, lambda _, p=p: p, VOCAB))  # type: ignore[misc]
     assert max(errors) > 1e-3
 

@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 VOCAB = 49152
 # Shares of the likeliest tokens. The draft reads two nodes of five of "bushy", and up to four of five of "long",
 # which gets as deep as it may.
-LAWS = {"bushy": [0.5, 0.3, 0.199], "long": [0.85, 0.1499]}
+SHARES = {"bushy": [0.5, 0.3, 0.199], "long": [0.85, 0.1499]}
 DEPTH = {64: 12, 768: 30}  # our default; the paper has less than 10 and less than 30
 # Seconds. Quiet, the longest sampled trees take 2.3 and 28 ms; wanted are 3 and 30. The rest is for a busy machine.
 LIMITS = {64: 0.004, 768: 0.04}
 TURNS = 10
 
 
-class Laws:
+class LargeRandomDraft:
     """A random row for every path. A level that is asked for again costs nothing."""
 
     def __init__(self, shares: list[float]) -> None:
@@ -53,35 +53,35 @@ class Laws:
 
 
 def one_round(
-    laws: Laws, budget: int, randomness: TreeRandomness | None, room: SoftmaxBuffer
+    draft: LargeRandomDraft, budget: int, randomness: TreeRandomness | None, buffer: SoftmaxBuffer
 ) -> tuple[float, DraftTree]:
     """Seconds of a round, and its tree. The target agrees with the draft, so that long paths are accepted."""
-    torch.manual_seed(0)  # the same tree again, so that its laws are there
+    torch.manual_seed(0)  # the same tree again, so that its rows are there
     begin = time.process_time()
-    growth = Growth(laws, DraftProbability(), randomness, root=0, max_depth=DEPTH[budget], room=room)
+    growth = Growth(draft, DraftProbability(), randomness, root=0, max_depth=DEPTH[budget], buffer=buffer)
     grow_by_level(growth, budget, ThresholdSchedule())
     tree = growth.tree
     Lineage().feed(tree, tree.depth_first())
     if randomness is None:
-        verify_tree_greedy(tree, lambda node: laws.at(tuple(tree.path(node))))
+        verify_tree_greedy(tree, lambda node: draft.at(tuple(tree.path(node))))
     else:
-        verify_tree(tree, lambda node: laws.at(tuple(tree.path(node))).softmax(-1), randomness)
+        verify_tree(tree, lambda node: draft.at(tuple(tree.path(node))).softmax(-1), randomness)
     return time.process_time() - begin, tree
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", LAWS)
+@pytest.mark.parametrize("kind", SHARES)
 def test_time_outside_the_models(kind: str, randomness: TreeRandomness | None) -> None:
     """The least of several, as other processes only ever add to it. Also no more than n log n."""
-    laws, threads = Laws(LAWS[kind]), torch.get_num_threads()
+    draft, threads = LargeRandomDraft(SHARES[kind]), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         seconds = {}
         for budget in (64, 768):
-            room = SoftmaxBuffer(budget)
-            laws.levels.clear()
-            rounds = [one_round(laws, budget, randomness, room) for _ in range(TURNS)]
+            buffer = SoftmaxBuffer(budget)
+            draft.levels.clear()
+            rounds = [one_round(draft, budget, randomness, buffer) for _ in range(TURNS)]
             seconds[budget] = min(time for time, _ in rounds)
             tree = rounds[-1][1]
             mode = "greedy" if randomness is None else "sampled"

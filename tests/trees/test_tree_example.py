@@ -18,7 +18,7 @@ from hf_specdecpp.trees.verification import verify_tree
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "dyspec.md").read_text(encoding="utf-8")
 WORDS = ["def", "add", "sum", "plus", "(", "_", "a", "x", ","]
-LAWS = {
+SHARES = {
     "def": {"add": 0.6, "sum": 0.3, "plus": 0.1},
     "def add": {"(": 0.9, "_": 0.1},
     "def sum": {"(": 0.8, "_": 0.2},
@@ -30,9 +30,9 @@ LAWS = {
 TARGET = {"def": {"add": 0.3, "sum": 0.6, "plus": 0.1}}
 
 
-def law(text: str, laws: dict[str, dict[str, float]]) -> torch.Tensor:
+def probs(text: str, target: dict[str, dict[str, float]]) -> torch.Tensor:
     row = torch.zeros(len(WORDS))
-    for word, probability in {**LAWS, **laws}[text].items():
+    for word, probability in {**SHARES, **target}[text].items():
         row[WORDS.index(word)] = probability
     return row
 
@@ -43,7 +43,7 @@ def text_of(tree: DraftTree, node: int) -> str:
 
 def growth() -> Growth:
     def expand(tree: DraftTree, nodes: list[int]) -> Level:
-        scores = torch.stack([law(text_of(tree, node), {}) for node in nodes]).log()
+        scores = torch.stack([probs(text_of(tree, node), {}) for node in nodes]).log()
         return Level(scores, torch.zeros(len(nodes), 1), lambda tokens: tokens[..., None])
 
     # As for a sampled target; the draws happen to come out as the likeliest.
@@ -78,7 +78,7 @@ def test_the_verification() -> None:
     tree_growth = growth()
     grow_exactly(tree_growth, 6)
     chances, tree = Chances(), tree_growth.tree
-    path, token = verify_tree(tree, lambda node: law(text_of(tree, node), TARGET), chances)
+    path, token = verify_tree(tree, lambda node: probs(text_of(tree, node), TARGET), chances)
     assert chances.seen == [0.5, 1.0, 1.0]
     assert [WORDS[each] for each in (*tree.path(path[-1]), token)] == ["sum", "(", "a"]
     assert "Three tokens for one pass" in DOCUMENT

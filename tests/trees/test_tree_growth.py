@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.toy_rounds import make_estimator
-from support.toy_trees import KINDS, VOCAB, Laws
+from support.toy_trees import KINDS, VOCAB, RandomDraft
 from torch import Tensor
 
 from hf_specdecpp import SpeculationConfig
@@ -27,7 +27,7 @@ from hf_specdecpp.trees.tree import DraftTree, Lineage, relations
 
 
 def growth(
-    expand: Laws,
+    expand: RandomDraft,
     depth: int = 12,
     randomness: TreeRandomness | None = None,
     estimator: Estimator | None = None,
@@ -44,7 +44,7 @@ def growth(
 def test_the_budget_is_used_up_and_a_level_costs_a_pass(
     kind: str, budget: int, randomness: TreeRandomness | None
 ) -> None:
-    tree_growth = growth(Laws(kind, seed=budget), randomness=randomness)
+    tree_growth = growth(RandomDraft(kind, seed=budget), randomness=randomness)
     grow_by_level(tree_growth, budget, ThresholdSchedule())
     tree = tree_growth.tree
     assert len(tree) == budget
@@ -72,7 +72,7 @@ def _ancestors(tree: DraftTree, node: int) -> list[int]:
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 def test_algorithm_1_draws_at_the_best_slot(randomness: TreeRandomness | None) -> None:
     torch.manual_seed(0)
-    tree_growth = growth(Laws("mixed", seed=0), randomness=randomness)
+    tree_growth = growth(RandomDraft("mixed", seed=0), randomness=randomness)
     grow_exactly(tree_growth, 64)
     tree = tree_growth.tree
     worth = tree.values[1:] if randomness else chances(tree)
@@ -95,7 +95,7 @@ def test_greedy_slots_compete_with_what_their_candidate_is_worth(
     for papers_order in (True, False):
         pace, found = ThresholdSchedule(), []
         for seed in range(20):
-            tree_growth = growth(Laws("mixed", seed))
+            tree_growth = growth(RandomDraft("mixed", seed))
             tree_growth.greedy = not papers_order
             grow(tree_growth, pace)
             found.append(sum(chances(tree_growth.tree)))
@@ -113,7 +113,7 @@ def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Tr
         pace, accepted = ThresholdSchedule(), []
         for seed in range(20):
             torch.manual_seed(seed)
-            tree_growth = growth(Laws(kind, seed), randomness=randomness)
+            tree_growth = growth(RandomDraft(kind, seed), randomness=randomness)
             grow_exactly(tree_growth, budget) if exact else grow_by_level(tree_growth, budget, pace)
             accepted.append(tree_growth.tree.expected_accepted)
         means.append(statistics.mean(accepted))
@@ -122,7 +122,7 @@ def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Tr
 
 def test_a_fixed_threshold_leaves_the_budget_unused() -> None:
     """The paper's form, which is what `tree_threshold` asks for."""
-    tree_growth = growth(Laws("unsure", seed=0), randomness=TorchRandomness())
+    tree_growth = growth(RandomDraft("unsure", seed=0), randomness=TorchRandomness())
     grow_by_level(tree_growth, 256, ThresholdSchedule(), threshold=0.5)
     assert len(tree_growth.tree) < 256
     assert min(tree_growth.tree.values) >= 0.5
@@ -130,23 +130,23 @@ def test_a_fixed_threshold_leaves_the_budget_unused() -> None:
 
 def test_depth_and_ends_of_sequences() -> None:
     for grow in (lambda g: grow_by_level(g, 40, ThresholdSchedule()), lambda g: grow_exactly(g, 40)):
-        laws = Laws("sharp", seed=0)
-        eos = int(laws.at(()).argmax())
-        tree_growth = Growth(laws, DraftProbability(), None, 0, 3, {eos})
+        draft = RandomDraft("sharp", seed=0)
+        eos = int(draft.at(()).argmax())
+        tree_growth = Growth(draft, DraftProbability(), None, 0, 3, {eos})
         grow(tree_growth)
         tree = tree_growth.tree
         assert tree.depth <= 3
         assert not tree.children[tree.tokens.index(eos, 1)]
-    nothing = growth(laws, depth=0)
+    nothing = growth(draft, depth=0)
     grow_by_level(nothing, 8, ThresholdSchedule())
     assert len(nothing.tree) == nothing.tree.passes == 0
 
 
 def test_a_small_support_ends_the_growth() -> None:
-    laws = Laws("sharp", seed=0)
-    laws.at = lambda path: torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor([3, 5]), 0.0)  # type: ignore
+    draft = RandomDraft("sharp", seed=0)
+    draft.at = lambda path: torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor([3, 5]), 0.0)  # type: ignore
     for randomness in (None, TorchRandomness()):
-        tree_growth = growth(laws, depth=2, randomness=randomness)
+        tree_growth = growth(draft, depth=2, randomness=randomness)
         grow_by_level(tree_growth, 64, ThresholdSchedule())
         assert sorted(tree_growth.tree.tokens[1:]) == [3, 3, 3, 5, 5, 5]
 
@@ -158,7 +158,7 @@ def test_shapes() -> None:
     shape = from_expansions([2, 1, 2])
     assert size(shape) == 2 + 2 + 4
     assert from_nodes(nodes_of(shape)) == shape
-    tree_growth = growth(Laws("mixed", seed=0), randomness=TorchRandomness())
+    tree_growth = growth(RandomDraft("mixed", seed=0), randomness=TorchRandomness())
     grow_shape(tree_growth, shape)
     assert [len(children) for children in tree_growth.tree.children] == [2, 1, 1, 2, 2, 0, 0, 0, 0]
     assert tree_growth.tree.passes == 3
@@ -219,7 +219,7 @@ def race(q: Tensor) -> Siblings:
 
 @pytest.mark.parametrize("draws", [Inverted, race])
 def test_draws_without_replacement(draws) -> None:
-    """The law of the first two, against its definition (chi-square, fixed seed), also across blocks."""
+    """The distribution of the first two, against its definition (chi-square, fixed seed), also across blocks."""
     q = torch.zeros(2 * BLOCK + 3)
     support = [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
     q[support] = torch.tensor([0.6, 0.25, 0.1, 0.05])
@@ -249,20 +249,24 @@ def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings
     assert siblings.next(0)[0] == int(q[0].argmax())  # type: ignore[index]
 
 
-def test_a_room_for_laws_is_used_again() -> None:
-    room, scores = SoftmaxBuffer(3), torch.randn(2, 5)
+def test_a_softmax_buffer_is_used_again() -> None:
+    buffer, scores = SoftmaxBuffer(3), torch.randn(2, 5)
     for _ in range(2):
-        room.clear()
-        first, second = room.softmax(scores), room.softmax(-scores)  # the second finds no room
+        buffer.clear()
+        first, second = buffer.softmax(scores), buffer.softmax(-scores)  # the second finds no room
         torch.testing.assert_close(first, scores.softmax(-1))
         torch.testing.assert_close(second, (-scores).softmax(-1))
-    room.clear()
-    assert room.softmax(-scores).data_ptr() == first.data_ptr()
-    room.clear()
-    assert room.softmax(scores[:1]).data_ptr() != room.softmax(scores[:1]).data_ptr()
+    buffer.clear()
+    assert buffer.softmax(-scores).data_ptr() == first.data_ptr()
+    buffer.clear()
+    nothing = torch.full((2, 5), float("-inf"))
+    nothing[0, 3] = 0.0
+    assert buffer.softmax(nothing).tolist() == [[0, 0, 0, 1, 0], [0] * 5], "no token is left in the second row"
+    buffer.clear()
+    assert buffer.softmax(scores[:1]).data_ptr() != buffer.softmax(scores[:1]).data_ptr()
 
 
-def test_entropies_of_laws_with_forbidden_tokens() -> None:
+def test_entropies_with_forbidden_tokens() -> None:
     scores = 3.0 * torch.randn(4, 50)
     scores[1:, ::2] = float("-inf")
     scores[3, 1:] = float("-inf")
@@ -272,25 +276,25 @@ def test_entropies_of_laws_with_forbidden_tokens() -> None:
 
 
 def test_a_head_is_told_what_it_was_trained_on() -> None:
-    """`scalar_features` of the renormalised laws, from running sums."""
-    q = Laws("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
+    """`scalar_features` of the renormalised q, from running sums."""
+    q = RandomDraft("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
     tokens = [int(q.argsort(descending=True)[k]) for k in (0, 3, 1, 20, 2)]
     top = q.topk(len(tokens) + 1)
-    law = SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
+    left = SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
     likeliest = [(float(t), float(v)) for t, v in zip(top.indices, top.values, strict=True)]
-    ours = [*law.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
-    ours += law.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)
+    ours = [*left.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
+    ours += left.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)
     for index, token in enumerate(tokens):
-        left = q.index_fill(0, torch.tensor(tokens[:index], dtype=torch.long), 0.0)
+        rest = q.index_fill(0, torch.tensor(tokens[:index], dtype=torch.long), 0.0)
         mass = q[tokens[:index]].sum()
-        expected = scalar_features(left / left.sum(), torch.tensor(token), True, mass, torch.tensor(index))
+        expected = scalar_features(rest / rest.sum(), torch.tensor(token), True, mass, torch.tensor(index))
         torch.testing.assert_close(torch.tensor(ours[index]), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> None:
     head = make_estimator("before", seed=0)
-    tree_growth = growth(Laws("mixed", seed=0), randomness=randomness, estimator=head)
+    tree_growth = growth(RandomDraft("mixed", seed=0), randomness=randomness, estimator=head)
     calls = []
     head.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
     grow_by_level(tree_growth, 64, ThresholdSchedule())
@@ -302,7 +306,7 @@ def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> Non
 
 
 def test_lineage_level_by_level_equals_the_whole() -> None:
-    tree_growth = growth(Laws("mixed", seed=3))
+    tree_growth = growth(RandomDraft("mixed", seed=3))
     grow_by_level(tree_growth, 40, ThresholdSchedule())
     tree = tree_growth.tree
     order = tree.depth_first()

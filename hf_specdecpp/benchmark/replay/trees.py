@@ -89,7 +89,7 @@ class TreeReplay:
                 path = along(tree, self.text.ids[position:])
                 expected = float(len(path))
             else:
-                reached = chances(tree, self._laws(self.branching, tree, position))
+                reached = chances(tree, self._p(self.branching, tree, position))
                 path, expected = draw(tree, reached), sum(reached[1:])
             yield tree, expected
             drafting.learn(tree, path)
@@ -107,7 +107,7 @@ class TreeReplay:
             self.assistant.config.acceptance_by_rank,
         )
 
-    def _laws(self, branching: BranchingText, tree: DraftTree, position: int) -> Mapping[int, Tensor]:
+    def _p(self, branching: BranchingText, tree: DraftTree, position: int) -> Mapping[int, Tensor]:
         """p after every node that has children, the tree's root being the last of `position` tokens."""
         inner = [node for node in tree.depth_first()[1:] if tree.children[node]]
         states = branching.states[position - 1 : position]
