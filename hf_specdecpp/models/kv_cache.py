@@ -16,8 +16,8 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int]) -> None:
     neither copied nor read. What the crop leaves is a view of the old storage; the next pass replaces the storage, so
     that discarded rows never pile up.
 
-    Example: 5 tokens of text and the nodes 0 to 4 lie in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5, nodes
-    2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
+    Example: 5 tokens of text and the nodes 0 to 4 lie in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
+    nodes 2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
 
     Args:
         cache: holds `num_prefix` tokens of text, then nodes in feeding order. Sliding-window layers must have recorded

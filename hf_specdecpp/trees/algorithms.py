@@ -2,8 +2,8 @@
 
 Explained with an example in `docs/dyspec.md`.
 
-In the paper's notation: Tr the tree, D(.|x) the draft's distribution after x, R what is left of it once siblings have been
-drawn, v the value of a slot, t the threshold. A node whose D is known has one open slot, its next child. A slot of
+In the paper's notation: Tr the tree, D(.|x) the draft's distribution after x, R what is left of it once siblings have
+been drawn, v the value of a slot, t the threshold. A node whose D is known has one open slot, its next child. A slot of
 value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's first child, v * a(y), and y's next
 sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
 

@@ -122,7 +122,7 @@ class SiblingDistribution:
     def scalars_of(
         self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
     ) -> list[tuple[float, ...]]:
-        """`features.scalar_features` of further siblings, each for the q that it was drawn from: without those before it.
+        """`features.scalar_features` of further siblings, each for the q without those before it.
 
         Args:
             drawn: tokens and their q, in order.

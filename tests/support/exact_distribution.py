@@ -80,7 +80,7 @@ def exact_distribution(program: Callable[[Replay], Tokens]) -> Probs:
 
 
 def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> float:
-    """Largest |what is emitted - p| of the next token, over every prefix that is emitted. `p(prefix)`: probabilities `[vocab]`."""
+    """Largest error of the next token's probabilities, over every prefix that is emitted. `p(prefix)`: `[vocab]`."""
     masses: dict[Tokens, Tensor] = defaultdict(lambda: torch.zeros(vocab, dtype=torch.float64))
     for emitted, weight in probs.items():
         for length, token in enumerate(emitted):

@@ -57,6 +57,7 @@ def read_tree(
     nodes: Tensor,
     groups: list[list[int]] | None = None,
     prefix_mask: Tensor | None = None,
+    position: int | None = None,
 ) -> Tensor:
     """Logits `[nodes, vocab]` of the tree, in one pass or in one pass a group of nodes."""
     ancestors, depths = relations(PARENTS)
@@ -64,7 +65,7 @@ def read_tree(
     fed: list[int] = []
     for group in groups or [list(range(len(PARENTS)))]:
         fed += group
-        inputs = tree_inputs(model, cache, ancestors[group][:, fed], depths[fed], num_prefix, prefix_mask)
+        inputs = tree_inputs(model, cache, ancestors[group][:, fed], depths[fed], num_prefix, prefix_mask, position)
         out = model(input_ids=nodes[group][None], past_key_values=cache, use_cache=True, **inputs).logits[0]
         logits = logits if logits.numel() else out.new_empty((len(PARENTS), out.shape[-1]))
         logits[group] = out
