@@ -127,9 +127,9 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
         return "Only plain generate() took part, so there is nothing to compare."
     best = others[0]
     gain, low = (best["same_passes"], best["same_passes_interval"][0]) if best["ours"] else _over_plain(best)
-    products = [row["speedup"] for row in rows if row["contestant"] == SAME_PASSES.name]
+    same = [row for row in rows if row["contestant"] == SAME_PASSES.name]
     runs = f"{best['contestant']}, runs at {_speeds(best)}"
-    more = _of_products(products[0], best) if products and best["ours"] else ""
+    more = _of_products(same[0], best) if same and best["ours"] else ""
     if any(row["disturbed"] for row in rows):
         more += " Other load disturbed some of the runs, so repeat this on a quiet machine."
     if best["tokens_per_pass"] < IDLE and gain > LOSES:
@@ -161,12 +161,13 @@ def _speeds(row: dict[str, Any]) -> str:
     return f"{plain} and at {same}"
 
 
-def _of_products(passes: float, best: dict[str, Any]) -> str:
-    """What plain generation gains from the CPU products alone, where that is something."""
+def _of_products(same: dict[str, Any], best: dict[str, Any]) -> str:
+    """What plain generation gains from the CPU products alone, by its row, where that is something."""
+    passes, (low, high) = same["speedup"], same["interval"]
     if LOSES < passes < PAYS:
         return ""
-    most = ", so most of the speed comes from the passes" if passes > 1.0 and passes * passes > best["speedup"] else ""
-    slower = ": turn them off (cpu_products)" if passes < 1.0 else ""
+    most = ", so most of the speed comes from the passes" if low > 1.0 and passes * passes > best["speedup"] else ""
+    slower = ": turn them off (cpu_products)" if high < 1.0 else ""
     return f" The same passes alone take plain generate() to {passes:.2f}{most}{slower}."
 
 
