@@ -4,14 +4,22 @@
 
 `bench/qwen` becomes `docs/benchmarks/qwen/report.md` with its pictures, as `specdecpp bench` wrote them; what was there
 before goes. Between its two marks the page then lists every report under `docs/benchmarks`, with what it says about
-itself: nothing is typed by hand.
+itself: nothing is typed by hand. A single report can also renew the part "Speed" of a model card:
+
+    python examples/publish_benchmark.py bench/qwen --card hub_cards/specdecpp-qwen2.5-coder-1.5b-instruct/README.md
 """
 
 import argparse
+import json
 import re
 import shutil
 from pathlib import Path
 
+from jinja2 import Template
+
+from hf_specdecpp.hub import card as cards
+
+SPEED = re.compile(r"## Speed\n.*?(?=(?:{% endif %}\n)?## Training\n)", re.DOTALL)
 BEGIN, END = "<!-- reports: begin -->", "<!-- reports: end -->"
 
 
@@ -47,9 +55,21 @@ def _line(report: Path, page: Path) -> str:
     return f"| [{report.parent.name}]({report.relative_to(page.parent)}) | {about} | {said} |"
 
 
+def renew_card(folder: Path, card: Path) -> None:
+    """Write the part "Speed" of a card as `specdecpp train` would, of the results in a folder."""
+    speeds = json.loads((folder / "results.json").read_text(encoding="utf-8"))["speeds"]
+    template = Path(cards.__file__).with_name("card_template.md").read_text(encoding="utf-8")
+    part = Template(SPEED.findall(template)[0]).render(training={"speed": speeds}, number=cards.number)
+    card.write_text(SPEED.sub(lambda _: part + "\n\n", card.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="output folders of specdecpp bench")
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
+    parser.add_argument("--card", type=Path, help="a model card that shows the speeds of the only folder")
     arguments = parser.parse_args()
     publish(arguments.folders, arguments.page)
+    if arguments.card is not None:
+        [one] = arguments.folders
+        renew_card(one, arguments.card)

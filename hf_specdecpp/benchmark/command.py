@@ -31,7 +31,7 @@ from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
 from hf_specdecpp.benchmark.replay.trees import replay_trees
 from hf_specdecpp.benchmark.run_log import RESULTS, SETTINGS, TREES, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
-from hf_specdecpp.benchmark.summary import comparable, speed_table, summarise
+from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, speed_table, summarise
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -211,7 +211,9 @@ def _results(
     summary = summarise(rows, contestants)
     where = environment(target.device)
     slowed = f", target slowed down by {settings['extra_layers']} further layers" if settings["extra_layers"] else ""
-    facts = {"command": command(), "device": where["device"] + slowed, "dtype": settings["dtype"]}
+    busy = busy_elsewhere(rows)
+    load = f", other processes keeping {busy:.1f} of {where['processors']} processors busy" if busy else ""
+    facts = {"command": command(), "device": where["device"] + slowed + load, "dtype": settings["dtype"]}
     results = {
         "command": command(), "environment": where,
         "settings": {**settings, "temperatures": config.temperatures},

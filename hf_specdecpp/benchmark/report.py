@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.summary import best_of_families, measured_ratio, overall, verdict
+from hf_specdecpp.benchmark.summary import best_of_families, busy_elsewhere, measured_ratio, overall, verdict
 from hf_specdecpp.intervals import ratio_of_sums
 
 WIDTH = 100
-BUSY = 0.1  # processors that other processes may use before a report mentions them
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
@@ -77,11 +75,10 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"{len(rows)} of {len(results['runs'])} runs were disturbed: they waited for a processor for up to "
             f"{max(row['waited'] for row in rows):.0%} of their time. They are marked *."
         )
-    busy = [row["others"] for row in results["runs"] if row["others"] is not None]
-    if busy and median(busy) > BUSY:
+    if busy := busy_elsewhere(results["runs"]):
         lines.append(
-            f"Other processes kept {median(busy):.1f} of the machine's {where['processors']} processors busy: "
-            "they slow memory down for everybody, so these are the ratios of a busy machine."
+            f"Other processes kept {busy:.1f} of the machine's {where['processors']} processors busy: they slow memory "
+            "down for everybody, so these are the ratios of a busy machine."
         )
     return lines
 

@@ -16,6 +16,7 @@ from hf_specdecpp.intervals import median_of_ratios
 
 ALL = "all"  # the sets together
 PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
+BUSY = 0.1  # processors that other processes may use without a word
 IDLE = 1.02  # tokens a pass of a contestant that has all but stopped speculating
 
 
@@ -111,6 +112,13 @@ def measured_ratio(rows: Sequence[dict[str, Any]]) -> float | None:
         if row["contestant"].startswith("fixed") and (drafted := sum(each[0] for each in row["rounds"]))
     ]
     return median(drafts) / median(plain) if drafts and plain else None
+
+
+def busy_elsewhere(rows: Sequence[dict[str, Any]]) -> float:
+    """Processors that other processes kept busy, in the median run; 0 if that is hardly any or unknown."""
+    others = [row["others"] for row in rows if row["others"] is not None]
+    busy = median(others) if others else 0.0
+    return busy if busy > BUSY else 0.0
 
 
 def overall(summary: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
