@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import WINDOW, assistant_for, prompt, tiny
-from support.outputs import RECORDS, assert_same, assert_same_cache, prefill
+from support.outputs import RECORDS, NoRepeat, assert_same, assert_same_cache, prefill
 from support.watchers import no_work, tokenizer
 from torch import Tensor
 from transformers import DynamicCache
@@ -77,6 +77,21 @@ def test_sampled_scores_are_those_of_the_text() -> None:
         logits = target(ours.sequences).logits[0, PROMPT.shape[1] - 1 : -1].float()
     assert_same(torch.cat(ours.logits), logits)
     assert_same(torch.cat(ours.scores), logits / 0.7)
+
+
+def test_logits_are_those_of_the_model() -> None:
+    """Also where a processor writes into its scores. Plain `generate()` returns what that left of them as logits."""
+    target = tiny("llama", num_hidden_layers=2)
+    arguments: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    arguments["logits_processor"] = [NoRepeat()]
+    plain = generate(target, **arguments)
+    ours = generate(target, assistant_model=assistant_for(target), **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert_same(ours.scores, plain.scores)
+    with torch.no_grad():
+        logits = target(ours.sequences).logits[0, PROMPT.shape[1] - 1 : -1].float()
+    assert_same(torch.cat(ours.logits), logits)
+    assert torch.cat(plain.logits).isinf().any()
 
 
 def test_records_are_refused_without_attaching() -> None:
