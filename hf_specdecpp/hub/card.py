@@ -27,7 +27,7 @@ def make_card(
     Args:
         config: as the repository stores it.
         head: the acceptance head, or `None`.
-        training: what `training.assembly` knows of the run that made the assistant: `config`, `settings`, `evaluation`,
+        training: what `training.card` knows of the run that made the assistant: `config`, `settings`, `evaluation`,
             `rollouts`, `distillation`, `head_metrics`, `calibration`, `learning_curve`, `baseline`, `speed`,
             `provenance`; of those that were not made, `None`.
     """

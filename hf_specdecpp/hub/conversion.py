@@ -19,8 +19,9 @@ from torch import Tensor
 from hf_specdecpp import files as repository
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.hub.repository import CONFIG, HEAD
+from hf_specdecpp.models.adapters import MOST_CONFIG_BYTES
 from hf_specdecpp.version import __version__
 
 PICKLE = "pytorch_model.bin"
@@ -97,14 +98,14 @@ def _read_sizes(path: Path) -> tuple[int, int]:
     """`hidden_size` and `num_layers`."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; it says how large the head is. Download the whole repository.")
-    config = repository.read_json(path)
+    config = repository.read_json(path, MOST_CONFIG_BYTES)
     if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
         raise ValueError(f"{path} is in our format already. Use it as it is.")
     size, depth = (config.get(key) if isinstance(config, dict) else None for key in ("hidden_size", "num_layers"))
-    if type(size) is not int or type(depth) is not int or size < 1 or depth < 0:
+    if type(size) is not int or type(depth) is not int or size < 1 or not 0 <= depth <= MOST_BLOCKS:
         raise ValueError(
             f"{path} has hidden_size={size!r} and num_layers={depth!r}; a released SpecDec++ head has a whole number "
-            "for each, at least 1 and 0. This is something else, or its config is damaged."
+            f"for each, at least 1 and from 0 to {MOST_BLOCKS}. This is something else, or its config is damaged."
         )
     return size, depth
 

@@ -238,6 +238,7 @@ def test_too_large_for_float32(tmp_path: Path) -> None:
         ('{"hidden_size": 6, "num_layers": true}', "num_layers=True"),
         ('{"hidden_size": 0, "num_layers": 3}', "hidden_size=0"),
         ('{"hidden_size": 6, "num_layers": -1}', "num_layers=-1"),
+        ('{"hidden_size": 6, "num_layers": 10000000}', "num_layers=10000000; .* from 0 to 64"),
         ('{"model_type": "specdecpp"}', "in our format already"),
         ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ],
