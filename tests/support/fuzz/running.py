@@ -29,6 +29,9 @@ from support.outputs import assert_same, assert_same_cache
 PACKAGE = str(Path(hf_specdecpp.__file__).parent)
 # Between the two likeliest tokens of plain generation. Passes over one and over several tokens round differently.
 NEAR_TIE = {"float64": 1e-4, "float32": 1e-2}
+TOLERANCE = {"float64": 1e-5, "float32": 2e-2}  # of side outputs
+# Frames of a round: an exception from there comes too late to be a refusal.
+ROUND = {"_round", "_tree_round", "draft", "draft_tree"}
 
 
 @dataclass
@@ -181,14 +184,15 @@ def _compare_outputs(
         if name == "logits" and "in place" in case.processors:
             continue  # in plain `generate()` such a processor writes into the raw logits, too; ours stay raw
         if name in case.records:
-            _same(f"turn {turn}: {name}", assert_same, getattr(actual.output, name), getattr(expected.output, name))
-    if case.door == "generator":
-        return  # transformers' own loop: what it leaves in the cache is its own affair
+            values = getattr(actual.output, name), getattr(expected.output, name)
+            _same(case, f"turn {turn}: {name}", assert_same, *values)
+    if case.door != "attached" and case.padding not in ("no mask", "ones"):
+        return  # transformers' own loop reads the prompt in another pass, and leaves other rows for masked tokens
     if plain.cache is not None:
-        _same(f"turn {turn}: cache", assert_same_cache, ours.cache, plain.cache)
+        _same(case, f"turn {turn}: cache", assert_same_cache, ours.cache, plain.cache)
     elif case.records and case.door == "attached":
         caches = actual.output.past_key_values, expected.output.past_key_values
-        _same(f"turn {turn}: returned cache", assert_same_cache, *caches)
+        _same(case, f"turn {turn}: returned cache", assert_same_cache, *caches)
 
 
 def _compare_fault(before: Conversation, ours: Conversation, actual: Answer, turn: int) -> None:
@@ -206,12 +210,12 @@ def _compare_fault(before: Conversation, ours: Conversation, actual: Answer, tur
     again = before.answer(turn, None, max_new_tokens=len(emitted))
     if emitted != again.sequences[0, before.shown.shape[1] :].tolist():
         raise Different(f"turn {turn}: emitted {emitted} before the fault, plain {again.sequences[0].tolist()}")
-    _same(f"turn {turn}: cache after the fault", assert_same_cache, ours.cache, before.cache)
+    _same(ours.case, f"turn {turn}: cache after the fault", assert_same_cache, ours.cache, before.cache)
 
 
-def _same(what: str, check: Any, ours: Any, plain: Any) -> None:
+def _same(case: Case, what: str, check: Any, ours: Any, plain: Any) -> None:
     try:
-        check(ours, plain)
+        check(ours, plain, TOLERANCE[case.dtype])
     except AssertionError as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise Different(f"{what}: {str(error)[:400] or frame.line}") from error
@@ -279,7 +283,9 @@ def _is_refusal(error: Exception | None) -> bool:
     """Whether it is a `ValueError` that our code raised itself."""
     if not isinstance(error, ValueError):
         return False
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PACKAGE)
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame.name for frame in frames if frame.filename.startswith(PACKAGE)]
+    return frames[-1].filename.startswith(PACKAGE) and not ROUND & set(ours)
 
 
 def _reason(error: Exception) -> str:
