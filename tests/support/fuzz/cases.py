@@ -130,6 +130,7 @@ def settle(case: Case) -> Case:
 
     turn(case.draft == "exit lora" and case.family not in WITH_ADAPTERS, draft="exit")
     turn(case.draft == "lora" and case.family not in WITH_ADAPTERS, draft="close")
+    turn(case.weights == "merged" and case.family not in WITH_ADAPTERS, weights="copied")
     if case.door != "attached":  # transformers' own loop: no trees, early exits or packed weights
         turn(True, tree="none", weights="as they are")
         turn(case.draft in ("more ids", "fewer ids"), draft="other")  # it compares the numbers

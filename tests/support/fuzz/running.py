@@ -280,12 +280,13 @@ def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether it is a `ValueError` that our code raised itself."""
+    """Whether it is a `ValueError` that our code, or transformers' check of an assistant, raised before any round."""
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame.name for frame in frames if frame.filename.startswith(PACKAGE)]
-    return frames[-1].filename.startswith(PACKAGE) and not ROUND & set(ours)
+    ours = {frame.name for frame in frames if frame.filename.startswith(PACKAGE)}
+    by_transformers = frames[-1].name in ("_assisted_decoding", "_validate_generation_mode")
+    return not ROUND & ours and (by_transformers or frames[-1].filename.startswith(PACKAGE))
 
 
 def _reason(error: Exception) -> str:
