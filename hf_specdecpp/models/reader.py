@@ -114,8 +114,14 @@ class Reader(nn.Module):
     def _check_logits(self) -> None:
         """Compare the route above with the model's own forward on one token."""
         probe = torch.zeros((1, 1), dtype=torch.long, device=self.device)
-        expected = self.model(probe).logits[0, -1].float()
-        actual = self._head_logits(self._head(), self.hidden_states(probe)[0, -1])
+        expected, hidden = self.model(probe).logits[0, -1].float(), self.hidden_states(probe)[0, -1]
+        if hidden.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"The LM head of {type(self.model).__name__} reads vectors of {self.hidden_size} numbers and its "
+                f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not know. "
+                "Use another model."
+            )
+        actual = self._head_logits(self._head(), hidden)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
         error = float((actual - expected).abs().max())
         if not error <= tolerance * max(1.0, float(expected.abs().max())):

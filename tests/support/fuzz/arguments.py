@@ -64,8 +64,23 @@ class InPlace(LogitsProcessor):
         return scores
 
 
+class Counting(LogitsProcessor):
+    """Favours another token at each call, as a grammar would that follows the text by its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, 5 * self.calls % VOCAB_SIZE] += 3.0
+        return scores
+
+
 class NewTensor(LogitsProcessor):
     """Favours the tokens after the last one, in a tensor of its own."""
+
+    reads_prefix_only = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         favoured = (input_ids[:, -1:] + torch.arange(1, 4)) % VOCAB_SIZE
@@ -74,6 +89,8 @@ class NewTensor(LogitsProcessor):
 
 class WholePrefix(LogitsProcessor):
     """Depends on every token so far, the number of them included."""
+
+    reads_prefix_only = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         weights = torch.arange(1, input_ids.shape[1] + 1)
@@ -85,6 +102,8 @@ class WholePrefix(LogitsProcessor):
 
 class Nan(LogitsProcessor):
     """What `remove_invalid_values` is for: a value that is not a number, after each even token."""
+
+    reads_prefix_only = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if int(input_ids[0, -1]) % 2:
@@ -128,7 +147,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "exponential_decay": {"exponential_decay_length_penalty": (2, 1.3), **EOS},
     "nan": {"remove_invalid_values": True},
 }
-OWN_PROCESSORS: dict[str, Any] = {"in place": InPlace, "new tensor": NewTensor, "whole prefix": WholePrefix, "nan": Nan}
+OWN_PROCESSORS: dict[str, Any] = {
+    "in place": InPlace,
+    "counting": Counting,
+    "new tensor": NewTensor,
+    "whole prefix": WholePrefix,
+    "nan": Nan,
+}
 STOPS: dict[str, dict[str, Any]] = {
     "eos": {"eos_token_id": [2, 11, 17], "pad_token_id": PAD},
     "many eos": {"eos_token_id": list(range(1, VOCAB_SIZE, 4)), "pad_token_id": PAD},

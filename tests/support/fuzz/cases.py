@@ -68,7 +68,7 @@ RULES = ("fixed", "fixed one", "threshold", "confidence", "svip", "adaedl", "thr
 PROCESSORS = (
     "repetition_penalty", "no_repeat_ngram", "bad_words", "sequence_bias", "min_new_tokens", "forced_eos", "neighbours",
     "grammar", "suppress", "begin_suppress", "remove_invalid", "encoder_repetition", "encoder_no_repeat", "renormalize",
-    "exponential_decay", "in place", "new tensor", "whole prefix", "nan",
+    "exponential_decay", "in place", "counting", "new tensor", "whole prefix", "nan",
 )  # fmt: skip
 STOPS = ("max_new_tokens", "max_length", "eos", "many eos", "stop strings", "criterion", "max_time", "min_length")
 RECORDS = ("scores", "logits", "hidden_states", "attentions")
@@ -153,10 +153,12 @@ def settle(case: Case) -> Case:
 
 
 def _impossible(case: Case) -> set[str]:
-    """Processors that leave plain generation nothing to do."""
+    """Processors that leave plain generation nothing to do, or that a door cannot serve."""
     found = {"begin_suppress"} if {"neighbours", "grammar"} & set(case.processors) else set()
     if {"neighbours", "grammar"} <= set(case.processors):
         found |= {"grammar"}
+    if case.door == "generator":
+        found |= {"counting"}  # transformers' loop asks about every candidate
     if case.sampling:
         found |= {"nan"}  # raises in plain, too
     if case.fault != "none":
