@@ -27,7 +27,8 @@ def launch(config: TrainingConfig, folder: Path, name: str) -> None:
     described.write_text(json.dumps(config.to_dict()))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
     command = [*launcher, "--main_process_port", "0", str(SCRIPT), str(described)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join((str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("Held-out answers") == 1, "one process reports"
