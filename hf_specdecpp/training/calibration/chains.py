@@ -4,9 +4,10 @@ Teacher-forced features (`features.py`) are all at the first position of a round
 positions too, and the candidates after one that would be rejected: what a stopping rule sees when it has to decide.
 
 `benchmark/replay` records texts, too, and shares with this what is the same: `texts/branches.py`. The rest answers
-another question. Here chains begin at places spread over a text and are judged by expectation, with each candidate's acceptance
-probability and no coin, so that estimates can be fitted and measured with little noise. There the rounds of one
-generation follow each other along a whole text, with its coins, so that a rule's rounds are those of a live run.
+another question. Here chains begin at places spread over a text and are judged by expectation, with each candidate's
+acceptance probability and no coin, so that estimates can be fitted and measured with little noise. There the rounds
+of one generation follow each other along a whole text, with its coins, so that a rule's rounds are those of a live
+run.
 """
 
 from __future__ import annotations
