@@ -9,6 +9,7 @@ import torch
 from support.models import VOCAB_SIZE, partly_agreeing, tiny
 from support.tree_generation import PROMPT, sharp
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
@@ -35,6 +36,13 @@ def grammar(_batch: int, ids: Tensor) -> list[int]:
     return COMMON[int(ids[-1]) % 30 :][:2] if len(ids) % 2 else COMMON
 
 
+class Grammar(LogitsProcessor):
+    """Masks with -inf, as engines for structured output do (transformers' own processor spares one token)."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + torch.full_like(scores, float("-inf")).index_fill(-1, torch.tensor(grammar(0, input_ids[0])), 0)
+
+
 @pytest.fixture(scope="module")
 def target() -> Any:
     return sharp(tiny("llama"))
@@ -50,7 +58,7 @@ def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecD
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "top 1"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[str, Any]) -> None:
-    arguments = {**arguments, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
+    arguments = {**arguments, "max_new_tokens": 32, "logits_processor": [Grammar()]}
     plain = target.generate(PROMPT, **arguments)
     assistant = with_small_vocabulary(target, way)
     text = target.generate(PROMPT, assistant_model=assistant, **arguments)
@@ -65,7 +73,7 @@ def test_sampled_texts_follow_the_grammar(target: Any, way: str) -> None:
     assistant = with_small_vocabulary(target, way)
     torch.manual_seed(0)
     text = target.generate(
-        PROMPT, assistant_model=assistant, do_sample=True, top_k=0, max_new_tokens=32, prefix_allowed_tokens_fn=grammar
+        PROMPT, assistant_model=assistant, do_sample=True, top_k=0, max_new_tokens=32, logits_processor=[Grammar()]
     )
     assistant.detach()
     for end in range(PROMPT.shape[1], text.shape[1]):
@@ -74,10 +82,19 @@ def test_sampled_texts_follow_the_grammar(target: Any, way: str) -> None:
 
 
 def test_unattached_chains_end_where_the_draft_can_say_nothing(target: Any) -> None:
-    arguments = {"do_sample": False, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
+    arguments = {"do_sample": False, "max_new_tokens": 32, "logits_processor": [Grammar()]}
     plain = target.generate(PROMPT, **arguments)
     assistant = with_small_vocabulary(target, "fixed", attached=False)
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
+
+
+@pytest.mark.parametrize("way", ["fixed", "dyspec"])
+def test_the_grammar_of_transformers(target: Any, way: str) -> None:
+    arguments = {"do_sample": False, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
+    plain = target.generate(PROMPT, **arguments)
+    assistant = with_small_vocabulary(target, way)
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
+    assistant.detach()
 
 
 def test_tokens_that_are_suppressed_altogether(target: Any) -> None:
