@@ -40,9 +40,9 @@ def _no_assistance(target: CausalLM) -> str | None:
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if config.model_type == "blt":
         return "reads bytes in patches, which rejected candidates would change"
-    head, width = target.get_output_embeddings(), config.get_text_config().vocab_size
-    if head is not None and head.weight.shape[0] < width:
-        return f"predicts {head.weight.shape[0]} of its {width} tokens, so candidates cannot be compared with it"
+    width = config.get_text_config().vocab_size
+    if (predicted := getattr(target.get_output_embeddings(), "out_features", width)) < width:
+        return f"predicts {predicted} of its {width} tokens, so candidates cannot be compared with it"
     return None
 
 
