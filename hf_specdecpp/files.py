@@ -159,6 +159,13 @@ def remember(kind: str, of: dict[str, Any], value: Any) -> None:
         save_text(json.dumps({kind: value, "of": of}, indent=1), _measured_path(kind, of))
 
 
+def forget(kind: str) -> None:
+    """Drop all that was kept of a kind, so that it is measured again."""
+    with contextlib.suppress(OSError, ValueError):
+        for path in cached_assets_path("hf_specdecpp", kind).glob("*.json"):
+            path.unlink()
+
+
 def _measured_path(kind: str, of: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]
     return cached_assets_path("hf_specdecpp", kind) / f"{digest}.json"

@@ -125,7 +125,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
         chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
         self._num_drafted, self._num_accepted = len(chain.tokens), 0
-        self.stats.draft_seconds += time.perf_counter() - start
+        if chain.tokens:
+            self.stats.draft_seconds += time.perf_counter() - start
         return chain
 
     @torch.inference_mode()
@@ -172,6 +173,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.record_round(self._num_drafted, self._num_accepted)
         if self.rule is not None:
             self.rule.update(self._num_drafted, self._num_accepted)
+
+    def finish(self) -> None:
+        """Learn, at the end of a generation, whether the costs that the rule reckons with were right."""
+        if self.rule is not None:
+            self.stats.cost_ratio = self.rule.finish(self.stats.draft_seconds, self.stats.target_seconds)
 
     def _new_tokens(self, input_ids: Tensor) -> Tensor:
         new = input_ids[:, self._seen_length :]

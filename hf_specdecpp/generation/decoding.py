@@ -86,6 +86,7 @@ class AssistedDecoding:
         except BaseException:
             self.prefix.roll_back()
             raise
+        self.generator.finish()
         if self.streamer is not None:
             self.streamer.end()
         return self._output(input_ids)

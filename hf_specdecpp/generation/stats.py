@@ -46,6 +46,8 @@ class SpeculationStats:
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
             was not.
         same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
+        cost_ratio: for `rule="throughput"` with chains: how many times what the rule reckons with a candidate costs, in
+            target passes, where that is far from 1; else `None`.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
@@ -70,6 +72,7 @@ class SpeculationStats:
     overhead_seconds: float = 0.0
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
+    cost_ratio: float | None = None
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
     complete: bool = True
 
@@ -170,6 +173,16 @@ class SpeculationStats:
     @property
     def verdict(self) -> str:
         """A few sentences: did speculation pay, and if not, why not; and what faster passes alone give."""
+        if self.cost_ratio is None:
+            return self._verdict()
+        return (
+            f"{self._verdict()} The costs that the rule reckons with are wrong: in target passes a candidate costs "
+            f"{self.cost_ratio:.1f} times as much as was measured, perhaps on a busy machine. They are measured again "
+            "before the next greedy answer, and for all answers after assistant.throughput.measure_again(); costs that "
+            "were given in SpeculationConfig(costs=...) stay."
+        )
+
+    def _verdict(self) -> str:
         if self.rounds == 0:
             return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
         if self.speedup is None or self.same_pass_speedup is None:
@@ -221,9 +234,10 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name != "last_tree":
+            if item.name not in ("last_tree", "cost_ratio"):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
+        total.cost_ratio = other.cost_ratio or self.cost_ratio
         total.complete = self.complete and other.complete
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))

@@ -43,25 +43,33 @@ class AcceptanceRates:
         self.fit()
 
     def observe(self, estimates: list[float], num_drafted: int, num_accepted: int) -> None:
-        """Count a round: its estimates in order (a late last one is missing), and how many of the candidates stood."""
+        """Count a round.
+
+        Example: the estimates 0.5, 0.97, 0.3 and one accepted candidate. The first counts as accepted in the bin of
+        0.5, the second as rejected in the bin of 0.97 after one of 0.5; the target never got to the third.
+
+        Args:
+            estimates: of its candidates, in order; an estimate that comes late is missing for the last.
+            num_drafted, num_accepted: candidates.
+        """
         row = NO_VERDICT
         for position in range(min(num_drafted, num_accepted + 1)):
-            stood = position < num_accepted
+            was_accepted = position < num_accepted
             if position < len(estimates):
                 following = bin_of(estimates[position])
                 share = np.eye(len(CENTRES))[following]
                 self.estimated += share * estimates[position]
-            else:  # which bin it was in can only be guessed, from what came before it and from its fate
+            else:  # its bin is unknown: shares by the probability of each, given the last bin and the outcome
                 following = NO_VERDICT
-                share = self.following[row] * (self.acceptance if stood else 1.0 - self.acceptance)
+                share = self.following[row] * (self.acceptance if was_accepted else 1.0 - self.acceptance)
                 share = share / share.sum()
                 self.estimated += share * CENTRES
             self.transitions[row] += share
-            self.accepted += share * stood
+            self.accepted += share * was_accepted
             row = following
 
     def observe_siblings(self, estimates: list[float], accepted: int | None) -> None:
-        """Count the children of a node that the target got to, `accepted` being the rank of the one that stood."""
+        """Count the children of a node that the target got to; `accepted`: the rank of the accepted one, or `None`."""
         row = NO_VERDICT
         for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
             following = bin_of(estimate)
@@ -84,7 +92,7 @@ class AcceptanceRates:
         return 1.0 / (1.0 + (1.0 - estimate) / estimate * math.exp(-self._shift[bin_of(estimate)]))
 
     def fit(self) -> None:
-        """Turn counts into probabilities, small ones shrunk towards what is known better."""
+        """Turn counts into probabilities; where counts are small, they are shrunk towards those of all bins."""
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
         # All bins together first: a useless draft shows after a few candidates, whichever bins they are in.

@@ -1,13 +1,14 @@
 """The stopping rule of chains that maximises tokens a second: `rule="throughput"`. Derived in `docs/throughput.md`.
 
 What it needs to know it learns from the rounds themselves (`AcceptanceRates`) and keeps between generations
-(`ThroughputState`), solves now and then (`solver.solve`), and looks up after every candidate (`Throughput`).
-Nothing here reads a clock, so with the same costs the same calls draft the same candidates.
+(`ThroughputState`), solves now and then (`solver.solve`), and looks up after every candidate (`Throughput`). With the
+same costs the same calls draft the same candidates; what rounds really took is only compared with the costs
+(`CostCheck`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,8 +20,40 @@ from hf_specdecpp.throughput.acceptance_rates import NO_VERDICT, AcceptanceRates
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
 from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
 
-if TYPE_CHECKING:
-    pass
+WRONG = 1.5  # times another price of a draft step, in target passes, than was measured; longer contexts explain less
+JUDGED = 8  # rounds with candidates before that is said
+
+
+@dataclass
+class CostCheck:
+    """What rounds really took beside what the costs say.
+
+    A machine that is slower in everything changes no decision, so only the proportion of drafting and verifying counts.
+    Example: the costs say 10 ms of drafting and 40 ms of target passes. If these took 12 and 24 ms, a candidate costs
+    (12 / 10) / (24 / 40) = 2 times what the rule reckons with.
+
+    Attributes:
+        rounds: those with candidates.
+        drafting, verifying: seconds that they and the target passes of all rounds should have taken by the costs.
+        draft_seconds, target_seconds: that they took.
+    """
+
+    rounds: int = 0
+    drafting: float = 0.0
+    verifying: float = 0.0
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The real price of drafting, in target passes, relative to the measured one; 1 while little is known."""
+        if self.rounds < JUDGED or not (self.drafting > 0.0 and self.draft_seconds > 0.0 and self.target_seconds > 0.0):
+            return 1.0
+        return self.draft_seconds / self.drafting / (self.target_seconds / self.verifying)
+
+    @property
+    def fails(self) -> bool:
+        return not 1.0 / WRONG <= self.ratio <= WRONG
 
 
 class ThroughputState:
@@ -35,6 +68,8 @@ class ThroughputState:
     Attributes:
         plan: `solver.Plan`, `plan.rate` being the tokens a second that it promises.
         credit: for probes, while speculation does not pay.
+        check: whether the costs are those of the rounds.
+        again: whether the costs were measured again, because they were not.
     """
 
     def __init__(self, costs: Costs, max_tokens: int, lag: int, rates: AcceptanceRates | None = None) -> None:
@@ -42,6 +77,8 @@ class ThroughputState:
         self.costs, self.lag, self.seconds = costs, lag, costs.round_seconds(max_tokens)
         self.rates = rates or AcceptanceRates()
         self.rounds, self.credit = 0, ExplorationBudget(float(self.seconds[0]))
+        self.again = False
+        self.check, self._verify = CostCheck(), costs.verify_seconds(max_tokens)
         self.replan()
 
     @property
@@ -65,11 +102,14 @@ class ThroughputState:
 
     def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
         """Learn the outcome of a round."""
+        self.check.verifying += float(self._verify[num_drafted])
         if num_drafted == 0:
             self.credit.rest()
             return
         plain = (num_accepted + 1) * float(self.seconds[0])
         self.credit.settle(self.pays, plain - float(self.seconds[num_drafted]) - self.costs.read * unread)
+        self.check.rounds += 1
+        self.check.drafting += num_drafted * self.costs.draft + (unread - 1) * self.costs.read
         self.rates.observe(estimates, num_drafted, num_accepted)
         self.rounds += 1
         if self.rates.due(self.rounds):
@@ -108,6 +148,12 @@ class Throughput(StoppingRule):
 
     def update(self, num_drafted: int, num_accepted: int) -> None:
         self.state.observe(self.estimates, self.unread, num_drafted, num_accepted)
+
+    def finish(self, draft_seconds: float, target_seconds: float) -> float | None:
+        check = self.state.check
+        check.draft_seconds += draft_seconds
+        check.target_seconds += target_seconds
+        return check.ratio if check.fails else None
 
 
 def settings_of(config: SpeculationConfig, estimator: Estimator) -> tuple[Costs, int, int]:

@@ -1,14 +1,17 @@
-"""When speculation does not pay, how often it is tried again: for `rule="throughput"`, chains and trees."""
+"""How often speculation is tried again while it does not pay: for `rule="throughput"`, chains and trees."""
 
 from __future__ import annotations
 
-LEAST_GAIN = 1.02  # over plain decoding that speculation must promise: measured costs are not more exact than that
-PROBE_SHARE = 0.01  # of the time without speculation may be lost on probes
-MOST_CREDIT = 5.0  # plain passes that may be lost on probes in a row, so that bad luck does not end them
+LEAST_GAIN = 1.02  # over plain decoding that speculation must promise: measured costs are not more exact
+PROBE_SHARE = 0.01  # of the time without candidates that probes may lose
+MOST_CREDIT = 5.0  # plain passes that probes may lose in a row
 
 
 class ExplorationBudget:
-    """What probes may cost now: rounds with candidates while speculation does not pay.
+    """What probes may cost now. A probe is a round with candidates while speculation does not pay.
+
+    Example: a plain pass takes 40 ms. The budget begins at 200 ms. Ten probes that lose 20 ms each use it up; then 50
+    rounds without candidates earn 0.4 ms each, enough for another one.
 
     Args:
         plain: seconds of a round without candidates.
@@ -21,7 +24,7 @@ class ExplorationBudget:
         self.plain, self.seconds = plain, MOST_CREDIT * plain
 
     def rest(self) -> None:
-        """A round without candidates: saves up for a probe, whatever that may cost."""
+        """A round without candidates adds its share. There is no upper bound here, so dear probes happen too."""
         self.seconds += PROBE_SHARE * self.plain
 
     def settle(self, pays: bool, saved: float) -> None:

@@ -1,6 +1,6 @@
 """What drafting and verifying cost on this machine: measured once for a target and a draft, then kept on disk.
 
-That they are kept matters beyond the second that it saves: a seeded run repeats only with the same costs.
+Keeping them saves a second or two, and lets a seeded run repeat: with other costs it drafts other candidates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import recall, remember
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.files import forget, recall, remember
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.models.product_times import computing_clock
 from hf_specdecpp.provenance import device_name
@@ -49,24 +49,41 @@ WIDTH = 8  # nodes of a measured level of a tree
 DRAFT_SECONDS, BRANCH_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
 
-_known: dict[str, Costs] = {}
+# In this process, by what they depend on and whether they were measured again.
+_known: dict[tuple[str, bool], Costs] = {}
 
 
-def costs_of(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
+def costs_of(
+    target: CausalLM,
+    drafter: Drafter,
+    estimator: Estimator,
+    max_tokens: int,
+    trees: bool = False,
+    again: bool = False,
+) -> Costs:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
 
     They are those of the matrix products that the layers use now (`models.cpu_products`).
+
+    Args:
+        again: measure them again, once in this process, for all who ask with `again` and for later processes.
     """
     of = conditions(target, drafter, estimator, max_tokens, trees)
-    name = json.dumps(of, sort_keys=True)
+    name = json.dumps(of, sort_keys=True), again
     if name not in _known:
-        costs = _stored(of)
+        costs = None if again else _stored(of)
         if costs is None:
             costs = measure(target, drafter, estimator, max_tokens, trees)
             remember("costs", of, costs.to_dict())
             logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}.")
         _known[name] = costs
     return _known[name]
+
+
+def forget_costs() -> None:
+    """Forget all measured costs of this machine: each is measured again when it is needed."""
+    _known.clear()
+    forget("costs")
 
 
 def conditions(
@@ -92,8 +109,8 @@ def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens
     """Time the draft and the target, in under two seconds unless they are slow themselves.
 
     Everything that a round does for a candidate is included: its estimate, its draw and its verification. Each number
-    is the least of several, since whatever else a machine does only ever adds to it. Torch's generators are left as
-    they were.
+    is the minimum of several, since other load only ever adds to it; with one thread on a CPU the processor's time is
+    taken, which leaves other load out. Torch's generators are left as they were.
     """
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
@@ -117,6 +134,7 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
     """Seconds of a draft step, and of reading a token among many."""
     session = DraftSession(drafter, _vocab_size(target))
     rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
+    count = int(min(READ, drafter.max_length))
 
     def step(candidates: list[int]) -> DraftStep:
         return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
@@ -127,12 +145,12 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
 
     def read() -> None:
         session = DraftSession(drafter, _vocab_size(target))
-        session.begin_round(_tokens(READ, drafter.device), 0)
+        session.begin_round(_tokens(count, drafter.device), 0)
         session.step([])[0].argmax().item()
 
-    session.begin_round(_tokens(CONTEXT, drafter.device), 0)
+    session.begin_round(_tokens(_context(drafter.model), drafter.device), 0)
     times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS, computing_clock(target.device, drafter.device))
-    return times[DRAFTED] / DRAFTED, times[READ] / READ
+    return times[DRAFTED] / DRAFTED, times[READ] / count
 
 
 def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft: float) -> float:
@@ -148,15 +166,19 @@ def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft
         grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
         session.keep([])
 
-    session.begin_round(_tokens(CONTEXT, drafter.device), 0)
+    session.begin_round(_tokens(_context(drafter.model), drafter.device), 0)
     seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, computing_clock(target.device, drafter.device))[WIDTH]
     return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
 
 
 def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
-    """Seconds of verifying 1 to `max_tokens` + 1 tokens; those that there is no time for are interpolated."""
+    """Seconds of verifying 1 to `max_tokens` + 1 tokens; those that there is no time for are interpolated.
+
+    Fewer where the target has no positions for so many after the context; `Costs` extrapolates.
+    """
+    context = _context(target)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=_tokens(CONTEXT, target.device), past_key_values=cache, use_cache=True)
+    target(input_ids=_tokens(context, target.device), past_key_values=cache, use_cache=True)
     cache.activate_past_recording()
     randomness = TorchRandomness()
 
@@ -167,7 +189,7 @@ def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
         p = scores.softmax(dim=-1)
         verify_chain(tokens[0, 1:].tolist(), p, p[:-1], randomness)  # p = q: all are accepted, and so looked at
 
-    most = max_tokens + 1
+    most = int(min(max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
     counts = list(dict.fromkeys(count for count in wanted if count <= most))
@@ -223,6 +245,11 @@ def _describe(model: CausalLM) -> dict[str, Any]:
         "products": products_of(model),
         "device": device_name(model.device),
     }
+
+
+def _context(model: CausalLM) -> int:
+    """Tokens in a model's cache while it is measured. Each measured round of a draft leaves one more there."""
+    return int(max(min(CONTEXT, longest_text(model) - MOST_TURNS - DRAFTED - 2), 1))
 
 
 def _tokens(count: int, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput import chains
 from hf_specdecpp.throughput import measuring as costs
 
 
@@ -127,6 +128,28 @@ def test_a_damaged_file_is_measured_again(
     assert json.loads(path.read_text())["costs"] == first.to_dict()
 
 
+@pytest.mark.parametrize("error", [OSError("read-only"), ValueError("Corrupted assets folder")])
+def test_a_cache_that_cannot_be_made_is_no_error(
+    error: Exception, count: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: str) -> Path:
+        raise error
+
+    monkeypatch.setattr(files, "cached_assets_path", fail)
+    target = tiny("llama")
+    costs.costs_of(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
+    costs.forget_costs()
+    assert count == [20]
+
+
+@pytest.mark.parametrize("positions", [24, 64])
+def test_as_many_candidates_as_there_are_positions(positions: int) -> None:
+    target = tiny("gpt2", n_positions=positions)
+    measured = costs.measure(target, Drafter(partly_agreeing(target)), DraftProbability(), positions, trees=True)
+    assert 1 < len(measured.verify) < positions
+    assert len(measured.verify_seconds(positions)) == positions + 1
+
+
 def test_an_unwritable_cache_is_no_error(count: list[int], monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(files, "cached_assets_path", lambda *names: cache / "missing")
     target = tiny("llama")
@@ -135,7 +158,9 @@ def test_an_unwritable_cache_is_no_error(count: list[int], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["independent", "early exit"])
-def test_a_generation_measures_when_no_costs_are_given(kind: str, count: list[int]) -> None:
+def test_a_generation_measures_when_no_costs_are_given(
+    kind: str, count: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tiny("llama")
     if kind == "independent":
         assistant = assistant_for(target, rule="throughput", max_tokens=6)
@@ -143,8 +168,60 @@ def test_a_generation_measures_when_no_costs_are_given(kind: str, count: list[in
         assistant = SpecDecPPAssistant.from_early_exit(
             target, 2, speculation=SpeculationConfig("throughput", max_tokens=6)
         )
+    monkeypatch.setattr(chains, "JUDGED", 10**6)
     plain = target.generate(prompt(), max_new_tokens=40, do_sample=False)
     for _ in range(2):
         text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
         assert torch.equal(text, plain)
     assert count == [6]
+
+
+def test_costs_that_rounds_contradict_are_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, for greedy texts and for later processes; sampled texts go on with the costs that they began with."""
+    wrong, right = Costs(1e-4, (1.0, 1.1)), Costs(0.5, (1.0, 1.1))
+    answers = [wrong, right]
+    monkeypatch.setattr(costs, "measure", lambda *_: answers.pop(0))
+    target = tiny("llama")
+    assistant = assistant_for(target, rule="throughput", max_tokens=2)
+
+    def generate(do_sample: bool) -> Costs:
+        torch.manual_seed(0)
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=do_sample)
+        state = assistant.throughput.states[target][(chains.ThroughputState, *((1.0, 50, 1.0) if do_sample else ()))]
+        costs: Costs = state.costs
+        return costs
+
+    assert generate(do_sample=True) == generate(do_sample=True) == wrong
+    assert generate(do_sample=False) == wrong
+    assert assistant.stats.cost_ratio is not None
+    assert assistant.stats.cost_ratio > chains.WRONG
+    assert "measure_again()" in assistant.stats.verdict
+    assert [generate(do_sample=False) for _ in range(3)] == [right] * 3
+    assert generate(do_sample=True) == wrong
+    monkeypatch.setattr(costs, "_known", {})  # another process
+    assistant.throughput.clear()
+    assert generate(do_sample=True) == right
+    answers.append(wrong)
+    assistant.throughput.measure_again()
+    assert generate(do_sample=False) == wrong
+    assert not answers
+
+
+def test_costs_that_are_right_are_left_alone() -> None:
+    check = chains.CostCheck(rounds=100, drafting=0.01, verifying=0.04, draft_seconds=0.012, target_seconds=0.024)
+    assert check.ratio == pytest.approx(2.0)
+    assert check.fails
+    check.target_seconds = 0.04
+    assert not check.fails
+    assert chains.CostCheck(rounds=1, drafting=0.01, verifying=0.04, draft_seconds=1.0, target_seconds=0.04).ratio == 1
+
+
+def test_few_ways_of_sampling_are_remembered() -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, rule="throughput", costs={"draft": 0.1, "verify": [1.0]})
+    for temperature in range(1, 25):
+        target.generate(
+            prompt(), assistant_model=assistant, max_new_tokens=2, do_sample=True, temperature=float(temperature)
+        )
+    states = assistant.throughput.states[target]
+    assert [key[1] for key in states] == [float(temperature) for temperature in range(9, 25)]

@@ -196,3 +196,9 @@ def test_seconds_of_a_round() -> None:
 def test_bad_costs_are_refused(costs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculationConfig(rule="throughput", costs=costs)
+
+
+def test_the_example_of_the_docstring() -> None:
+    plan = solve(np.array([0.2, 0.9]), np.full((3, 2), 0.5), np.array([1.0, 1.3, 1.6]))
+    assert plan.rate == pytest.approx((1 + 0.55 + 0.5 * 0.9 * 0.55) / (1.3 + 0.5 * 0.3))
+    assert plan.critical[1] == pytest.approx([0.676] * 3, abs=1e-3)
