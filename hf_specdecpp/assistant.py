@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.utils import logging
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
@@ -21,7 +21,13 @@ from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.unattached import DraftOutput, DraftState, check_loop, draft_round
+from hf_specdecpp.generation.unattached import (
+    AssistantGenerationConfig,
+    DraftOutput,
+    DraftState,
+    check_loop,
+    draft_round,
+)
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
 from hf_specdecpp.models import causal_lm
@@ -30,7 +36,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import PackedWeights
 from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.loading import load_draft
-from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer, hash_of, tokenizer_of
+from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import commit_of, warn_of_drift
 from hf_specdecpp.throughput.memory import ThroughputMemory
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -178,7 +184,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             draft_kind="independent",
             draft_id=draft.config.name_or_path or None,
             draft_revision=commit_of(draft),
-            **_tokens(draft),
+            **special_tokens(draft),
         )
         vocab = _as_ids(draft_vocab)
         assistant = cls(config, Drafter(draft, vocab), head, folder, vocab, speculation)
@@ -240,7 +246,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         else:
             check_same_tokenizer(target, self.drafter.model)
         attached.attach(self, target)
-        self._describe(target)
+        self.config.note_target(target)
 
     def detach(self, target: CausalLM | None = None) -> None:
         """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
@@ -348,7 +354,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             ValueError: that loop is being set up for something that it would get wrong.
         """
         check_loop(self.ready_drafter)
-        return _AssistantGenerationConfig(self.speculation.most_tokens)
+        return AssistantGenerationConfig(self.speculation.most_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -426,48 +432,6 @@ class SpecDecPPAssistant(PreTrainedModel):
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, self.config.draft_name)
-
-    def _describe(self, target: CausalLM) -> None:
-        """Take over what transformers compares between an assistant and its target, and where the target is from."""
-        for name, value in _tokens(target).items():
-            setattr(self.config, name, value)
-        if self.config.target_id is None:
-            self.config.target_id = target.config.name_or_path or None
-            self.config.target_revision = commit_of(target)
-            tokenizer = tokenizer_of(target.config.name_or_path)
-            self.config.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
-
-
-class _AssistantGenerationConfig(GenerationConfig):
-    """What transformers' loop reads of an assistant. Its own knobs of drafting would have no effect, so they refuse."""
-
-    def __init__(self, most_tokens: int) -> None:
-        super().__init__(
-            num_assistant_tokens=most_tokens,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=0.0,
-        )
-        self._is_made = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_made" in vars(self) and "assistant" in name:
-            raise AttributeError(
-                f"{name}={value!r} has no effect on this assistant, whose own settings say how far it drafts: "
-                "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=5)."
-            )
-        super().__setattr__(name, value)
-
-    def __deepcopy__(self, _: Any) -> GenerationConfig:
-        # transformers takes a copy, to which it adds its own defaults.
-        copied = GenerationConfig()
-        vars(copied).update({name: value for name, value in vars(self).items() if name != "_is_made"})
-        return copied
-
-
-def _tokens(model: CausalLM) -> dict[str, Any]:
-    config = model.config.get_text_config()
-    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: getattr(config, name, None) for name in names}
 
 
 def _as_ids(draft_vocab: Tensor | Sequence[int] | None) -> Tensor | None:

@@ -8,6 +8,9 @@ from transformers import PretrainedConfig
 
 from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
 from hf_specdecpp.config.types import check_arguments
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.vocabulary import hash_of, tokenizer_of
+from hf_specdecpp.provenance import commit_of
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
@@ -88,6 +91,16 @@ class SpecDecPPConfig(PretrainedConfig):
         self.specdecpp_version = specdecpp_version
         super().__init__(**kwargs)
 
+    def note_target(self, target: CausalLM) -> None:
+        """Take over what transformers compares between an assistant and its target, and where the target is from."""
+        for name, value in special_tokens(target).items():
+            setattr(self, name, value)
+        if self.target_id is None:
+            self.target_id = target.config.name_or_path or None
+            self.target_revision = commit_of(target)
+            tokenizer = tokenizer_of(target.config.name_or_path)
+            self.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
+
     @property
     def draft_name(self) -> str:
         """The draft, for a message."""
@@ -125,3 +138,10 @@ class SpecDecPPConfig(PretrainedConfig):
         written_with = config_dict.get("transformers_version")
         made.transformers_version = written_with if isinstance(written_with, str) else None
         return config
+
+
+def special_tokens(model: CausalLM) -> dict[str, Any]:
+    """Size of a model's vocabulary and its special token ids."""
+    config = model.config.get_text_config()
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(config, name, None) for name in names}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import assisted_decoding
-from hf_specdecpp.generation.refusals import check_mode
+from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.refusals import check_inputs, check_mode
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 
@@ -124,13 +124,13 @@ class AttachedMixin:
                 input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
             )
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        check_inputs(input_ids, model_kwargs)
         assistant: Assistant = assistant_model
         generator = assistant.start_generation(
             self, generation_config, logits_processor, model_kwargs.get("attention_mask")
         )
-        return assisted_decoding(
-            self, input_ids, generator, stopping_criteria, generation_config, streamer, model_kwargs
-        )
+        decoding = AssistedDecoding(self, generator, stopping_criteria, generation_config, streamer, model_kwargs)
+        return decoding.run(input_ids)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle of an attached target is an ordinary, unattached model. Made by `object.__new__`, since

@@ -23,7 +23,6 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
-from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
@@ -276,18 +275,3 @@ class AssistedDecoding:
             hidden_states=self.records.hidden_states,
             past_key_values=self.prefix.cache,
         )
-
-
-def assisted_decoding(
-    target: CausalLM,
-    input_ids: Tensor,
-    generator: SpecDecPPCandidateGenerator,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """Check the inputs and run `AssistedDecoding`."""
-    check_inputs(input_ids, model_kwargs)
-    decoding = AssistedDecoding(target, generator, stopping_criteria, generation_config, streamer, model_kwargs)
-    return decoding.run(input_ids)

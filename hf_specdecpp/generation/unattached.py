@@ -39,6 +39,32 @@ class DraftOutput(ModelOutput):
     past_key_values: Any = None
 
 
+class AssistantGenerationConfig(GenerationConfig):
+    """What transformers' loop reads of an assistant. Its own knobs of drafting would have no effect, so they refuse."""
+
+    def __init__(self, most_tokens: int) -> None:
+        super().__init__(
+            num_assistant_tokens=most_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in vars(self) and "assistant" in name:
+            raise AttributeError(
+                f"{name}={value!r} has no effect on this assistant, whose own settings say how far it drafts: "
+                "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=5)."
+            )
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, _: Any) -> GenerationConfig:
+        # transformers takes a copy, to which it adds its own defaults.
+        copied = GenerationConfig()
+        vars(copied).update({name: value for name, value in vars(self).items() if name != "_is_made"})
+        return copied
+
+
 class DraftState:
     """Travels as the assistant's `past_key_values` from round to round, so that the assistant itself has no state."""
 
