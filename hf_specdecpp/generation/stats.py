@@ -199,6 +199,9 @@ class SpeculationStats:
                 f"Speculating does not pay here, so the rule stopped: {self.idle_rounds} of {self.rounds} passes "
                 f"without candidates, about {gain:.2f} times the speed of {plain}.{products}"
             )
+        if not self.accepted:
+            # Whatever the measured times say: they vary on a busy machine.
+            return f"It does not pay: none of the {self.drafted} candidates was accepted.{products}"
         if gain >= PAYS:
             return (
                 f"It pays: about {gain:.2f} times the speed of {plain}, {self.tokens_per_pass:.2f} tokens per target "

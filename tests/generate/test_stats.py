@@ -87,6 +87,7 @@ def test_rates() -> None:
         ({"target_seconds": 4.0}, "expensive on this device"),
         ({"draft_seconds": 4.0}, "The draft is too slow: one of its tokens costs 1.00 target passes"),
         ({"accepted": 4, "generated": 15}, "not good enough for this target"),
+        ({"accepted": 0, "generated": 40}, "It does not pay: none of the 40 candidates was accepted."),
         ({"overhead_seconds": 3.0}, "too fast for the overhead"),
         ({"target_seconds": 2.8}, "about as fast as plain"),
         ({"plain_pass_seconds": None}, "was not measured"),
