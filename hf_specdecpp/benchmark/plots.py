@@ -45,7 +45,7 @@ def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, mode: str) -> None:
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(range(len(best)), [row["contestant"] for row in best])
     axes.set(xlabel="relative speed, median of prompts", title=f"Best setting of each rule ({mode})")
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     save(figure, path)
 
 

@@ -109,7 +109,7 @@ def measured_ratio(rows: Sequence[dict[str, Any]]) -> float | None:
     drafts = [
         row["split"][1] / drafted
         for row in rows
-        if row["contestant"].startswith("fixed") and (drafted := sum(each[0] for each in row["rounds"]))
+        if row["contestant"].startswith(("fixed", "threshold")) and (drafted := sum(each[0] for each in row["rounds"]))
     ]
     return median(drafts) / median(plain) if drafts and plain else None
 
