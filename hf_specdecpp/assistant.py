@@ -55,7 +55,7 @@ class SpecDecPPAssistant(PreTrainedModel):
     runs it. The output is the target's in both cases.
 
     Attributes:
-        speculation: the knobs of a run; change them at any time between two calls.
+        speculation: the settings of a run; change them at any time between two calls.
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
         throughput: what `rule="throughput"` has learned; `throughput.clear()` forgets it.
@@ -171,7 +171,7 @@ class SpecDecPPAssistant(PreTrainedModel):
                 object is left as it is.
             head: acceptance head trained for this draft.
             draft_vocab: token ids that the draft may propose, all by default.
-            speculation: knobs of a run.
+            speculation: settings of a run.
 
         Raises:
             ValueError: the draft, head or vocabulary does not fit.

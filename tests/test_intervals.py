@@ -36,7 +36,7 @@ def test_ratio_weighs_texts_by_their_length() -> None:
 
 @pytest.mark.parametrize("size", [20, 80])
 def test_intervals_cover_what_they_say(size: int) -> None:
-    """Of intervals from many samples of one law, 95 % hold the law's median; bootstrap ones a little fewer."""
+    """Of intervals from many samples of one distribution 95 % hold its median; bootstrap ones a little fewer."""
     draw = random.Random(size)
     held, widths = 0, 0.0
     for seed in range(100):

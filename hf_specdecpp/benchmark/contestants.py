@@ -41,7 +41,7 @@ class Contestant:
     Args:
         name: as it appears in reports.
         family: contestants of one family differ in one setting.
-        speculation: ours: the knobs of the assistant, but for its passes, which are as the assistant has them.
+        speculation: ours: the settings of the assistant, but for its passes, which are as the assistant has them.
         with_head: ours: whether the head judges, or the draft's own probability.
         stock: transformers' assisted generation: what the draft's generation config says.
         draft: the draft of these, if it is not the assistant's: the one that the assistant's was tuned from.

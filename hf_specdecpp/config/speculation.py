@@ -1,4 +1,4 @@
-"""The knobs of a run: `SpeculationConfig`."""
+"""The settings of a run: `SpeculationConfig`."""
 
 from __future__ import annotations
 

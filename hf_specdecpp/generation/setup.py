@@ -20,7 +20,7 @@ class DraftSetup:
     Attributes:
         drafter: the draft model.
         head: the acceptance head, or `None`: then the draft's own probability takes its place.
-        speculation: the knobs of a run.
+        speculation: the settings of a run.
         memory: what `rule="throughput"` has learned, which generations add to.
         packed: packed copies of weights, which a generation renews.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.

@@ -40,7 +40,7 @@ class DraftOutput(ModelOutput):
 
 
 class AssistantGenerationConfig(GenerationConfig):
-    """What transformers' loop reads of an assistant. Its own knobs of drafting would have no effect, so they refuse."""
+    """What transformers' loop reads of an assistant. Its settings of drafting have no effect, so they refuse."""
 
     def __init__(self, most_tokens: int) -> None:
         super().__init__(

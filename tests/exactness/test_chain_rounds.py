@@ -1,4 +1,4 @@
-"""The exact law of whole rounds (draft, stop, verify) for every stopping rule; and mutants that must fail.
+"""The exact distribution of whole rounds (draft, stop, verify) for every stopping rule; and mutants that must fail.
 
 A right round is within rounding of p and a wrong one off by more than a thousandth, without sampling: nothing here can
 fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth.
@@ -36,9 +36,9 @@ def test_a_round_emits_exactly_p(rule: str, scenario: str) -> None:
     for seed in SEEDS:
         models = Models(scenario, vocab, seed)
         one_round = ToyRound(models, rule, BOUNDS[seed % len(BOUNDS)], seed)
-        law = exact_distribution(one_round)
-        assert sum(law.values()) == pytest.approx(1.0, abs=TOLERANCE)
-        error = worst_error(law, models.p, vocab)
+        distribution = exact_distribution(one_round)
+        assert sum(distribution.values()) == pytest.approx(1.0, abs=TOLERANCE)
+        error = worst_error(distribution, models.p, vocab)
         assert error < TOLERANCE, f"seed {seed}: off by {error}"
 
 

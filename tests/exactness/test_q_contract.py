@@ -1,4 +1,4 @@
-"""The q that a verifier is given is the law that the candidates were drawn from, whatever processors are set.
+"""The q that a verifier is given is the distribution that the candidates were drawn from, whatever processors are set.
 
 Real `generate()` calls through both doors, with an ear at both ends: what the draft draws from, and what the
 verifier is told. The same q is then computed by transformers alone, from the draft and the text before the candidate.
@@ -68,7 +68,7 @@ class Ear:
     """Listens to what the draft draws from and to what the verifier of either door is told about it.
 
     Attributes:
-        rounds: (candidates, the laws that they were drawn from, the verifier's q), one a round.
+        rounds: (candidates, the distributions that they were drawn from, the verifier's q), one a round.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +120,13 @@ def generate(target: Any, assistant: SpecDecPPAssistant, **options: Any) -> Tens
     return target.generate(PROMPT, assistant_model=assistant, **settings)
 
 
-def assert_q_is_the_law(ear: Ear, vocab: int = VOCAB) -> None:
+def assert_q_is_the_distribution(ear: Ear, vocab: int = VOCAB) -> None:
     assert len(ear.rounds) >= 3
     assert any(len(candidates) == 3 for candidates, _, _ in ear.rounds)
-    for candidates, laws, q in ear.rounds:
-        assert len(candidates) == len(laws) == len(q)
+    for candidates, distributions, q in ear.rounds:
+        assert len(candidates) == len(distributions) == len(q)
         assert q.shape[-1] == vocab
-        assert_close(q, laws, rtol=1e-6, atol=0.0)  # a softmax of the same numbers; zeros are exactly zero
+        assert_close(q, distributions, rtol=1e-6, atol=0.0)  # a softmax of the same numbers; zeros are exactly zero
         assert all(float(row[token]) > 0.0 for token, row in zip(candidates, q, strict=True))
 
 
@@ -137,7 +137,7 @@ def test_q_is_the_law_of_the_draw(name: str, door: str, monkeypatch: pytest.Monk
     draft = partly_agreeing(target, mix=0.8)
     ear = Ear(monkeypatch)
     output = generate(target, assistant_for(target, draft, door), **OPTIONS[name])
-    assert_q_is_the_law(ear)
+    assert_q_is_the_distribution(ear)
     assert output.shape[1] > PROMPT.shape[1]
 
 
@@ -163,10 +163,10 @@ def test_q_is_what_transformers_computes(name: str, door: str, monkeypatch: pyte
     for text, (candidates, _, q) in zip(texts, ear.rounds, strict=True):
         for place, row in enumerate(q):
             prefix = torch.cat((text, torch.tensor([candidates[:place]], dtype=torch.long)), dim=1)
-            assert_close(row, draft_law(draft, prefix, **OPTIONS[name]), rtol=1e-4, atol=1e-6)
+            assert_close(row, draft_distribution(draft, prefix, **OPTIONS[name]), rtol=1e-4, atol=1e-6)
 
 
-def draft_law(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
+def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
     """q after `prefix`, by one step of plain `generate()` on the draft."""
     settings = {"do_sample": True, "top_k": 0, "max_length": prefix.shape[1] + 20, "pad_token_id": 0, **options}
     mask = torch.ones_like(prefix)  # else transformers takes every token 0 for padding
@@ -189,8 +189,8 @@ def test_processors_really_change_q(door: str, monkeypatch: pytest.MonkeyPatch) 
     draft = partly_agreeing(target, mix=0.8)
     ear = Ear(monkeypatch)
     generate(target, assistant_for(target, draft, door), temperature=0.7)
-    _, laws, _ = ear.rounds[0]
-    assert not torch.allclose(laws[0], draft_law(draft, PROMPT), atol=1e-2)
+    _, distributions, _ = ear.rounds[0]
+    assert not torch.allclose(distributions[0], draft_distribution(draft, PROMPT), atol=1e-2)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -199,11 +199,11 @@ def test_a_draft_vocabulary_bounds_q(door: str, monkeypatch: pytest.MonkeyPatch)
     others = [token for token in range(VOCAB) if token not in kept]
     ear = Ear(monkeypatch)
     generate(target, assistant_for(target, partly_agreeing(target, 0.8), door, kept), temperature=1.5)
-    assert_q_is_the_law(ear)
-    for candidates, laws, _ in ear.rounds:
+    assert_q_is_the_distribution(ear)
+    for candidates, distributions, _ in ear.rounds:
         assert set(candidates) <= set(kept)
-        assert float(laws[:, others].abs().max()) == 0.0
-        assert_close(laws.sum(dim=-1), torch.ones(len(laws)))
+        assert float(distributions[:, others].abs().max()) == 0.0
+        assert_close(distributions.sum(dim=-1), torch.ones(len(distributions)))
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -214,12 +214,12 @@ def test_padded_vocabularies_share_the_targets_width(width: int, door: str, monk
     with pytest.warns(UserWarning, match=f"The target has {VOCAB} token ids and the draft {width}"):
         assistant = assistant_for(target, draft, door)
     output = generate(target, assistant, temperature=1.5)
-    assert_q_is_the_law(ear)
+    assert_q_is_the_distribution(ear)
     assert int(output.max()) < VOCAB
-    for candidates, laws, _ in ear.rounds:
+    for candidates, distributions, _ in ear.rounds:
         assert max(candidates) < min(width, VOCAB)
-        assert float(laws[:, width:].sum()) == 0.0
-        assert_close(laws.sum(dim=-1), torch.ones(len(laws)))
+        assert float(distributions[:, width:].sum()) == 0.0
+        assert_close(distributions.sum(dim=-1), torch.ones(len(distributions)))
 
 
 def test_get_candidates_returns_the_scores_of_the_draw() -> None:

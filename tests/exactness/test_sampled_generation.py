@@ -1,7 +1,7 @@
-"""Real `generate()` with real random numbers: the joint law of the first tokens against that of the target.
+"""Real `generate()` with real random numbers: the joint distribution of the first tokens against that of the target.
 
-The exact laws are tested elsewhere, with enumerated randomness. This adds what they replace: torch's generators. The
-seeds are fixed, so a p-value is the same in every run.
+The exact distributions are tested elsewhere, with enumerated randomness. This adds what they replace: torch's
+generators. The seeds are fixed, so a p-value is the same in every run.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def make_assistant(target: PreTrainedModel, attached: bool) -> SpecDecPPAssistan
 
 
 @torch.no_grad()
-def joint_law(target: Any) -> dict[tuple[int, ...], float]:
+def joint_distribution(target: Any) -> dict[tuple[int, ...], float]:
     """Probability of every text of `COUNTED` tokens that top-k leaves possible."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(COUNTED):
         longer: dict[tuple[int, ...], float] = {}
-        for text, weight in law.items():
+        for text, weight in distribution.items():
             ids = torch.cat((PROMPT, torch.tensor([text], dtype=torch.long)), dim=1)
             top = (target(ids).logits[0, -1] / TEMPERATURE).topk(TOP_K)
             for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist(), strict=True):
                 longer[(*text, token)] = weight * share
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
 class Unchanging(LogitsProcessor):
@@ -70,15 +70,15 @@ def sample(target: Any, number: int, assistant: Any = None, **settings: Any) -> 
     return counts
 
 
-def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
     """Pearson's chi-square test. Texts that are expected fewer than five times count as one."""
-    if not set(counts) <= set(law):
+    if not set(counts) <= set(distribution):
         return 0.0  # a text that the target cannot write
     number = sum(counts.values())
-    rare = {text for text, weight in law.items() if weight * number < 5.0}
-    cells = [(counts[text], weight * number) for text, weight in law.items() if text not in rare]
+    rare = {text for text, weight in distribution.items() if weight * number < 5.0}
+    cells = [(counts[text], weight * number) for text, weight in distribution.items() if text not in rare]
     if rare:
-        cells.append((sum(counts[text] for text in rare), sum(law[text] for text in rare) * number))
+        cells.append((sum(counts[text] for text in rare), sum(distribution[text] for text in rare) * number))
     assert len(cells) >= 8
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     freedom = torch.tensor((len(cells) - 1) / 2.0, dtype=torch.float64)
@@ -86,9 +86,9 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
 
 
 def test_the_joint_law_adds_up() -> None:
-    law = joint_law(make_target())
-    assert len(law) == TOP_K**COUNTED
-    assert math.isclose(sum(law.values()), 1.0, abs_tol=1e-9)
+    distribution = joint_distribution(make_target())
+    assert len(distribution) == TOP_K**COUNTED
+    assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["attached", "attached, in order", "unattached"])
@@ -96,7 +96,7 @@ def test_the_texts_follow_the_target(kind: str) -> None:
     target = make_target()
     processors = [Unchanging()] if kind == "attached, in order" else []
     counts = sample(target, 400, make_assistant(target, kind != "unattached"), logits_processor=processors)
-    assert p_value(counts, joint_law(target)) > SUSPICIOUS
+    assert p_value(counts, joint_distribution(target)) > SUSPICIOUS
 
 
 def accepts_everything(candidates: list[int], p: Tensor, q: Tensor, randomness: Any) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch
     target = make_target()
     monkeypatch.setattr(decoding, "verify_chain", mutant)
     counts = sample(target, 400, make_assistant(target, attached=True))
-    assert p_value(counts, joint_law(target)) < SUSPICIOUS
+    assert p_value(counts, joint_distribution(target)) < SUSPICIOUS
 
 
 @pytest.mark.slow
@@ -123,4 +123,4 @@ def test_many_texts_follow_the_target(kind: str) -> None:
     target = make_target()
     assistant = None if kind == "plain" else make_assistant(target, kind == "attached")
     counts = sample(target, 2500, assistant)
-    assert p_value(counts, joint_law(target)) > SUSPICIOUS
+    assert p_value(counts, joint_distribution(target)) > SUSPICIOUS

@@ -1,4 +1,4 @@
-"""The exact law of unmodified transformers with our assistant: one verified round, and whole calls of `generate()`.
+"""The exact distribution of unmodified transformers with our assistant: one verified round, and whole generations.
 
 torch's two sources of randomness in that code are replaced by a `Replay`, which enumerates what they could have said.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.stock_rounds import PROMPT, VOCAB, small, target_law
+from support.stock_rounds import PROMPT, VOCAB, small, target_distribution
 from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.utils import _speculative_sampling
 
@@ -65,7 +65,7 @@ def test_transformers_verifies_a_round_of_ours_exactly(rule: str, enumerate_torc
             lengths.add(len(tokens))
             return tokens
 
-        assert worst_error(exact_distribution(program), target_law(target, 0.8, 3), VOCAB) < TOLERANCE
+        assert worst_error(exact_distribution(program), target_distribution(target, 0.8, 3), VOCAB) < TOLERANCE
     assert lengths == {1, 2, 3}
 
 
@@ -77,13 +77,13 @@ def test_another_reported_temperature_is_caught(enumerate_torch: Any) -> None:
         enumerate_torch(replay)
         return one_round(assistant, target, reported_temperature=0.9)
 
-    assert worst_error(exact_distribution(program), target_law(target, 0.8, 3), VOCAB) > 1e-3
+    assert worst_error(exact_distribution(program), target_distribution(target, 0.8, 3), VOCAB) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("door", ["unattached", "attached"])
 def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) -> None:
-    """The law of a whole `generate()`: several rounds, with the prompt, the caches and their roll-backs.
+    """The distribution of a whole `generate()`: several rounds, with the prompt, the caches and their roll-backs.
 
     The penalty on repetitions makes p depend on the candidates before a position also through a processor.
     """
@@ -100,11 +100,11 @@ def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) ->
         output = target.generate(PROMPT, assistant_model=assistant, do_sample=True, **options)
         return tuple(output[0, PROMPT.shape[1] :].tolist())
 
-    law = exact_distribution(program)
-    p = target_law(target, 0.8, 2, penalty=1.7)
-    assert worst_error(law, p, VOCAB) < TOLERANCE
-    for tokens, weight in law.items():
+    distribution = exact_distribution(program)
+    p = target_distribution(target, 0.8, 2, penalty=1.7)
+    assert worst_error(distribution, p, VOCAB) < TOLERANCE
+    for tokens, weight in distribution.items():
         joint = torch.stack([p(tokens[:place])[token] for place, token in enumerate(tokens)]).prod()
         assert weight == pytest.approx(float(joint), abs=TOLERANCE)
-    assert {len(tokens) for tokens in law} == {4}
-    assert paths > 2 * len(law), f"{paths} paths to {len(law)} texts: few candidates were rejected"
+    assert {len(tokens) for tokens in distribution} == {4}
+    assert paths > 2 * len(distribution), f"{paths} paths to {len(distribution)} texts: few candidates were rejected"

@@ -1,7 +1,8 @@
 """Every logits processor that `generate()` offers to decoder-only models, when sampling with an assistant.
 
-The law of the samples is tested in `test_exact_law.py`. Here: each argument is taken, nothing outside the vocabulary
-comes out, a seed fixes the run, and where the law is a point (`top_k=1`) the text is that of plain `generate()`.
+The distribution of the samples is tested in `tests/exactness/`. Here: each argument is taken, nothing outside the
+vocabulary comes out, a seed fixes the run, and where the distribution is a point (`top_k=1`) the text is that of plain
+`generate()`.
 """
 
 from __future__ import annotations

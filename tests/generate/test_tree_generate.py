@@ -12,7 +12,7 @@ from support.models import FAMILIES, NEWER, VOCAB_SIZE, assistant_for, partly_ag
 from support.outputs import PROCESSORS, RECORDS, assert_same, assert_same_cache, prefill
 from support.repos import head_for
 from support.stock_rounds import PROMPT as SHORT
-from support.stock_rounds import small, target_law
+from support.stock_rounds import small, target_distribution
 from support.tree_generation import (
     ARGUMENTS,
     PROMPT,
@@ -112,7 +112,7 @@ def test_processors(kind: str, processors: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["none", "temperature", "top_p", "repetition_penalty", "no_repeat_ngram_size", "many"])
 def test_sampling(name: str) -> None:
-    """The law is tested in `test_tree_law.py`; with top_k=1 it is a point."""
+    """The distribution is tested in `test_tree_distribution.py`; with top_k=1 it is a point."""
     target = target_of("llama")
     arguments = {"do_sample": True, **PROCESSORS[name]}
     texts = []
@@ -128,7 +128,7 @@ def test_sampling(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", "static"])
 def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:
-    """The law of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
+    """The distribution of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
     target, draft = small(7), small(107)
     knobs: dict[str, Any] = {"tree": kind, "tree_budget": 3, "tree_depth": 2, "tree_shape": [[0], [1], [0, 0]]}
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**knobs))
@@ -139,7 +139,7 @@ def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:
         output = target.generate(SHORT, assistant_model=assistant, do_sample=True, **options)
         return tuple(output[0, SHORT.shape[1] :].tolist())
 
-    assert worst_error(exact_distribution(program), target_law(target, 0.8, 2, penalty=1.7), 4) < 1e-6
+    assert worst_error(exact_distribution(program), target_distribution(target, 0.8, 2, penalty=1.7), 4) < 1e-6
     assert assistant.stats.tree_depths
 
 

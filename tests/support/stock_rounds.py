@@ -21,7 +21,7 @@ def small(seed: int) -> Any:
     return tiny("llama", seed, vocab_size=VOCAB, num_hidden_layers=1)
 
 
-def target_law(target: PreTrainedModel, temperature: float, top_k: int, penalty: float = 1.0):
+def target_distribution(target: PreTrainedModel, temperature: float, top_k: int, penalty: float = 1.0):
     """p(prefix) after repetition penalty, temperature and top-k, computed here."""
 
     @torch.no_grad()

@@ -26,21 +26,21 @@ STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
 
 
 def test_only_candidates_with_accepted_predecessors_count() -> None:
-    law = AcceptanceRates()
-    law.observe([0.5, 0.97, 0.3, 0.2], num_drafted=4, num_accepted=1)
-    assert law.accepted.sum() == law.accepted[bin_of(0.5)] == 1
-    assert law.transitions.sum() == 2
-    assert law.transitions[NO_VERDICT, bin_of(0.5)] == law.transitions[bin_of(0.5), bin_of(0.97)] == 1
+    rates = AcceptanceRates()
+    rates.observe([0.5, 0.97, 0.3, 0.2], num_drafted=4, num_accepted=1)
+    assert rates.accepted.sum() == rates.accepted[bin_of(0.5)] == 1
+    assert rates.transitions.sum() == 2
+    assert rates.transitions[NO_VERDICT, bin_of(0.5)] == rates.transitions[bin_of(0.5), bin_of(0.97)] == 1
 
 
 def test_a_late_verdict_that_never_came_is_guessed() -> None:
-    law = AcceptanceRates()
+    rates = AcceptanceRates()
     for _ in range(20):
-        law.observe([], num_drafted=1, num_accepted=0)
-    assert law.transitions.sum() == pytest.approx(20)
-    before = law.acceptance
-    law.fit()
-    assert (law.acceptance < before).all()
+        rates.observe([], num_drafted=1, num_accepted=0)
+    assert rates.transitions.sum() == pytest.approx(20)
+    before = rates.acceptance
+    rates.fit()
+    assert (rates.acceptance < before).all()
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     assert [generate(0), generate(1)] == [first, second]
     assert lengths[:2] == lengths[2:]
     generate(0, do_sample=False)
-    assert len(assistant.throughput.states[target]) == 2, "greedy decoding has a law of its own"
+    assert len(assistant.throughput.states[target]) == 2, "greedy decoding has rates of its own"
 
     rates = next(iter(assistant.throughput.states[target].values())).rates
     assistant.speculation = SpeculationConfig(**{**cheap(), "max_tokens": 3})

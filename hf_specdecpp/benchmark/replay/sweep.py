@@ -88,8 +88,8 @@ def _outcomes(
         )
     for family, rule, field, by in _families(head):
         for setting in THRESHOLDS:
-            knobs: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": MAX_TOKENS}
-            make = partial(make_rule, SpeculationConfig(**knobs), recorded_estimator(by, head, greedy))
+            settings: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": MAX_TOKENS}
+            make = partial(make_rule, SpeculationConfig(**settings), recorded_estimator(by, head, greedy))
             yield (family, setting, None), replay_all(replays, make)
     for name, each in costs.items():
         yield (ORACLE, None, name), oracle(replays, each)

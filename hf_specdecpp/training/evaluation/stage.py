@@ -178,8 +178,8 @@ def rule_curves(recorded: list[RecordedChain]) -> dict[str, list[Outcome]]:
     """Every rule over its thresholds, and fixed lengths."""
 
     def maker(rule: str, field: str, setting: float) -> Callable[[], StoppingRule]:
-        knobs: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": chains.MAX_TOKENS}
-        return partial(make_rule, SpeculationConfig(**knobs), DraftProbability())
+        settings: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": chains.MAX_TOKENS}
+        return partial(make_rule, SpeculationConfig(**settings), DraftProbability())
 
     curves = {
         name: curve(partial(maker, rule, field), THRESHOLDS, recorded, signal)
