@@ -149,8 +149,15 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
         session.step([])[0].argmax().item()
 
     session.begin_round(_tokens(_context(drafter.model), drafter.device), 0)
-    times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS, computing_clock(target.device, drafter.device))
+    clock = computing_clock(target.device, drafter.device)
+    times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS, clock, _turns(drafter))
     return times[DRAFTED] / DRAFTED, times[READ] / count
+
+
+def _turns(drafter: Drafter) -> int:
+    """How often a round can be drafted: each leaves a token in the draft's text, which positions may bound."""
+    room = drafter.max_length - _context(drafter.model) - DRAFTED - 3
+    return int(max(min(MOST_TURNS, room), 1))
 
 
 def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft: float) -> float:
@@ -167,7 +174,8 @@ def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft
         session.keep([])
 
     session.begin_round(_tokens(_context(drafter.model), drafter.device), 0)
-    seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, computing_clock(target.device, drafter.device))[WIDTH]
+    clock = computing_clock(target.device, drafter.device)
+    seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, clock, _turns(drafter))[WIDTH]
     return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
 
 
@@ -201,7 +209,10 @@ def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
 
 
 def least_times(
-    actions: dict[int, Callable[[], None]], budget: float, clock: Callable[[], float] = time.perf_counter
+    actions: dict[int, Callable[[], None]],
+    budget: float,
+    clock: Callable[[], float] = time.perf_counter,
+    turns: int = MOST_TURNS,
 ) -> dict[int, float]:
     """Minimum time per action, round-robin.
 
@@ -209,13 +220,14 @@ def least_times(
         actions: by name.
         budget: seconds after which no further action starts, once the first two of them have been timed.
         clock: times them.
+        turns: the most.
     """
     first = list(actions)[:2]
     for name in first:
         actions[name]()  # warm up
     times: dict[int, float] = {}
     end = time.perf_counter() + budget
-    for _ in range(MOST_TURNS):
+    for _ in range(turns):
         for name, action in actions.items():
             if time.perf_counter() > end and set(first) <= set(times):
                 return times
