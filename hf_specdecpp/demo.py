@@ -62,18 +62,10 @@ def run(
     logging.disable_progress_bar()
     with console.status(f"loading {target}"):
         model, tokenizer = load_model(target), load_tokenizer(target)
-    if assistant is None:
-        helper = SpecDecPPAssistant.from_early_exit(model, parse_layers(layers))
-        description = (
-            f"layers {', '.join(map(str, helper.config.draft_layers or []))} of the target, untrained, no head"
-        )
-    else:
-        helper = SpecDecPPAssistant.from_pretrained(assistant, target=model)
-        description = assistant
+    _print("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
+    helper = _load_assistant(assistant, layers, model)
     if tree and helper.speculation.tree is None:
         helper.speculation.tree = "dyspec"
-    _print("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
-    _print("assistant", f"  {description}\n")
 
     _warm_up(model, tokenizer, helper)
     totals = SpeculationStats()
@@ -100,6 +92,17 @@ def run(
     if differing:
         _print(f"{differing} answers differ: please report this.", style="bold red")
         raise typer.Exit(1)
+
+
+def _load_assistant(name: str | None, layers: str, model: CausalLM) -> SpecDecPPAssistant:
+    if name is not None:
+        assistant = SpecDecPPAssistant.from_pretrained(name, target=model)
+        _print("assistant", f"  {name}\n")
+        return assistant
+    assistant = SpecDecPPAssistant.from_early_exit(model, parse_layers(layers))
+    chosen = ", ".join(map(str, assistant.config.draft_layers or []))
+    _print("assistant", f"  layers {chosen} of the target, untrained, no head\n")
+    return assistant
 
 
 def _answer(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 LEAST_GAIN = 1.02  # over plain decoding that speculation must promise: measured costs are not more exact
-PROBE_SHARE = 0.01  # of the time without candidates that probes may lose
+PROBE_SHARE = 0.005  # of the time without candidates that probes may lose
 MOST_CREDIT = 5.0  # plain passes that probes may lose in a row
 
 
 class ExplorationBudget:
     """What probes may cost now. A probe is a round with candidates while speculation does not pay.
 
-    Example: a plain pass takes 40 ms. The budget begins at 200 ms. Ten probes that lose 20 ms each use it up; then 50
-    rounds without candidates earn 0.4 ms each, enough for another one.
+    Example: a plain pass takes 40 ms. The budget begins at 200 ms. Ten probes that lose 20 ms each use it up; then 100
+    rounds without candidates earn 0.2 ms each, enough for another one.
 
     Args:
         plain: seconds of a round without candidates.

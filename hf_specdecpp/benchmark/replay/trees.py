@@ -32,7 +32,6 @@ from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, seed_of
 from hf_specdecpp.texts.branches import BranchingText
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 from hf_specdecpp.trees.verification import child_tests
 
@@ -66,19 +65,12 @@ class TreeReplay:
         self.branching = None if sampling.greedy else BranchingText(self.reader, text.ids[:-1])
 
     @torch.no_grad()
-    def rounds(
-        self, speculation: SpeculationConfig, with_head: bool, throughput: TreeThroughput | None = None
-    ) -> Iterator[tuple[DraftTree, float]]:
-        """Of each round: the tree, and how many of its candidates are expected to be accepted.
-
-        Args:
-            throughput: for `rule="throughput"`: what it has learned from earlier texts; learns from this one.
-        """
+    def rounds(self, speculation: SpeculationConfig, with_head: bool) -> Iterator[tuple[DraftTree, float]]:
+        """Of each round: the tree, and how many of its candidates are expected to be accepted."""
         torch.manual_seed(self.seed)
         ids, position = torch.tensor([self.text.ids]), self.text.first
         session = DraftSession(self.assistant.ready_drafter(), self.vocab_size)
         drafting = self._drafting(speculation, with_head, session)
-        drafting.throughput = throughput
         seen = 0
         while position < len(self.text.ids):
             session.begin_round(ids[:, seen:position], 0)
