@@ -126,6 +126,7 @@ def test_autocast_is_as_plain(target: CausalLM, calls: Calls, packed: bool) -> N
 
 @pytest.fixture
 def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test may have made one in another precision
     yield Accelerator(mixed_precision="bf16", cpu=True)
     AcceleratorState._reset_state()
     PartialState._reset_state()
