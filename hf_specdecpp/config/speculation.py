@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.types import check_types
+from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.shapes import make_shape, size
 
 Rule = Literal["threshold", "throughput", "fixed", "confidence", "svip", "adaedl"]
@@ -61,6 +62,11 @@ class SpeculationConfig:
         tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the
             ranks of the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget`
             candidates for the rates of acceptance that the assistant's repository has.
+        verification: of a chain whose candidates were drawn, on a target that the assistant is attached to; the output
+            has the target's distribution either way (`docs/verification.md`). `"block"`: the candidates are accepted as
+            a block, which on average accepts more of them (arXiv 2403.10444); `"token"`: one after the other, as in the
+            papers (arXiv 2211.17192). Greedy decoding has no choice. Trees, unattached targets, and logits processors
+            that must be called in order are verified token by token.
         cpu_products: on a CPU, in float32. `"auto"`: linear layers of target and draft compute with oneDNN where it was
             measured to be at least 1.1 times as fast as PyTorch's own product for the shape of the weight and the
             number of tokens (under a second for each shape, once a machine). It rounds the last digits differently.
@@ -87,6 +93,7 @@ class SpeculationConfig:
     tree_depth: int = 12
     tree_threshold: float = 0.0
     tree_shape: list[int] | list[list[int]] | None = None
+    verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
 

@@ -26,7 +26,8 @@ from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
-from hf_specdecpp.sampling.verification import verify_chain, verify_greedy
+from hf_specdecpp.sampling.at_once import verify_sampled
+from hf_specdecpp.sampling.verification import verify_greedy
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
@@ -125,7 +126,8 @@ class AssistedDecoding:
             accepted, token = verify_greedy(candidates, scores)
         else:
             q = torch.stack(q_scores).to(scores.device).softmax(dim=-1) if candidates else scores[:0]
-            accepted, token = verify_chain(candidates, scores.softmax(dim=-1), q, self.generator.randomness)
+            rule = self.generator.setup.speculation.verification
+            accepted, token = verify_sampled(candidates, scores.softmax(dim=-1), q, self.generator.randomness, rule)
         if candidates or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, accepted)
 
@@ -146,7 +148,10 @@ class AssistedDecoding:
     def _select_in_order(
         self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
     ) -> tuple[Tensor, bool]:
-        """Like `_select`, one candidate after the other: a chain is a tree of one branch."""
+        """Like `_select`, one candidate after the other: a chain is a tree of one branch.
+
+        Token by token: to accept a block, the processors would be called for candidates that are then rejected.
+        """
         tree = DraftTree(int(input_ids[0, -1]))
         for place, (token, q) in enumerate(zip(candidates, q_scores, strict=True)):
             tree.add(place, token)

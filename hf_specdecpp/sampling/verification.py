@@ -1,17 +1,21 @@
 """Which candidates does the target accept, and what does it say instead? Pure functions of p, q and randomness.
 
 p is the target's distribution, q the one that a candidate was really drawn from, both after all logits processors.
-Chains are explained in `docs/specdecpp.md`, trees in `docs/dyspec.md`.
+Chains are explained in `docs/verification.md`, trees in `docs/dyspec.md`. Here are the readable versions, which run on
+a CPU; `at_once.py` has those for devices from which each read is slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness
+
+Verification = Literal["block", "token"]
 
 
 def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
@@ -32,7 +36,7 @@ def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
 
 
 def verify_chain(candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
-    """Speculative sampling (arXiv 2211.17192, Algorithm 1): the emitted tokens are distributed exactly as p.
+    """Speculative sampling, token by token (arXiv 2211.17192, Algorithm 1): the output is distributed exactly as p.
 
     Args:
         candidates: k tokens, the i-th drawn from `q[i]`.
@@ -43,15 +47,46 @@ def verify_chain(candidates: list[int], p: Tensor, q: Tensor, randomness: Random
         Number of accepted candidates, and the token that follows them: from the residual after a rejection, from p
         (the bonus) when all were accepted.
     """
+    ratios = chain_ratios(candidates, p, q).tolist()
     accepted = 0
-    if candidates:
-        rows = torch.arange(len(candidates), device=p.device)
-        columns = torch.tensor(candidates, device=p.device)
-        p_of, q_of = p[rows, columns].tolist(), q[rows, columns].tolist()
-        while accepted < len(candidates) and randomness.bernoulli(min(1.0, p_of[accepted] / q_of[accepted])):
-            accepted += 1
+    while accepted < len(candidates) and randomness.bernoulli(min(1.0, ratios[accepted])):
+        accepted += 1
     emits = p[accepted] if accepted == len(candidates) else residual(p[accepted], q[accepted])
     return accepted, int(randomness.categorical(emits))
+
+
+def verify_block(candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
+    """Block verification (arXiv 2403.10444): accepts more than `verify_chain`, and what is emitted is as exactly p.
+
+    With r_i = p(y_i) / q(y_i), let c_0 = 1 and c_i = min(1, c_{i-1} r_i). The longest i is accepted that passes its
+    test: all k candidates with chance c_k, and i < k of them with chance h_i = s_i / (s_i + 1 - c_i), where s_i is the
+    sum of (c_i p - q)+ after i candidates. The token after them is drawn from norm((c_i p - q)+), or from p after k.
+
+    For k = 1, p = [0.5, 0.5], q = [0.75, 0.25] and the candidate 0, c_1 is 2/3; i = 0 is left with [0, 0.25]. With one
+    candidate this is `verify_chain`. `docs/verification.md` has an example with two.
+
+    Arguments and results are those of `verify_chain`. A rule may stop drafting because of what it drafted: what keeps p
+    there is that the last test is c_k, and not h_k.
+    """
+    carried = [1.0]
+    for ratio in chain_ratios(candidates, p, q).tolist():
+        carried.append(min(1.0, carried[-1] * ratio))
+    accepted = len(candidates)
+    if randomness.bernoulli(carried[accepted]):
+        return accepted, int(randomness.categorical(p[accepted]))
+    while True:
+        accepted -= 1
+        left = (carried[accepted] * p[accepted]).sub_(q[accepted]).clamp_min_(0.0)
+        mass, missing = float(left.sum()), 1.0 - carried[accepted]
+        if missing == 0.0 or randomness.bernoulli(mass / (mass + missing)):  # c_0 is 1: i = 0 always passes
+            return accepted, int(randomness.categorical(left if mass > 0.0 else p[accepted]))
+
+
+def chain_ratios(candidates: list[int], p: Tensor, q: Tensor) -> Tensor:
+    """p(y_i) / q(y_i) of each candidate, `[k]` float64. `p` may have rows after them."""
+    columns = torch.tensor(candidates, dtype=torch.int64, device=p.device)[:, None]
+    p_of, q_of = (probs[: len(candidates)].gather(-1, columns)[:, 0].double() for probs in (p, q))
+    return p_of / q_of
 
 
 def likeliest_tokens(scores: Tensor) -> list[int]:

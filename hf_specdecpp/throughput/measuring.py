@@ -31,8 +31,8 @@ from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.models.product_times import computing_clock
 from hf_specdecpp.provenance import device_name
+from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.sampling.verification import verify_chain
 from hf_specdecpp.trees.algorithms import grow_shape
 from hf_specdecpp.trees.shapes import from_expansions
 from hf_specdecpp.trees.siblings import Level
@@ -195,7 +195,7 @@ def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
         scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
         cache.crop(-count)
         p = scores.softmax(dim=-1)
-        verify_chain(tokens[0, 1:].tolist(), p, p[:-1], randomness)  # p = q: all are accepted, and so looked at
+        verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")
 
     most = int(min(max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.

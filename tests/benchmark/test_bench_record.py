@@ -112,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize(("scenario", "vocab", "rule"), CASES)
 def test_law_of_text_and_rounds(scenario: str, vocab: int, rule: str) -> None:
     models = Models(scenario, vocab, seed=3)
-    generation = Generation(models, rule, bounds=(1, MOST))
+    generation = Generation(models, rule, bounds=(1, MOST), verifier="token")
     live = exact_distribution(generation)
     assert sum(live.values()) == pytest.approx(1.0)
     assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
@@ -133,7 +133,7 @@ def accepted_as_if_drawn(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("mutant", [candidates_drawn_from_q, accepted_as_if_drawn])
 def test_other_laws_are_found_out(mutant: Coupling) -> None:
     models = Models("plain", vocab=2, seed=3)
-    generation = Generation(models, "confidence", bounds=(1, MOST))
+    generation = Generation(models, "confidence", bounds=(1, MOST), verifier="token")
     live = exact_distribution(generation)
     assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
     assert largest_difference(live, replayed_distribution(models, generation, mutant)) > 1e-3

@@ -21,7 +21,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.head import Calibration
 from hf_specdecpp.generation import candidate_generator, decoding
 from hf_specdecpp.generation.rules import make_rule
-from hf_specdecpp.sampling.verification import verify_chain
+from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.texts.sampling import Sampling
 
 NEW_TOKENS, PROMPT_LENGTH = 48, 12
@@ -90,10 +90,10 @@ def live_rounds(
 
             def verify(*args: Any) -> tuple[int, int]:
                 following.verifying = True
-                return verify_chain(*args)
+                return verify_sampled(*args)
 
             patch.setattr(candidate_generator, "TorchRandomness", lambda: following)
-            patch.setattr(decoding, "verify_chain", verify)
+            patch.setattr(decoding, "verify_sampled", verify)
         ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, **sampling)[
             0
         ].tolist()
@@ -138,7 +138,7 @@ def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, m
     fates = set()
     for seed, knobs in enumerate(RULES):
         recorded = record(text, assistant, target, Sampling(0.8, 0), seed)
-        assistant.speculation = SpeculationConfig(**knobs)
+        assistant.speculation = SpeculationConfig(**knobs, verification="token")  # as records are made
         assistant.throughput.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, recorded, **sampling)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=False)

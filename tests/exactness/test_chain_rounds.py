@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.toy_rounds import BOUNDS, RULES, SCENARIOS, Models, ToyRound
+from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneUniform, ToyRound
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import RULES as RULE_NAMES
@@ -31,11 +31,13 @@ def test_every_rule_is_covered() -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_round_emits_exactly_p(rule: str, scenario: str) -> None:
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_round_emits_exactly_p(verifier: str, rule: str, scenario: str) -> None:
     vocab = 4 if scenario == "disjoint supports" else 3
-    for seed in SEEDS:
+    # `test_block_verification.py` compares those at once with the others.
+    for seed in SEEDS if verifier in ("block", "token") else SEEDS[:2]:
         models = Models(scenario, vocab, seed)
-        one_round = ToyRound(models, rule, BOUNDS[seed % len(BOUNDS)], seed)
+        one_round = ToyRound(models, rule, BOUNDS[seed % len(BOUNDS)], seed, verifier)
         distribution = exact_distribution(one_round)
         assert sum(distribution.values()) == pytest.approx(1.0, abs=TOLERANCE)
         error = worst_error(distribution, models.p, vocab)
@@ -65,12 +67,13 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["adaedl", "threshold/after, untied", "threshold/before"])
-def test_two_rounds_emit_exactly_p(rule: str) -> None:
+@pytest.mark.parametrize("verifier", ["block", "token"])
+def test_two_rounds_emit_exactly_p(verifier: str, rule: str) -> None:
     """The second round continues the text of the first, with the same rule, which has learnt how the first went."""
     bounds = set()
     for seed in range(2):
         models = Models("plain", 3, seed)
-        toy = ToyRound(models, rule, (1, 2), seed)
+        toy = ToyRound(models, rule, (1, 2), seed, verifier)
 
         def two_rounds(randomness: Replay, toy: ToyRound = toy) -> Tokens:
             stopping = toy.new_rule()
@@ -127,31 +130,16 @@ class AcceptsEverything(ToyRound):
 
 
 class ReusesTheUniform(ToyRound):
-    """Compares every candidate with the same random number."""
+    """Makes every test of the round with the same random number."""
 
     def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
-        return verify_chain(candidates, p, q, OneUniform(randomness))
-
-
-class OneUniform:
-    """u < a, then u < b with the same u: given the first, the second has probability min(1, b / a)."""
-
-    def __init__(self, randomness: Randomness) -> None:
-        self.randomness, self.below = randomness, 1.0
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        return self.randomness.categorical(probs)
-
-    def bernoulli(self, probability: float) -> bool:
-        answer = self.randomness.bernoulli(min(1.0, probability / self.below))
-        self.below = min(self.below, probability)
-        return answer
+        return self.verifier(candidates, p, q, OneUniform(randomness))
 
 
 class DrawsTheBonusFromQ(ToyRound):
     def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
         bonus = self.models.q((*prefix, *candidates))
-        return verify_chain(candidates, torch.cat((p[:-1], bonus[None])), q, randomness)
+        return self.verifier(candidates, torch.cat((p[:-1], bonus[None])), q, randomness)
 
 
 class ResamplesFromP(ToyRound):
@@ -179,18 +167,20 @@ MUTANTS = [
     AcceptsEverything,
     ReusesTheUniform,
     DrawsTheBonusFromQ,
-    ResamplesFromP,
-    SubtractsTheFirstQ,
 ]
+# Of the residual as `verify_chain` computes it; those of block verification are in `test_block_verification.py`.
+RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 
 
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
+@pytest.mark.parametrize(
+    ("mutant", "verifier"), [(m, v) for m in MUTANTS for v in ("block", "token")] + [(m, "token") for m in RESIDUALS]
+)
+def test_mutants_are_caught(mutant: type[ToyRound], verifier: str, rule: str) -> None:
     errors = []
     for seed in SEEDS:
         models = Models("plain", 3, seed)
-        errors.append(worst_error(exact_distribution(mutant(models, rule, (1, 3), seed)), models.p, 3))
+        errors.append(worst_error(exact_distribution(mutant(models, rule, (1, 3), seed, verifier)), models.p, 3))
     assert max(errors) > VISIBLE, errors
 
 

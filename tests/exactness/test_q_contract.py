@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no repeated n-gram": {"no_repeat_ngram_size": 2},
     "suppressed tokens": {"suppress_tokens": [3, 4, 5, 6]},
     "bad words": {"bad_words_ids": [[7], [5, 6], [6, 9]]},
-    "minimum length": {"min_length": 14, "eos_token_id": [0, 1, 2, 3, 4, 5, 6, 7]},
+    "minimum length": {"min_length": 18, "eos_token_id": [0, 1, 2, 3, 4, 5, 6, 7]},
     "user's own": {"logits_processor": LogitsProcessorList([FavoursTheNextId()])},
     "several": {"temperature": 1.4, "top_k": 8, "top_p": 0.95, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
 }
@@ -75,7 +75,7 @@ class Ear:
         self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
         self.drawn: list[Tensor] = []
         categorical, draft = TorchRandomness.categorical, SpecDecPPCandidateGenerator.draft
-        verify_ours, verify_theirs = decoding.verify_chain, transformers_generation._speculative_sampling
+        verify_ours, verify_theirs = decoding.verify_sampled, transformers_generation._speculative_sampling
 
         def hear_draw(randomness: TorchRandomness, probs: Tensor) -> Tensor:
             self.drawn.append(probs.clone())
@@ -85,10 +85,10 @@ class Ear:
             self.drawn.clear()  # the target's own draws of the last round
             return draft(generator, *args, **kwargs)
 
-        def hear_ours(candidates: list[int], p: Tensor, q: Tensor, randomness: Any) -> tuple[int, int]:
+        def hear_ours(candidates: list[int], p: Tensor, q: Tensor, *args: Any) -> tuple[int, int]:
             if candidates:
                 self.rounds.append((candidates, torch.stack(self.drawn), q))
-            return verify_ours(candidates, p, q, randomness)
+            return verify_ours(candidates, p, q, *args)
 
         def hear_theirs(ids: Tensor, scores: Tensor, count: int, *args: Any, **kwargs: Any) -> Any:
             self.rounds.append((ids[0, -count:].tolist(), torch.stack(self.drawn), scores[0].softmax(dim=-1)))
@@ -96,7 +96,7 @@ class Ear:
 
         monkeypatch.setattr(TorchRandomness, "categorical", hear_draw)
         monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", start_round)
-        monkeypatch.setattr(decoding, "verify_chain", hear_ours)
+        monkeypatch.setattr(decoding, "verify_sampled", hear_ours)
         monkeypatch.setattr(transformers_generation, "_speculative_sampling", hear_theirs)
 
 

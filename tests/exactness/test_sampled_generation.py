@@ -99,11 +99,11 @@ def test_the_texts_follow_the_target(kind: str) -> None:
     assert p_value(counts, joint_distribution(target)) > SUSPICIOUS
 
 
-def accepts_everything(candidates: list[int], p: Tensor, q: Tensor, randomness: Any) -> tuple[int, int]:
+def accepts_everything(candidates: list[int], p: Tensor, q: Tensor, randomness: Any, *_: str) -> tuple[int, int]:
     return len(candidates), int(randomness.categorical(p[-1]))
 
 
-def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: Any) -> tuple[int, int]:
+def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: Any, *_: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "residual", lambda p_row, q_row: p_row)
         return verification.verify_chain(candidates, p, q, randomness)
@@ -112,7 +112,7 @@ def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: An
 @pytest.mark.parametrize("mutant", [accepts_everything, resamples_from_p])
 def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()
-    monkeypatch.setattr(decoding, "verify_chain", mutant)
+    monkeypatch.setattr(decoding, "verify_sampled", mutant)
     counts = sample(target, 400, make_assistant(target, attached=True))
     assert p_value(counts, joint_distribution(target)) < SUSPICIOUS
 

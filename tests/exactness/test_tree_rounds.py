@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.toy_rounds import SCENARIOS, Models
+from support.toy_rounds import SCENARIOS, Models, OneUniform
 from support.toy_trees import ToyTree
 
 from hf_specdecpp.config.costs import Costs
@@ -182,20 +182,6 @@ class ReusesTheUniform(ToyTree):
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
         return super().verify(tree, OneUniform(randomness), prefix)  # type: ignore[arg-type]
-
-
-class OneUniform:
-    """Keeps the interval in which u must lie after the answers so far."""
-
-    def __init__(self, randomness: TreeRandomness) -> None:
-        self.categorical, self.randomness = randomness.categorical, randomness
-        self.low, self.high = 0.0, 1.0
-
-    def bernoulli(self, probability: float) -> bool:
-        bound = min(max(probability, self.low), self.high)
-        answer = self.randomness.bernoulli((bound - self.low) / (self.high - self.low))
-        self.low, self.high = (self.low, bound) if answer else (bound, self.high)
-        return answer
 
 
 def walk(

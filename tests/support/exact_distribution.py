@@ -39,6 +39,12 @@ class Replay:
         # 0 and 1 leave only one outcome of positive weight, so they branch into nothing.
         return self._choose([1.0 - probability, probability]) == 1
 
+    def outcome(self, weights: Tensor, row: Callable[[Tensor], Tensor], size: int) -> tuple[int, int]:
+        first = self.categorical(weights)
+        probs = row(first[None])
+        assert probs.shape == (1, size)
+        return int(first), int(self.categorical(probs[0]))
+
     def siblings(self, q: Tensor) -> ReplayedSiblings:
         return ReplayedSiblings(self, q)
 

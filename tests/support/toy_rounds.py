@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.sampling.at_once import verify_at_once
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import verify_chain
+from hf_specdecpp.sampling.verification import verify_block, verify_chain
 from support.exact_distribution import Tokens
 
 HIDDEN_SIZE = 4
@@ -36,6 +38,13 @@ RULES: dict[str, dict[str, Any]] = {
     "throughput/draft probability": {"costs": {"draft": 0.2, "verify": [1.0]}},
     "throughput/after, untied": {"costs": {"draft": 0.2, "verify": [1.0]}},
     "throughput/before": {"costs": {"draft": 0.2, "verify": [1.0]}},
+}
+
+VERIFIERS: dict[str, Callable[..., tuple[int, int]]] = {
+    "block": verify_block,
+    "token": verify_chain,
+    "block, at once": partial(verify_at_once, verification="block"),
+    "token, at once": partial(verify_at_once, verification="token"),
 }
 
 
@@ -123,8 +132,10 @@ class ToyRound:
         lengths: numbers of candidates of all rounds so far.
     """
 
-    def __init__(self, models: Models, rule: str, bounds: tuple[int, int] = (1, 3), seed: int = 0) -> None:
-        self.models, self.estimator = models, make_estimator(rule, seed)
+    def __init__(
+        self, models: Models, rule: str, bounds: tuple[int, int] = (1, 3), seed: int = 0, verifier: str = "block"
+    ) -> None:
+        self.models, self.estimator, self.verifier = models, make_estimator(rule, seed), VERIFIERS[verifier]
         kind: Any = rule.split("/")[0]
         self.config = SpeculationConfig(
             rule=kind, num_tokens=bounds[1], min_tokens=bounds[0], max_tokens=bounds[1], **RULES[rule]
@@ -160,7 +171,7 @@ class ToyRound:
     def verify(
         self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens
     ) -> tuple[int, int]:
-        return verify_chain(candidates, p, q, randomness)
+        return self.verifier(candidates, p, q, randomness)
 
     def stepper(self, prefix: Tokens) -> Callable[[list[int]], DraftStep | None]:
         def step(candidates: list[int]) -> DraftStep | None:
@@ -170,3 +181,17 @@ class ToyRound:
             return DraftStep(len(candidates), scores, hidden, embed=lambda token: self.models.embeddings[token])
 
         return step
+
+
+class OneUniform:
+    """Answers every question of a round with the same random number u: keeps the interval in which u must still lie."""
+
+    def __init__(self, randomness: Randomness) -> None:
+        self.categorical, self.randomness = randomness.categorical, randomness
+        self.low, self.high = 0.0, 1.0
+
+    def bernoulli(self, probability: float) -> bool:
+        bound = min(max(probability, self.low), self.high)
+        answer = self.randomness.bernoulli((bound - self.low) / (self.high - self.low))
+        self.low, self.high = (self.low, bound) if answer else (bound, self.high)
+        return answer

@@ -1,6 +1,7 @@
 """Everything that a chain rule could see along a text that the target wrote, recorded once.
 
-What does speculative decoding do, given the text X that comes out? Take a place of the text where a candidate is drawn
+What does speculative decoding with `verification="token"` do, given the text X that comes out? (Block verification
+accepts more, but not independently of every other place.) Take a place of the text where a candidate is drawn
 from q while the target's distribution is p. The verifier accepts a candidate y with probability min(1, p(y)/q(y)),
 otherwise it emits a token of norm((p - q)+) instead. So, for tokens x and y:
 

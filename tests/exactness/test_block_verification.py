@@ -1,0 +1,158 @@
+"""Block verification: mutants of its formulas that must fail, how much more it accepts, and the at-once version.
+
+That whole rounds with it emit exactly p under every rule is in `test_chain_rounds.py`. Everything here is enumerated,
+so nothing can fail by chance.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, worst_error
+from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
+from torch import Tensor
+
+from hf_specdecpp.sampling.at_once import carried, token_weights
+from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
+from hf_specdecpp.sampling.verification import verify_block
+
+TOLERANCE = 1e-12
+VISIBLE = 1e-3
+SEEDS = range(10)
+# The example of docs/verification.md: a draft that says the same at both places, and what the target says there.
+Q = torch.tensor([[0.8, 0.2], [0.8, 0.2]], dtype=torch.float64)
+P = torch.tensor([[0.4, 0.6], [0.9, 0.1], [0.5, 0.5]], dtype=torch.float64)
+
+
+class Block(ToyRound):
+    """Block verification written anew, with parts that a mutant gets wrong."""
+
+    carries = True  # c_i = min(1, c_{i-1} r_i), otherwise min(1, r_i)
+    last_is_special = True  # the last test is c_k, otherwise h_k like the others
+    longest = True  # the longest candidate that passes, otherwise all before the first that fails
+    carries_residual = True  # norm((c_i p - q)+), otherwise norm((p - q)+)
+
+    def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
+        count, c = len(candidates), [1.0]
+        for i, token in enumerate(candidates):
+            c.append(min(1.0, (c[-1] if self.carries else 1.0) * float(p[i, token] / q[i, token])))
+        after = torch.cat((q, self.models.q((*prefix, *candidates))[None]))
+        left = [(c[i] * p[i] - after[i]).clamp_min(0.0) for i in range(count + 1)]
+        tests = [1.0 if c[i] == 1.0 else float(left[i].sum() / (left[i].sum() + 1.0 - c[i])) for i in range(count + 1)]
+        if self.last_is_special:
+            tests[count] = c[count]
+        accepted = 0
+        if self.longest:
+            accepted = next((i for i in range(count, 0, -1) if randomness.bernoulli(tests[i])), 0)
+        else:
+            while accepted < count and randomness.bernoulli(tests[accepted + 1]):
+                accepted += 1
+        if accepted == count:
+            return accepted, int(randomness.categorical(p[count]))
+        rest = left[accepted] if self.carries_residual else (p[accepted] - q[accepted]).clamp_min(0.0)
+        return accepted, int(randomness.categorical(rest if float(rest.sum()) > 0.0 else p[accepted]))
+
+
+class ResidualOfTheTokenRule(Block):
+    carries_residual = False
+
+
+class ForgetsToCarry(Block):
+    carries = False
+
+
+class LastLikeTheOthers(Block):
+    last_is_special = False
+
+
+class FromTheLeft(Block):
+    longest = False
+
+
+def errors_of(program: type[ToyRound], rule: str) -> list[float]:
+    models = [Models("plain", 3, seed) for seed in SEEDS]
+    rounds = [program(each, rule, (1, 3), seed) for seed, each in enumerate(models)]
+    return [worst_error(exact_distribution(one), each.p, 3) for one, each in zip(rounds, models, strict=True)]
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
+def test_the_formulas_are_right_with_all_parts(rule: str) -> None:
+    """So that what catches a mutant is the part that it lacks."""
+    assert max(errors_of(Block, rule)) < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
+@pytest.mark.parametrize("mutant", [ResidualOfTheTokenRule, ForgetsToCarry, LastLikeTheOthers, FromTheLeft])
+def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
+    errors = errors_of(mutant, rule)
+    assert max(errors) > VISIBLE, errors
+
+
+def accepted_in(toy: ToyRound) -> float:
+    """The expected number of accepted candidates of a round."""
+
+    def program(randomness: Replay) -> Tokens:
+        toy(randomness)
+        return (toy.accepted,)
+
+    return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_block_round_accepts_no_fewer(rule: str) -> None:
+    block, token = [], []
+    for scenario in SCENARIOS:
+        for seed in range(4):
+            vocab = 4 if scenario == "disjoint supports" else 3
+            counts = [
+                accepted_in(ToyRound(Models(scenario, vocab, seed), rule, (1, 3), seed, verifier))
+                for verifier in ("block", "token")
+            ]
+            assert counts[0] > counts[1] - TOLERANCE
+            if scenario == "plain":
+                block.append(counts[0])
+                token.append(counts[1])
+    assert sum(block) > sum(token) + 0.01
+
+
+def test_at_once_decides_as_the_readable_versions_do() -> None:
+    def outcomes(verifier: str, models: Models, candidates: list[int]) -> Probs:
+        p = torch.stack([models.p(tuple(candidates[:i])) for i in range(len(candidates) + 1)])
+        q = torch.stack([models.q(tuple(candidates[:i])) for i in range(len(candidates))]) if candidates else p[:0]
+        return exact_distribution(lambda replay: VERIFIERS[verifier](candidates, p, q, replay))
+
+    for seed in SEEDS:
+        for candidates in ([], [1], [0, 2], [2, 1, 0, 0]):
+            models = Models("plain", 3, seed)
+            for verifier in ("block", "token"):
+                expected = outcomes(verifier, models, candidates)
+                found = outcomes(f"{verifier}, at once", models, candidates)
+                assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_the_example_of_the_documentation() -> None:
+    assert carried(torch.tensor([2.0, 0.5, 0.5, 4.0, 1.0])).tolist() == pytest.approx([1, 1, 0.5, 0.25, 1, 1])
+    assert token_weights(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.0, 0.5]
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    p = torch.full((2, 3), float("nan"))
+    for verifier in VERIFIERS.values():
+        with pytest.raises(ValueError, match="No token can be drawn"):
+            verifier([1], p, torch.full((1, 3), 1 / 3), TorchRandomness())
+
+
+def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
+    """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
+    drawn_from = []
+
+    class Rejects(Replay):
+        def bernoulli(self, probability: float) -> bool:
+            return False
+
+        def categorical(self, probs: Tensor) -> Tensor:
+            drawn_from.append(probs)
+            return super().categorical(probs)
+
+    verify_block([1], Q, Q[:1], Rejects([]))
+    assert torch.equal(drawn_from[0], Q[0])
