@@ -29,10 +29,11 @@ from hf_specdecpp.generation.unattached import (
     draft_round,
 )
 from hf_specdecpp.hub import publishing
-from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_draft_vocab, load_head
+from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_parts
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.cpu_products import PackedWeights
 from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.loading import load_draft
@@ -50,16 +51,16 @@ logger = logging.get_logger("hf_specdecpp")
 class SpecDecPPAssistant(PreTrainedModel):
     """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
 
-    Make one with `from_pretrained`, `from_draft` or `from_early_exit`. With `target=` it is attached, which is faster,
-    measures more and handles everything that `generate()` offers; without it transformers' own assisted generation
-    runs it. The output is the target's in both cases.
+    Make one with `from_pretrained`, `from_draft`, `from_early_exit` or `from_conditioned`. With `target=` it is
+    attached, which is faster, measures more and handles everything that `generate()` offers; without it transformers'
+    own assisted generation runs it. The output is the target's in both cases.
 
     Attributes:
         speculation: the settings of a run; change them at any time between two calls.
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
         throughput: what `rule="throughput"` has learned; `throughput.clear()` forgets it.
-        drafter: the draft model, or `None` for an early-exit assistant that has not met its target yet.
+        drafter: the draft model, or `None` for one of the target's layers that has not met its target yet.
     """
 
     config: SpecDecPPConfig
@@ -78,6 +79,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         adapter: Path | None = None,
         draft_vocab: Tensor | None = None,
         speculation: SpeculationConfig | None = None,
+        fusion: Fusion | None = None,
     ) -> None:
         super().__init__(config)
         self.drafter = drafter
@@ -87,6 +89,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         self.adapter_folder = adapter
         self.merge_adapter = True
         self.draft_vocab = draft_vocab
+        self.fusion = fusion
         self.throughput = ThroughputMemory()
         self.packed = PackedWeights()
         if head is not None and drafter is not None:
@@ -129,9 +132,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         hub_kwargs = check_hub_kwargs(hub_kwargs)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
-        head = load_head(repository, config) if config.head is not None else None
-        draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
-        adapter = repository.adapter() if config.adapter else None
+        head, draft_vocab, fusion, adapter = load_parts(repository, config)
 
         drafter = None
         if config.draft_kind == "independent":
@@ -142,7 +143,7 @@ class SpecDecPPAssistant(PreTrainedModel):
             drafter = Drafter(model, draft_vocab)
         elif draft is not None:
             raise ValueError(f"{repository.name!r} drafts with {config.draft_name}, so draft= must be left out.")
-        assistant = cls(config, drafter, head, adapter, draft_vocab, speculation)
+        assistant = cls(config, drafter, head, adapter, draft_vocab, speculation, fusion)
         assistant.merge_adapter = merge
         if device is None and (placed := drafter or target) is not None:
             device = placed.device
@@ -217,11 +218,58 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
         """
+        return cls._from_layers(target, layers, None, adapter, head, draft_vocab, speculation, merge)
+
+    @classmethod
+    def from_conditioned(
+        cls,
+        target: CausalLM,
+        layers: int | Sequence[int],
+        reads: Sequence[int] = (),
+        fusion: Fusion | None = None,
+        adapter: str | Path | None = None,
+        head: AcceptanceHead | None = None,
+        draft_vocab: Tensor | Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+        merge: bool = True,
+    ) -> Self:
+        """Draft with some of the target's own layers that read its hidden states, and attach to it.
+
+        One layer is enough: the states that each verification computes anyway tell it what the target thinks. It has to
+        be trained (`specdecpp train --draft conditioned`), and needs an attached target.
+
+        Args:
+            target, layers: as in `from_early_exit`.
+            reads: indices of the target's layers whose outputs are read beside its final state.
+            fusion: trained, with its own `reads`; by default an untrained one.
+            adapter, head, draft_vocab, speculation, merge: as in `from_early_exit`.
+
+        Raises:
+            ValueError: the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
+        """
+        if fusion is None:
+            target = causal_lm.base_model(target)
+            states, embeddings = target.get_output_embeddings().weight.shape[1], target.get_input_embeddings().weight
+            fusion = Fusion(states, embeddings.shape[1], list(reads))
+        return cls._from_layers(target, layers, fusion, adapter, head, draft_vocab, speculation, merge)
+
+    @classmethod
+    def _from_layers(
+        cls,
+        target: CausalLM,
+        layers: int | Sequence[int],
+        fusion: Fusion | None,
+        adapter: str | Path | None,
+        head: AcceptanceHead | None,
+        draft_vocab: Tensor | Sequence[int] | None,
+        speculation: SpeculationConfig | None,
+        merge: bool,
+    ) -> Self:
         target = causal_lm.base_model(target)
-        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        config = SpecDecPPConfig(draft_kind="early_exit", draft_layers=check_layers(layers, num_layers))
+        chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
+        config = SpecDecPPConfig(draft_kind="conditioned" if fusion else "early_exit", draft_layers=chosen)
         folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
-        assistant = cls(config, None, head, folder, _as_ids(draft_vocab), speculation)
+        assistant = cls(config, None, head, folder, _as_ids(draft_vocab), speculation, fusion)
         assistant.merge_adapter = merge
         if head is not None:
             head.to(target.device)
@@ -391,7 +439,9 @@ class SpecDecPPAssistant(PreTrainedModel):
                 f"The draft {config.draft_id!r} carries a PEFT adapter in memory, which the saved assistant would "
                 "lack. Save the adapter and name its folder: from_draft(draft, adapter=folder)."
             )
-        return publishing.Contents(config, self.speculation, self.head, self.adapter_folder, self.draft_vocab)
+        return publishing.Contents(
+            config, self.speculation, self.head, self.adapter_folder, self.draft_vocab, self.fusion
+        )
 
     def save_pretrained(self, folder: str | Path, **_: Any) -> None:  # type: ignore[override]
         """Write the repository of this assistant into `folder`: config, head, adapter, draft vocabulary, card.
@@ -422,13 +472,13 @@ class SpecDecPPAssistant(PreTrainedModel):
         if self.drafter is not None:
             if attached.is_attached(self, target):
                 return
-            raise ValueError(
-                "This early-exit assistant drafts with the layers of another target. Make a new one for this target."
-            )
+            raise ValueError("This assistant drafts with the layers of another target. Make a new one for this target.")
         draft = early_exit(target, self.config.draft_layers or [])
         if self.adapter_folder is not None:
             draft = add_adapter(draft, self.adapter_folder, merge=self.merge_adapter)
-        self.drafter = Drafter(draft, self.draft_vocab, shares_target=True)
+        if self.fusion is not None:
+            self.fusion.to(draft.device, draft.dtype)
+        self.drafter = Drafter(draft, self.draft_vocab, shares_target=True, fusion=self.fusion)
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, self.config.draft_name)

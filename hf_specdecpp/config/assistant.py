@@ -14,6 +14,7 @@ from hf_specdecpp.provenance import commit_of
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
+DRAFT_KINDS = ("independent", "early_exit", "conditioned")
 MOST_RANKS = 32  # of siblings: a static tree is made for them, and further ones are hardly ever accepted
 
 
@@ -25,9 +26,11 @@ class SpecDecPPConfig(PretrainedConfig):
 
     Args:
         target_id, target_revision: the target that the assistant was trained for, and its commit hash.
-        draft_kind: `"independent"` (a model of its own) or `"early_exit"` (layers of the target).
+        draft_kind: `"independent"` (a model of its own), `"early_exit"` (layers of the target) or `"conditioned"`
+            (layers of the target that read its hidden states).
         draft_id, draft_revision: the draft model and its commit hash (`"independent"`).
-        draft_layers: ascending indices of the target's layers (`"early_exit"`).
+        draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).
+        fusion: keyword arguments of `Fusion` (`"conditioned"`).
         adapter: whether `adapter/` holds a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.
@@ -42,8 +45,8 @@ class SpecDecPPConfig(PretrainedConfig):
     # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
     OWN_FIELDS: ClassVar[tuple[str, ...]] = (
         "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
-        "draft_revision", "draft_layers", "adapter", "head", "draft_vocab_size", "vocab_hash", "acceptance_by_rank",
-        "speculation",
+        "draft_revision", "draft_layers", "fusion", "adapter", "head", "draft_vocab_size", "vocab_hash",
+        "acceptance_by_rank", "speculation",
         "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
 
@@ -55,6 +58,7 @@ class SpecDecPPConfig(PretrainedConfig):
         draft_id: str | None = None,
         draft_revision: str | None = None,
         draft_layers: list[int] | None = None,
+        fusion: dict[str, Any] | None = None,
         adapter: bool = False,
         head: dict[str, Any] | None = None,
         draft_vocab_size: int | None = None,
@@ -69,14 +73,15 @@ class SpecDecPPConfig(PretrainedConfig):
         specdecpp_version: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if draft_kind not in ("independent", "early_exit"):
-            raise ValueError(f"draft_kind={draft_kind!r} must be 'independent' or 'early_exit'.")
+        if draft_kind not in DRAFT_KINDS:
+            raise ValueError(f"draft_kind={draft_kind!r} must be one of {', '.join(DRAFT_KINDS)}.")
         self.target_id = target_id
         self.target_revision = target_revision
         self.draft_kind = draft_kind
         self.draft_id = draft_id
         self.draft_revision = draft_revision
         self.draft_layers = draft_layers
+        self.fusion = fusion
         self.adapter = adapter
         self.head = head
         self.draft_vocab_size = draft_vocab_size
@@ -106,7 +111,8 @@ class SpecDecPPConfig(PretrainedConfig):
         """The draft, for a message."""
         if self.draft_kind == "independent":
             return repr(self.draft_id)
-        return f"layers {self.draft_layers} of {self.target_id!r}"
+        reads = f", reading its states at {self.fusion['reads']}" if self.fusion is not None else ""
+        return f"layers {self.draft_layers} of {self.target_id!r}{reads}"
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

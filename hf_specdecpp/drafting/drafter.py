@@ -1,4 +1,4 @@
-"""The draft model: `Drafter`, a reader that may be restricted to a draft vocabulary."""
+"""The draft model: `Drafter`, a reader that may have a vocabulary of its own and read the target's hidden states."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import keeps_recurrent_state
+from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.reader import Reader
 
 
@@ -21,23 +23,44 @@ class Drafter(Reader):
         draft_vocab: optional int64 token ids; the LM head computes only these, and q is zero elsewhere.
         shares_target: the model's tensors are the target's. Then it is not registered as a submodule: `.to()` and
             friends on the drafter never move or cast the target, and its small head stays where the target is.
+        fusion: of a conditioned draft: makes its inputs of hidden states and embeddings.
 
     Raises:
-        ValueError: the model cannot draft, `draft_vocab` is not a set of token ids, or the model turns hidden states
-            into logits in a way that is not understood.
+        ValueError: the model cannot draft, `draft_vocab` is not a set of token ids, the fusion has other sizes, or the
+            model turns hidden states into logits in a way that is not understood.
     """
 
     draft_vocab: Tensor | None
 
-    def __init__(self, model: CausalLM, draft_vocab: Tensor | None = None, shares_target: bool = False) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        draft_vocab: Tensor | None = None,
+        shares_target: bool = False,
+        fusion: Fusion | None = None,
+    ) -> None:
         check_can_draft(model)
         super().__init__(model, owns_model=not shares_target)
         self.register_buffer("draft_vocab", _check_draft_vocab(draft_vocab, model), persistent=False)
         self.small_head = _slice_head(self._head(), self.draft_vocab) if self.draft_vocab is not None else None
+        if fusion is not None:
+            _check_fusion(fusion, self)
+        self.fusion = fusion
 
     @property
     def shares_target(self) -> bool:
         return not self.owns_model
+
+    def hidden_states(
+        self, input_ids: Tensor, cache: DynamicCache | None = None, states: Tensor | None = None, **inputs: Any
+    ) -> Tensor:
+        """As in `Reader`; a conditioned draft also reads `states`, those before each token: see `Fusion.forward`."""
+        if states is None:
+            return super().hidden_states(input_ids, cache, **inputs)
+        if self.fusion is None:
+            raise ValueError(f"{type(self.model).__name__} is an unconditioned draft, which reads no states.")
+        embeddings = self.embed(input_ids)
+        return self.hidden_states_of(self.fusion(states.to(embeddings), embeddings), cache, **inputs)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Ids that are not in `draft_vocab` get -inf."""
@@ -84,6 +107,16 @@ def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
         if head.bias is not None:
             small.bias = nn.Parameter(head.bias[token_ids], requires_grad=False)
     return small
+
+
+def _check_fusion(fusion: Fusion, drafter: Drafter) -> None:
+    """Raise `ValueError` unless the fusion was made for states and embeddings of the draft's sizes."""
+    theirs = fusion.hidden_size, fusion.embedding_size
+    if theirs != (ours := (drafter.hidden_size, drafter.embedding_size)):
+        raise ValueError(
+            f"The fusion reads states of {theirs[0]} and embeddings of {theirs[1]} numbers; the draft has {ours[0]} "
+            f"and {ours[1]}. It was trained for another target."
+        )
 
 
 def check_head(head: AcceptanceHead, drafter: Drafter, draft_name: str) -> None:

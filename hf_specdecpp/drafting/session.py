@@ -17,6 +17,10 @@ class DraftSession:
     """The draft's side of one generation: which tokens its cache holds, and the next step.
 
     Invariant: between rounds the cache holds a prefix of the accepted tokens, each fed exactly once.
+
+    A conditioned draft reads each token together with a state of the target at the token before it; the first token of
+    the text has none, and is left out. What it read of candidates with states of its own is read again with the
+    target's once they are accepted.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
@@ -25,10 +29,12 @@ class DraftSession:
         self.cache = DynamicCache(config=drafter.text_config)
         self._recording = False
         self._device = drafter.device
-        self._pending: list[Tensor] = []  # `[1, n]` each, put together once the draft reads them
+        # Tokens `[1, n]` and, for a conditioned draft, states `[1, n, size]`: put together once the draft reads them.
+        self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._num_pending = 0
         self._fed_candidates = 0
         self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
+        self._own_states: dict[int, Tensor] = {}  # of a conditioned draft: `[hidden_size]` after each of these nodes
 
     @property
     def length(self) -> int:
@@ -40,19 +46,28 @@ class DraftSession:
         """Tokens that the draft is about to read."""
         return self._num_pending
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int) -> None:
+    @property
+    def _is_conditioned(self) -> bool:
+        return self.drafter.fusion is not None
+
+    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         """Take note of what the last round emitted.
 
         Args:
             new_tokens: `[1, n]`, the prompt in the first round, then the accepted candidates and the token after them.
             num_accepted: how many of them were candidates of the last round.
+            states: `[1, m, size]`, for a conditioned draft: the target's, at the tokens before the last m of these.
         """
-        keep = min(num_accepted, self._fed_candidates)
+        keep = 0 if self._is_conditioned else min(num_accepted, self._fed_candidates)
         if self._recording and not self._num_pending:  # something was fed in the last round
             # Also with nothing to remove: sliding-window layers shrink back to their window here.
             self.cache.crop(keep - self._fed_candidates)
-        self._pending.append(new_tokens[:, keep:].clone())  # a view would keep the whole text, one for each round
-        self._num_pending += new_tokens.shape[1] - keep
+        new_tokens = new_tokens[:, keep:]
+        if states is not None:
+            known = min(states.shape[1], new_tokens.shape[1])  # fewer than the tokens where a cache is carried on
+            new_tokens, states = new_tokens[:, -known:], states[:, -known:]
+        self._pending.append((new_tokens.clone(), states))  # a view would keep the whole text, one for each round
+        self._num_pending += new_tokens.shape[1]
         self._fed_candidates = 0
 
     def step(self, candidates: list[int]) -> tuple[Tensor, Tensor]:
@@ -61,11 +76,13 @@ class DraftSession:
         `candidates` must grow by one token from call to call within a round, starting empty.
         """
         if candidates:
-            self._pending = [torch.tensor([[candidates[-1]]])]
+            own = self._own_states[0][None, None] if self._is_conditioned else None
+            self._pending = [(torch.tensor([[candidates[-1]]]), own)]
             self._fed_candidates += 1
-        tokens = torch.cat([each.to(self._device) for each in self._pending], dim=1)
-        hidden = self.drafter.hidden_states(tokens, self.cache)[0, -1]
-        self._pending, self._num_pending = [], 0
+        tokens = torch.cat([each.to(self._device) for each, _ in self._pending], dim=1)
+        states = [each.to(self._device) for _, each in self._pending if each is not None]
+        hidden = self.drafter.hidden_states(tokens, self.cache, torch.cat(states, dim=1) if states else None)[0, -1]
+        self._pending, self._num_pending, self._own_states = [], 0, {0: hidden}
         if not self._recording:
             # From here on the cache must be able to roll back. Not before: the prompt needs no roll-back, and its
             # sliding-window layers would keep all of it.
@@ -89,13 +106,18 @@ class DraftSession:
         ancestors, depths = self._lineage.feed(tree, nodes)
         inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
         tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device=self.drafter.device)
-        hidden = self.drafter.hidden_states(tokens, self.cache, **inputs)[0]
+        states = None
+        if self._is_conditioned:
+            states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
+        hidden = self.drafter.hidden_states(tokens, self.cache, states, **inputs)[0]
+        self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def keep(self, path: list[int]) -> None:
-        """After a tree: roll back to those of the accepted nodes that were fed."""
+        """After a tree: roll back to those of the accepted nodes that were fed; to the root if they are read again."""
         if self._lineage is None:  # nothing was drafted
             return
+        path = [] if self._is_conditioned else path
         fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
         keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
         self._fed_candidates, self._lineage = len(fed), None

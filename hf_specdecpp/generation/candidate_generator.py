@@ -49,7 +49,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         rule: stops chains; `None` where trees are drafted.
 
     Raises:
-        ValueError: the speculation config or a processor cannot be used, or a model cannot read trees.
+        ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or a conditioned
+            draft has no target to read.
     """
 
     def __init__(
@@ -62,6 +63,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         target: CausalLM | None = None,
     ) -> None:
         setup.speculation.validate()
+        if target is None and setup.drafter.fusion is not None:
+            raise ValueError(
+                "This assistant's draft reads hidden states of the target, which transformers' own loop does not hand "
+                "over. Attach the assistant: assistant.attach(model)."
+            )
         width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
         self.setup = setup
         self.session = DraftSession(setup.drafter, width or 0)
@@ -99,12 +105,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return trees
 
     @torch.inference_mode()
-    def draft(self, input_ids: Tensor, max_tokens: int | None = None) -> Chain:
+    def draft(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> Chain:
         """Draft the next round.
 
         Args:
             input_ids: `[1, length]`, everything emitted so far, the prompt included.
             max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`.
+            states: `[1, n, size]` for a conditioned draft: the target's at the n tokens that it has read since the last
+                round, candidates that were not accepted left out.
 
         Raises:
             ValueError: this generation drafts trees, which transformers' own loop cannot verify.
@@ -112,7 +120,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.rule is None:
             raise ValueError("This generator drafts trees, which only an attached target verifies. Set tree=None.")
         start = time.perf_counter()
-        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted)
+        self._begin_round(input_ids, states)
         room = self._room(input_ids.shape[1])
         limit = room if max_tokens is None else min(room, max_tokens)
 
@@ -130,12 +138,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return chain
 
     @torch.inference_mode()
-    def draft_tree(self, input_ids: Tensor) -> DraftTree:
-        """Draft the next round as a tree; `input_ids` as in `draft`."""
+    def draft_tree(self, input_ids: Tensor, states: Tensor | None = None) -> DraftTree:
+        """Draft the next round as a tree; the arguments are those of `draft`."""
         if self.trees is None:
             raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
         start = time.perf_counter()
-        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted)
+        self._begin_round(input_ids, states)
         tree = self.trees.draft(input_ids, self._room(input_ids.shape[1]))
         self.stats.draft_seconds += time.perf_counter() - start
         return tree
@@ -178,6 +186,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Learn, at the end of a generation, whether the costs that the rule reckons with were right."""
         if self.rule is not None:
             self.stats.cost_ratio = self.rule.finish(self.stats.draft_seconds, self.stats.target_seconds)
+
+    def _begin_round(self, input_ids: Tensor, states: Tensor | None) -> None:
+        if states is not None and self._seen_length == 0 and self._attention_mask is not None:
+            mask = self._attention_mask[0, -states.shape[1] :].bool()
+            states = states[:, mask.to(states.device)] if bool(mask.any()) else states
+        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted, states)
 
     def _new_tokens(self, input_ids: Tensor) -> Tensor:
         new = input_ids[:, self._seen_length :]

@@ -26,6 +26,7 @@ from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
+from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.verification import verify_greedy
 from hf_specdecpp.trees.tree import DraftTree
@@ -58,6 +59,8 @@ class AssistedDecoding:
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.prefix = Prefix(target, model_kwargs)
+        self.caught = TargetStates(target, generator.setup.drafter.fusion)
+        self.states: Tensor | None = None  # at the tokens that the last pass verified, for a conditioned draft
         self.device = input_device(target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
@@ -70,19 +73,8 @@ class AssistedDecoding:
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[1, length]`: what `generate()` returns."""
         try:
-            begin = time.perf_counter()
-            with self.generator.products:
-                input_ids, finished = self._prompt(input_ids)
-            self.stats.prompt_seconds = self._since(begin)
-            if not finished:
-                self._compare_passes(input_ids)
-            with self.generator.products:
-                while not finished:
-                    begin = time.perf_counter()
-                    spent = self.stats.draft_seconds + self.stats.target_seconds
-                    input_ids, finished = self._round(input_ids)
-                    spent = self.stats.draft_seconds + self.stats.target_seconds - spent
-                    self.stats.overhead_seconds += time.perf_counter() - begin - spent
+            with self.caught:
+                input_ids = self._generate(input_ids)
         except BaseException:
             self.prefix.roll_back()
             raise
@@ -90,6 +82,23 @@ class AssistedDecoding:
         if self.streamer is not None:
             self.streamer.end()
         return self._output(input_ids)
+
+    def _generate(self, input_ids: Tensor) -> Tensor:
+        """The prompt's pass, then rounds until the text ends."""
+        begin = time.perf_counter()
+        with self.generator.products:
+            input_ids, finished = self._prompt(input_ids)
+        self.stats.prompt_seconds = self._since(begin)
+        if not finished:
+            self._compare_passes(input_ids)
+        with self.generator.products:
+            while not finished:
+                begin = time.perf_counter()
+                spent = self.stats.draft_seconds + self.stats.target_seconds
+                input_ids, finished = self._round(input_ids)
+                spent = self.stats.draft_seconds + self.stats.target_seconds - spent
+                self.stats.overhead_seconds += time.perf_counter() - begin - spent
+        return input_ids
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
@@ -106,7 +115,7 @@ class AssistedDecoding:
         """Draft, one target pass, verify, emit."""
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
-        chain = self.generator.draft(input_ids)
+        chain = self.generator.draft(input_ids, states=self.states)
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.tokens), return_dict=True)
         self.stats.target_seconds += self._since(begin)
@@ -136,7 +145,7 @@ class AssistedDecoding:
 
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
-        tree = self.generator.draft_tree(input_ids)
+        tree = self.generator.draft_tree(input_ids, self.states)
         order = tree.depth_first()
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.tree_inputs(input_ids, tree, order), return_dict=True)
@@ -217,6 +226,8 @@ class AssistedDecoding:
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path)
+        # All of the prompt; later the last token before the round and the accepted candidates.
+        self.states = self.caught.take((path or list(range(kept)))[:kept] if self.stats.generated else slice(None))
         self.stats.generated += kept
         self.prefix.settle(outputs, kept, count, path)
         if self.streamer is not None:
@@ -262,6 +273,7 @@ class AssistedDecoding:
                     outputs = self.target(**self.prefix.chain_inputs(input_ids, []), return_dict=True)
                 times[name].append(self._since(begin))
                 outputs.past_key_values.crop(-1)
+        self.caught.clear()
         return PassSeconds(median(times["plain"]), median(times["same"]))
 
     def _since(self, begin: float) -> float:

@@ -15,12 +15,12 @@ from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.hub import repository
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, Repository
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, FUSION, HEAD, Repository
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-PATTERNS = [CONFIG, HEAD, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
+PATTERNS = [CONFIG, HEAD, FUSION, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -96,6 +96,7 @@ def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, b
     promised = SpecDecPPConfig() if config is None else config
     return [
         (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
+        (FUSION, promised.draft_kind == "conditioned", lambda: _read_fusion(promised, folder)),
         (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
         (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
         (ADAPTER, bool(promised.adapter), lambda: _read_adapter(folder / ADAPTER_FOLDER)),
@@ -117,6 +118,11 @@ def _read_config(report: Report, folder: Path) -> str:
 def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
     head = repository.load_head(Repository(str(folder)), config)
     return f"{sum(parameter.numel() for parameter in head.parameters()):,} parameters"
+
+
+def _read_fusion(config: SpecDecPPConfig, folder: Path) -> str:
+    fusion = repository.load_fusion(Repository(str(folder)), config)
+    return f"{sum(parameter.numel() for parameter in fusion.parameters()):,} parameters"
 
 
 def _read_draft_vocab(config: SpecDecPPConfig, folder: Path) -> str:

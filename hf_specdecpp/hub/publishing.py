@@ -18,8 +18,9 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json, save_tensors, save_text
 from hf_specdecpp.hub.card import THIS_REPO, make_card
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, FUSION, HEAD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.version import __version__
 
@@ -34,6 +35,7 @@ class Contents:
         head: the acceptance head, or `None`.
         adapter: folder of the draft's PEFT adapter, or `None`.
         draft_vocab: `[n]` token ids that the draft may propose, or `None` for all.
+        fusion: of a conditioned draft, or `None`.
     """
 
     config: SpecDecPPConfig
@@ -41,11 +43,13 @@ class Contents:
     head: AcceptanceHead | None = None
     adapter: Path | None = None
     draft_vocab: Tensor | None = None
+    fusion: Fusion | None = None
 
     def described(self) -> SpecDecPPConfig:
         """The `config.json` of the repository."""
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
+        config.fusion = self.fusion.to_config() if self.fusion is not None else None
         config.adapter = self.adapter is not None
         config.draft_vocab_size = len(self.draft_vocab) if self.draft_vocab is not None else None
         config.speculation = self.speculation.to_dict()
@@ -69,6 +73,8 @@ def save(contents: Contents, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
+    if contents.fusion is not None:
+        save_tensors(contents.fusion.state_dict(), folder / FUSION)
     if contents.draft_vocab is not None:
         save_tensors({"token_ids": contents.draft_vocab}, folder / DRAFT_VOCAB)
     if contents.adapter is not None:

@@ -23,9 +23,10 @@ from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
 from hf_specdecpp.files import check_sound, load_strict, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES, MOST_CONFIG_BYTES
+from hf_specdecpp.models.conditioning import Fusion
 
-CONFIG, HEAD, DRAFT_VOCAB, CARD = "config.json", "acceptance_head.safetensors", "draft_vocab.safetensors", "README.md"
-ADAPTER_FOLDER = "adapter"
+CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
+HEAD, FUSION, DRAFT_VOCAB = "acceptance_head.safetensors", "fusion.safetensors", "draft_vocab.safetensors"
 
 HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
 # What Auto classes and pipelines add to a call of `from_pretrained`; none of it concerns an assistant.
@@ -126,6 +127,18 @@ def load_config(repository: Repository) -> SpecDecPPConfig:
     return config
 
 
+def load_parts(
+    repository: Repository, config: SpecDecPPConfig
+) -> tuple[AcceptanceHead | None, Tensor | None, Fusion | None, Path | None]:
+    """Head, draft vocabulary, fusion and the adapter's folder: those that the config promises; errors as below."""
+    return (
+        load_head(repository, config) if config.head is not None else None,
+        load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None,
+        load_fusion(repository, config) if config.draft_kind == "conditioned" else None,
+        repository.adapter() if config.adapter else None,
+    )
+
+
 def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead:
     """The acceptance head that `config.head` describes. Needs no draft model.
 
@@ -160,6 +173,33 @@ def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHea
     head = AcceptanceHead(**arguments)
     head.load_state_dict(tensors)
     return head.eval()
+
+
+def load_fusion(repository: Repository, config: SpecDecPPConfig) -> Fusion:
+    """The fusion of a conditioned draft that `config.fusion` describes.
+
+    Raises:
+        ValueError: there is none, its description makes no sense, or the file is damaged or does not fit it.
+    """
+    if config.fusion is None:
+        raise ValueError(
+            f"{repository.name!r} has a conditioned draft and no fusion, says its {CONFIG}. Save it again."
+        )
+    return read_fusion(config.fusion, repository.file(FUSION))
+
+
+def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
+    """The fusion with these arguments, whose weights are in `path`; errors as in `read_head`."""
+    try:
+        check_arguments(Fusion.__init__, arguments)
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in Fusion(**arguments).state_dict().items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"No fusion can be built as it is described: {error}") from None
+    tensors = load_strict(path, shapes, f"It does not belong to the fusion that {CONFIG} describes.")
+    fusion = Fusion(**arguments)
+    fusion.load_state_dict(tensors)
+    return fusion.eval()
 
 
 def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:

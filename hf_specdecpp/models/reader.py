@@ -71,9 +71,15 @@ class Reader(nn.Module):
         With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward,
         such as those of `tree_attention.tree_inputs`.
         """
+        return self._decode(cache, input_ids=self._known(input_ids), **inputs)
+
+    def hidden_states_of(self, embeddings: Tensor, cache: DynamicCache | None = None, **inputs: Any) -> Tensor:
+        """The same for input embeddings `[batch, n, embedding_size]` in the place of tokens."""
+        return self._decode(cache, inputs_embeds=embeddings, **inputs)
+
+    def _decode(self, cache: DynamicCache | None, **inputs: Any) -> Tensor:
         decoder = inner_decoder(self.model)
-        use_cache = cache is not None
-        output = decoder(input_ids=self._known(input_ids), past_key_values=cache, use_cache=use_cache, **inputs)
+        output = decoder(past_key_values=cache, use_cache=cache is not None, **inputs)
         return output.last_hidden_state
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:

@@ -94,6 +94,7 @@ def conditions(
     return {
         "target": _describe(target),
         "draft": _describe(drafter.model),
+        "reads": None if drafter.fusion is None else drafter.fusion.to_config(),
         "draft_vocab": None if drafter.draft_vocab is None else drafter.draft_vocab.numel(),
         "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
         "max_tokens": max_tokens,
@@ -140,18 +141,26 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tup
         return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
 
     def draft() -> None:
-        session.begin_round(_tokens(1, drafter.device), 0)
+        _begin(session, 1)
         draft_chain(step, rule, randomness, DRAFTED)
 
     def read() -> None:
         session = DraftSession(drafter, _vocab_size(target))
-        session.begin_round(_tokens(count, drafter.device), 0)
+        _begin(session, count)
         session.step([])[0].argmax().item()
 
-    session.begin_round(_tokens(_context(drafter.model), drafter.device), 0)
+    _begin(session, _context(drafter.model))
     clock = computing_clock(target.device, drafter.device)
     times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS, clock, _turns(drafter))
     return times[DRAFTED] / DRAFTED, times[READ] / count
+
+
+def _begin(session: DraftSession, count: int) -> None:
+    """A round of the draft after so many further tokens."""
+    drafter = session.drafter
+    width = 0 if drafter.fusion is None else drafter.fusion.width
+    states = torch.zeros((1, count, width), dtype=drafter.dtype, device=drafter.device) if width else None
+    session.begin_round(_tokens(count, drafter.device), 0, states)
 
 
 def _turns(drafter: Drafter) -> int:
@@ -168,12 +177,12 @@ def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft
         return Level(*session.expand(tree, nodes), drafter.embed)
 
     def grow() -> None:
-        session.begin_round(_tokens(1, drafter.device), 0)
+        _begin(session, 1)
         growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, buffer=buffer)
         grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
         session.keep([])
 
-    session.begin_round(_tokens(_context(drafter.model), drafter.device), 0)
+    _begin(session, _context(drafter.model))
     clock = computing_clock(target.device, drafter.device)
     seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, clock, _turns(drafter))[WIDTH]
     return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.conditioning import Fusion
 
 VOCAB_SIZE = 48
 WINDOW = 8  # of the models with sliding-window attention
@@ -100,6 +102,17 @@ def partly_agreeing(target: CausalLM, mix: float = 0.96, seed: int = 1) -> Causa
             noise = torch.randn_like(parameter) * (parameter.std() if parameter.numel() > 1 else 0.0)
             parameter.copy_(mix * parameter + (1 - mix) * noise)
     return draft
+
+
+def random_fusion(target: CausalLM, reads: Sequence[int] = (0, 1), share: float = 0.1) -> Fusion:
+    """A fusion that mostly passes the embedding on, so that a draft of the first layers guesses some tokens."""
+    hidden, embeddings = target.get_output_embeddings().weight.shape[1], target.get_input_embeddings().weight
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(2)
+        fusion = Fusion(hidden, embeddings.shape[1], list(reads))
+        for parameter in fusion.parameters():
+            parameter += share * embeddings.std().float() * torch.randn_like(parameter)
+    return fusion
 
 
 def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **speculation: Any) -> Any:

@@ -17,7 +17,7 @@ from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from support.fuzz.cases import Case
-from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers
+from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion
 from support.repos import save_adapter
 from support.zoo import tiny_of
 
@@ -118,6 +118,9 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
         assistant = SpecDecPPAssistant.from_early_exit(
             target, layers, adapter, head_of(case.head, target), merge=case.seed % 2 == 0, **common
         )
+    elif case.draft == "conditioned":
+        head = head_of(case.head, target)
+        assistant = SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), head=head, **common)
     else:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
         adapter = adapter_of(case.family, case.attention, "lora") if case.draft == "lora" else None

@@ -1,0 +1,249 @@
+"""Conditioned drafts: what they read, round by round, beside the target's states computed from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import prompt, quiet_later_layers, random_fusion, tiny
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.conditioning import TargetStates
+from hf_specdecpp.trees.tree import DraftTree
+
+FAMILIES = ("llama", "gemma3_text", "gpt2", "mistral")
+CHAIN = SpeculationConfig("fixed", num_tokens=3)
+TREE = SpeculationConfig(tree="dyspec", tree_budget=7, tree_depth=3)
+
+Drafted = tuple[list[int], list[list[int]], list[Tensor]]  # the text, paths below it, and the logits after each
+
+
+@pytest.fixture(params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> CausalLM:
+    return quiet_later_layers(tiny(request.param))
+
+
+def conditioned(target: CausalLM, speculation: SpeculationConfig = CHAIN, **options: Any) -> SpecDecPPAssistant:
+    return SpecDecPPAssistant.from_conditioned(
+        target, 2, fusion=random_fusion(target), speculation=speculation, **options
+    )
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
+    """What each round drafted after which text."""
+    seen: list[Drafted] = []
+    draft, draft_tree = SpecDecPPCandidateGenerator.draft, SpecDecPPCandidateGenerator.draft_tree
+
+    def watched(self: SpecDecPPCandidateGenerator, input_ids: Tensor, **kwargs: Any) -> Any:
+        chain = draft(self, input_ids, **kwargs)
+        paths = [chain.tokens[:i] for i in range(len(chain.tokens))]
+        seen.append((input_ids[0].tolist(), paths, list(chain.scores)))
+        return chain
+
+    def watched_tree(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any) -> DraftTree:
+        tree = draft_tree(self, input_ids, *args)
+        nodes = sorted(tree.scores)
+        seen.append((input_ids[0].tolist(), [tree.path(node) for node in nodes], [tree.scores[n] for n in nodes]))
+        return tree
+
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", watched)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft_tree", watched_tree)
+    return seen
+
+
+@torch.no_grad()
+def from_scratch(assistant: SpecDecPPAssistant, target: CausalLM, text: list[int], path: list[int]) -> Tensor:
+    """The draft's logits after `text + path`: target states over the text, then the draft's own, one by one."""
+    drafter = assistant.ready_drafter()
+    fusion = drafter.fusion
+    assert fusion is not None
+    with TargetStates(target, fusion) as caught:
+        target(torch.tensor([text]))
+        states = caught.take()
+    assert states is not None
+    cache = DynamicCache(config=drafter.text_config)
+    cache.activate_past_recording()
+    hidden = drafter.hidden_states(torch.tensor([text[1:]]), cache, states[:, :-1])[:, -1:]
+    for token in path:
+        hidden = drafter.hidden_states(torch.tensor([[token]]), cache, hidden)
+    return drafter.logits(hidden[0, -1], target.config.vocab_size)
+
+
+def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted], first: int = 0) -> float:
+    """The largest difference from what it is from scratch. The texts begin with `first` tokens of padding."""
+    return max(
+        float((scores - from_scratch(assistant, target, text[first:], path)).abs().max())
+        for text, paths, all_scores in rounds
+        for path, scores in zip(paths, all_scores, strict=True)
+    )
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_reads_the_states_of_the_verified_text(
+    target: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, chunk: int | None
+) -> None:
+    assistant = conditioned(target, speculation)
+    ids = prompt()
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    output = target.generate(
+        ids, max_new_tokens=24, do_sample=False, assistant_model=assistant, prefill_chunk_size=chunk
+    )
+    assert torch.equal(output, plain)
+    assert len(drafted) > 3
+    assert worst(assistant, target, drafted) < 1e-4
+    accepted = assistant.stats.accepted
+    assert 0 < accepted < assistant.stats.drafted, "rounds that accept some and reject some"
+
+
+def test_padding_is_not_shown(drafted: list[Drafted]) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    assistant = conditioned(target)
+    ids = torch.cat((torch.zeros((1, 4), dtype=torch.long), prompt()), dim=1)
+    target.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=9, do_sample=False, assistant_model=assistant)
+    assert worst(assistant, target, drafted, first=4) < 1e-4
+
+
+def test_a_cache_that_is_carried_on() -> None:
+    """Of an earlier turn the states are not known, so the draft sees the text of this one only."""
+    target = quiet_later_layers(tiny("llama"))
+    assistant = conditioned(target)
+    first = target.generate(prompt(), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    ids = torch.cat((first.sequences, prompt(5, seed=1)), dim=1)
+    expected = target.generate(ids, max_new_tokens=12, do_sample=False)
+    output = target.generate(
+        ids, max_new_tokens=12, do_sample=False, past_key_values=first.past_key_values, assistant_model=assistant
+    )
+    assert torch.equal(output, expected)
+    assert assistant.stats.drafted > 0
+
+
+@pytest.mark.parametrize("rule", ["throughput", "threshold"])
+def test_rounds_without_candidates(drafted: list[Drafted], rule: Any, target: CausalLM) -> None:
+    """What was not drafted at is read later, with the states of its own passes."""
+    costs = {"draft": 0.9, "verify": [1.0, 1.3, 1.6, 1.9]}
+    assistant = conditioned(target, SpeculationConfig(rule, costs=costs if rule == "throughput" else None))
+    target.generate(prompt(), max_new_tokens=60, do_sample=False, assistant_model=assistant)
+    assert worst(assistant, target, drafted) < 1e-4
+
+
+# Mutants. -------------------------------------------------------------------------------------------------------------
+
+
+def _late(take: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: TargetStates, rows: Any = slice(None)) -> Any:
+        states = take(self, rows)
+        return None if states is None else states.roll(1, dims=1)
+
+    return mutant
+
+
+def _rejected_too(_: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: TargetStates, rows: Any = slice(None)) -> Any:  # the last rows of the pass, not the first
+        caught = self._caught[0][0].shape[1]
+        chosen = rows if isinstance(rows, slice) else range(caught - len(rows), caught)
+        parts = [part[0][0][list(chosen)] if not isinstance(chosen, slice) else part[0][0] for part in self._caught]
+        self.clear()
+        return torch.cat(parts, dim=-1)[None]
+
+    return mutant
+
+
+@pytest.mark.parametrize("mutate", [_late, _rejected_too])
+def test_wrong_states_are_noticed(
+    drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch, mutate: Callable[..., Any]
+) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    assistant = conditioned(target)
+    right = TargetStates.take
+    monkeypatch.setattr(AssistedDecoding, "_compare_passes", lambda *_: None)
+    monkeypatch.setattr(TargetStates, "take", mutate(right))
+    target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
+    monkeypatch.setattr(TargetStates, "take", right)
+    assert worst(assistant, target, drafted) > 1e-3
+
+
+def test_candidates_that_stay_as_they_were_read_are_noticed(
+    drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    assistant = conditioned(target)
+    begin = DraftSession.begin_round
+
+    def keeps(self: DraftSession, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+        fed = min(num_accepted, self._fed_candidates)
+        self._fed_candidates -= fed
+        begin(self, new_tokens[:, fed:], num_accepted, states[:, fed:] if states is not None else None)
+
+    monkeypatch.setattr(DraftSession, "begin_round", keeps)
+    target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
+    assert worst(assistant, target, drafted) > 1e-3
+
+
+# Around it. -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama() -> CausalLM:
+    return quiet_later_layers(tiny("llama"))
+
+
+def test_round_trip(llama: CausalLM, tmp_path: Path) -> None:
+    assistant = conditioned(llama)
+    text = llama.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
+    accepted = assistant.stats.accepted
+    assistant.save_pretrained(tmp_path / "a")
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "a", target=llama)
+    assert again.config.draft_kind == "conditioned"
+    assert torch.equal(text, llama.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=again))
+    assert again.stats.accepted == accepted
+
+
+def test_unattached_is_refused(llama: CausalLM) -> None:
+    assistant = conditioned(llama)
+    assistant.detach()
+    with pytest.raises(ValueError, match="reads hidden states of the target.*Attach the assistant"):
+        llama.generate(prompt(), max_new_tokens=4, do_sample=False, assistant_model=assistant)
+
+
+def test_the_target_keeps_no_hooks(llama: CausalLM) -> None:
+    assistant = conditioned(llama)
+    expected = llama(prompt()).logits
+    llama.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_model=assistant)
+    assert not any(module._forward_hooks for module in llama.modules())
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a user's criterion fails")
+
+    with pytest.raises(RuntimeError, match="criterion fails"):
+        llama.generate(prompt(), max_new_tokens=8, assistant_model=assistant, stopping_criteria=[fails])
+    assert not any(module._forward_hooks for module in llama.modules())
+    assert torch.equal(llama(prompt()).logits, expected)
+
+
+def test_only_adapter_fusion_and_head_take_memory(llama: CausalLM) -> None:
+    assistant = conditioned(llama)
+    own = {tensor.data_ptr() for tensor in (*llama.parameters(), *llama.buffers())}
+    drafter = assistant.ready_drafter()
+    tensors = (*drafter.model.parameters(), *drafter.model.buffers(), *drafter.parameters())
+    surplus = {t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in own}
+    assert drafter.fusion is not None
+    assert sum(surplus.values()) == sum(parameter.nbytes for parameter in drafter.fusion.parameters())
+
+
+def test_a_fusion_of_another_target(llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="fusion reads states of 32.*the draft has 64"):
+        SpecDecPPAssistant.from_conditioned(tiny("llama", hidden_size=64), 2, fusion=random_fusion(llama))
+    assistant = SpecDecPPAssistant.from_conditioned(llama, 1, reads=[7])
+    with pytest.raises(ValueError, match=r"reads layers \[7\] of its target, and .* has 3"):
+        llama.generate(prompt(), max_new_tokens=4, assistant_model=assistant)
