@@ -145,13 +145,13 @@ class TargetStates:
             caught.clear()
 
     def take(self, rows: Sequence[int] | slice = slice(None)) -> Tensor | None:
-        """States `[1, n, width]` of `rows` of the tokens read since the last call; `None` where nothing is caught."""
+        """States `[batch, n, width]` of `rows` of what was read since the last call; `None` where nothing is caught."""
         if not self._modules:
             return None
         device = self._caught[0][0].device
-        parts = [torch.cat([part[0] for part in caught]).to(device)[rows] for caught in self._caught]
+        parts = [torch.cat([part.to(device) for part in caught], dim=1)[:, rows] for caught in self._caught]
         self.clear()
-        return torch.cat(parts, dim=-1)[None]
+        return torch.cat(parts, dim=-1)
 
 
 def _keeper(caught: list[Tensor]) -> Any:

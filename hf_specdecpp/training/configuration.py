@@ -10,6 +10,7 @@ from typing import Any
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
 
+CONDITIONED = "conditioned"
 DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -63,6 +64,8 @@ class DistillConfig:
         batch_size (texts): in one forward and backward pass of a process.
         gradient_accumulation_steps (passes): before each step of the optimiser.
         max_length (tokens): a prompt with its answer is cut off there.
+        unroll (candidates): of a round that a conditioned draft is taught to go on for by itself.
+        fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
     """
 
@@ -77,6 +80,8 @@ class DistillConfig:
     batch_size: int = 4
     gradient_accumulation_steps: int = 1
     max_length: int = 1024
+    unroll: int = 4
+    fusion_rank: int | None = None
     bf16: bool = False
 
 
@@ -150,8 +155,12 @@ class TrainingConfig:
     Args:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
-        draft: Hub id or folder of an independent draft; by default an early exit after `layers`.
-        layers: of the early exit: a number of first layers, or ascending indices.
+        draft: Hub id or folder of an independent draft; `"conditioned"` for layers of the target that read its hidden
+            states; by default an early exit of the target.
+        layers: of the target, that draft: a number of first layers, or ascending indices. By default an early exit has
+            the first 4, a conditioned draft the last.
+        reads: layers of the target whose outputs a conditioned draft reads beside the final state. By default a low
+            one, a middle one and a high one.
         dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
         target_id: what the published config names in place of `target`, where that is a local copy.
         target_revision: commit of `target_id`.
@@ -170,7 +179,8 @@ class TrainingConfig:
     target: str = ""
     output: str = ""
     draft: str | None = None
-    layers: int | list[int] = 4
+    layers: int | list[int] | None = None
+    reads: list[int] | None = None
     dtype: str = "auto"
     target_id: str | None = None
     target_revision: str | None = None
@@ -184,6 +194,15 @@ class TrainingConfig:
     distill: DistillConfig = field(default_factory=DistillConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def independent_draft(self) -> str | None:
+        """The draft's name, where it is a model of its own."""
+        return None if self.is_conditioned else self.draft
+
+    @property
+    def is_conditioned(self) -> bool:
+        return self.draft == CONDITIONED
 
     @property
     def work(self) -> Path:
@@ -206,9 +225,9 @@ class TrainingConfig:
         _at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
 
     def _validate_ids(self) -> None:
-        if self.draft_id is not None and self.draft is None:
+        if self.draft_id is not None and self.independent_draft is None:
             raise ValueError(
-                f"draft_id={self.draft_id!r} names a draft of its own, but an early exit of the target is trained. Set "
+                f"draft_id={self.draft_id!r} names a draft of its own, but layers of the target are trained. Set "
                 "draft, too, or leave draft_id out."
             )
         for role in ("target", "draft"):
@@ -236,7 +255,15 @@ class TrainingConfig:
 
     def _validate_distill(self) -> None:
         distill = self.distill
-        for name in ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps"):
+        if self.is_conditioned and not distill.enabled:
+            raise ValueError("distill.enabled=False: a conditioned draft has to be trained, so leave it on.")
+        if self.is_conditioned and self.head.inputs == "after":
+            raise ValueError(
+                "head.inputs='after' reads a text that mixes the draft's tokens in, where the target of a conditioned "
+                "draft has no states. Use head.inputs='before'."
+            )
+        whole = ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps", "unroll")
+        for name in (*whole, "fusion_rank"):
             _at_least(1, f"distill.{name}", getattr(distill, name))
         _at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
         for name in ("epochs", "learning_rate"):

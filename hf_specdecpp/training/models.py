@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors, read_json, save_tensors, save_text
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, read_fusion, read_head
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model, load_model_config, load_tokenizer
 from hf_specdecpp.models.vocabulary import check_same_tokenizer
@@ -29,6 +31,7 @@ from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.processes import process_state
 
 HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
+FUSION_CONFIG = "fusion.json"
 
 
 def check(config: TrainingConfig) -> None:
@@ -48,11 +51,28 @@ def check(config: TrainingConfig) -> None:
 
 def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], CausalLM]) -> CausalLM:
     """Some layers of the target, or the model that `load` makes of a name; `ValueError` if it is not for the target."""
-    if config.draft is None:
-        return early_exit(target, config.layers)
-    draft = load(config.draft)
+    if config.independent_draft is None:
+        return early_exit(target, layers_of(config, target))
+    draft = load(config.independent_draft)
     check_same_tokenizer(target, draft)
     return draft
+
+
+def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
+    """The layers of the target that draft."""
+    if config.layers is not None:
+        return config.layers
+    return [_depth(target) - 1] if config.is_conditioned else 4
+
+
+def reads_of(config: TrainingConfig, target: CausalLM) -> list[int]:
+    """The layers of the target that a conditioned draft reads; of 30 layers 2, 15 and 28."""
+    depth = _depth(target)
+    return config.reads if config.reads is not None else sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})
+
+
+def _depth(target: CausalLM) -> int:
+    return int(target.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _without_weights(name: str) -> CausalLM:
@@ -98,17 +118,24 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
     vocab = load_tensors(work / DRAFT_VOCAB)["token_ids"] if (work / DRAFT_VOCAB).is_file() else None
     head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
-    if config.draft is None:
-        return SpecDecPPAssistant.from_early_exit(target, config.layers, adapter, head, vocab)
+    if config.is_conditioned:
+        fusion, layers = load_fusion(work), layers_of(config, target)
+        return SpecDecPPAssistant.from_conditioned(
+            target, layers, fusion=fusion, adapter=adapter, head=head, draft_vocab=vocab
+        )
+    if config.independent_draft is None:
+        return SpecDecPPAssistant.from_early_exit(target, layers_of(config, target), adapter, head, vocab)
     with without_bars():
-        return SpecDecPPAssistant.from_draft(config.draft, target, adapter, head, vocab)
+        return SpecDecPPAssistant.from_draft(config.independent_draft, target, adapter, head, vocab)
 
 
 def fingerprint(config: TrainingConfig) -> dict[str, object]:
     """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
-    files = (Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB))
+    files = (
+        Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB), Path(FUSION),
+    )  # fmt: skip
     contents = {str(name): digest(config.work / name) for name in files}
-    layers = None if config.draft else config.layers
+    layers = None if config.independent_draft else config.layers
     return {"target": config.target, "draft": config.draft, "layers": layers, **contents}
 
 
@@ -127,6 +154,19 @@ def load_head(folder: Path) -> AcceptanceHead:
     """
     hint = f"It does not belong to {HEAD_CONFIG} beside it: delete {folder} and fit the head again."
     return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
+
+
+def save_fusion(fusion: Fusion, tensors: dict[str, Tensor], work: Path) -> None:
+    """Write a fusion's trained tensors, and last its description."""
+    save_tensors(tensors, work / FUSION)
+    save_text(json.dumps(fusion.to_config(), indent=2) + "\n", work / FUSION_CONFIG)
+
+
+def load_fusion(work: Path) -> Fusion:
+    """The fusion that `save_fusion` wrote; `ValueError` if a file is damaged, or the draft is not trained yet."""
+    if not (work / FUSION_CONFIG).is_file():
+        raise ValueError(f"{work} has no trained fusion of a conditioned draft. Run the stage distill first.")
+    return read_fusion(read_json(work / FUSION_CONFIG), work / FUSION)
 
 
 def digest(path: Path) -> str | None:

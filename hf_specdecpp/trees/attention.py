@@ -54,13 +54,12 @@ def tree_inputs(
     ancestors, depths = ancestors.to(device), depths.to(device)
     if prefix_mask is not None:
         prefix_mask = prefix_mask.to(device)
-    dtype = model.dtype if config._attn_implementation == "eager" else torch.bool
     masks = {}
     for kind, layer in _kinds(config, cache).items():
         num_rows = shown_rows(layer, num_queries) if layer is not None else num_queries
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
-        masks[kind] = _as_mask(seen, dtype)
+        masks[kind] = as_mask(seen, model)
     root = num_prefix if position is None else position
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
@@ -118,9 +117,12 @@ def _restrict(
         seen &= (places - padding) // size == (queries - padding) // size
 
 
-def _as_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[1, 1, n_query, kv]` of `dtype`. Eager attention adds its mask to the scores: a bool one would hide nothing."""
-    if dtype is torch.bool:
+def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
+    """`[1, 1, n_query, kv]` of bool `[n_query, kv]`: additive where the attention is eager.
+
+    Eager attention adds its mask to the scores: a bool one would hide nothing.
+    """
+    if model.config.get_text_config(decoder=True)._attn_implementation != "eager":
         return seen[None, None]
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(model.dtype).min)[None, None]

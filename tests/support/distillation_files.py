@@ -51,6 +51,8 @@ def prepare(folder: Path, kind: str, family: str = "llama", answers: int = 64, *
     values: dict[str, Any] = {"target": save_model(target, folder / "target"), "output": str(folder / "out")}
     if kind == "independent":
         values["draft"] = save_model(astray(target), folder / "draft")
+    elif kind == "conditioned":
+        values |= {"draft": kind, "reads": [0, 1]}
     else:
         values["layers"] = [0, 2]
     knobs = {"rank": 8, "alpha": 16, "batch_size": 4, "learning_rate": 5e-3, "epochs": 3, **distill}

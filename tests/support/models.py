@@ -111,7 +111,7 @@ def random_fusion(target: CausalLM, reads: Sequence[int] = (0, 1), share: float 
         torch.manual_seed(2)
         fusion = Fusion(hidden, embeddings.shape[1], list(reads))
         for parameter in fusion.parameters():
-            parameter += share * embeddings.std().float() * torch.randn_like(parameter)
+            parameter.add_(share * embeddings.std().float() * torch.randn_like(parameter))
     return fusion
 
 

@@ -42,7 +42,7 @@ def run(config: TrainingConfig) -> Path:
     training = results(config)
     assistant = load_assistant(config, load_target(config))
     # An early exit always runs attached, where the throughput rule can measure its costs.
-    rule: Rule = "throughput" if config.draft is None else "threshold"
+    rule: Rule = "throughput" if config.independent_draft is None else "threshold"
     usual = {"rule": rule, "threshold": best_threshold(training["evaluation"])}
     assistant.speculation = SpeculationConfig(**{**usual, **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]

@@ -15,7 +15,7 @@ def summary(config: TrainingConfig) -> str:
     made = read_json(Path(config.output) / CONFIG)
     evaluation = read_json(config.work / "evaluation" / "evaluation.json")
     temperature, report = next(iter(evaluation["sets"]["heldout"].items()))
-    draft = config.draft or f"layers {', '.join(map(str, made['draft_layers']))} of the target"
+    draft = config.independent_draft or f"layers {', '.join(map(str, made['draft_layers']))} of the target"
     adapter = " with an adapter" if made["adapter"] else ""
     best = report["equal_verification"]["at_best"]
     fixed = f"drafting {best['length']} candidates every time, with as many target passes"
@@ -27,7 +27,9 @@ def summary(config: TrainingConfig) -> str:
     else:
         share = "" if fewer is None else f" ({number(abs(fewer), percent=True)} {'fewer' if fewer >= 0 else 'more'})"
         compared = f"{number(discards)} candidates a generated token, {number(best['discard_rate'])}{share} by {fixed}"
-    arguments = "target=model" if config.draft is None else f"target=model, draft={config.draft!r}"
+    arguments = "target=model"
+    if config.independent_draft is not None:
+        arguments += f", draft={config.draft!r}"
     return "\n".join(
         (
             f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",

@@ -1,4 +1,4 @@
-"""Stage `distill`: a LoRA adapter that makes the draft say what the target says.
+"""Stage `distill`: a LoRA adapter that makes the draft say what the target says; for a conditioned draft its fusion.
 
 The loss is KL(p || q) at the tokens that the target wrote, with p computed on the fly at temperature 1 and without
 top-k, however the rollouts were drawn: the plain distributions contain every warped one, so that one adapter serves
@@ -7,6 +7,7 @@ all settings of a generation. `accelerate launch` runs it in several processes, 
 
 from __future__ import annotations
 
+import copy
 import shutil
 from dataclasses import asdict
 from functools import partial
@@ -22,16 +23,27 @@ from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hf_specdecpp.files import check_finite, save_tensors
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, FUSION
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
+from hf_specdecpp.models.conditioning import Fusion
+from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation import initial_fusion
 from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
-from hf_specdecpp.training.models import digest, draft_of, load
+from hf_specdecpp.training.models import (
+    FUSION_CONFIG,
+    digest,
+    draft_of,
+    layers_of,
+    load,
+    reads_of,
+    save_fusion,
+)
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import Record, last_checkpoint, telling_of_full_disks
 from hf_specdecpp.training.rollouts.prompts import training_prompts
@@ -45,7 +57,9 @@ SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
 SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
+FITTED_ON = 128  # answers, for the fusion that a conditioned draft begins with
 NOTHING = "0.00"
+FUSION_PREFIX = ".fusion."
 
 
 def run(config: TrainingConfig) -> None:
@@ -58,7 +72,7 @@ def run(config: TrainingConfig) -> None:
     """
     work, state = config.work, process_state()
     train, heldout = (answers.load(work, split) for split in ("train", "heldout"))
-    made = [work / name for name in (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB)]
+    made = [work / name for name in (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG)]
     record = Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
@@ -99,8 +113,8 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
         trainer.train(resume_from_checkpoint=checkpoint)
     before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
     shares, after = _keep_best_share(trainer, config)
-    if max(shares.values()) > before["all"]["acceptance"]:
-        _save_adapter(trainer, config)
+    if config.is_conditioned or max(shares.values()) > before["all"]["acceptance"]:
+        _save(trainer, config)
     else:
         # Listed last, so that of equals it is the one that is kept.
         shares, after = {**shares, NOTHING: before["all"]["acceptance"]}, before
@@ -117,7 +131,12 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
     """All that decides what comes out."""
     names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
     rollouts = digest(config.work / answers.FOLDER / answers.RECORD)
-    return {**names, "rollouts": rollouts, **asdict(config.distill)}
+    distill = asdict(config.distill)
+    if config.is_conditioned:
+        names["reads"] = config.reads
+    else:
+        del distill["unroll"], distill["fusion_rank"]
+    return {**names, "rollouts": rollouts, **distill}
 
 
 # Models and data -----------------------------------------------------------------------------------------------------
@@ -150,9 +169,12 @@ def _trainer(
         lora_alpha=distill.alpha,
         lora_dropout=distill.dropout,
         target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
+        exclude_modules=r"fusion\..*" if config.is_conditioned else None,
+        modules_to_save=["fusion"] if config.is_conditioned else None,
         base_model_name_or_path=draft.config.name_or_path,
     )
-    student = Student(draft, lora, vocab)
+    fusion = _initial_fusion(config, target, train) if config.is_conditioned else None
+    student = Student(draft, lora, vocab, fusion, distill.unroll)
     arguments = TrainingArguments(
         output_dir=str(config.work / CHECKPOINTS),
         num_train_epochs=distill.epochs,
@@ -193,6 +215,18 @@ def _trainer(
     )
 
 
+def _initial_fusion(config: TrainingConfig, target: CausalLM, train: Dataset) -> Fusion:
+    hidden, embeddings = target.get_output_embeddings().weight.shape[1], target.get_input_embeddings().weight.shape[1]
+    fusion = Fusion(hidden, embeddings, reads_of(config, target), config.distill.fusion_rank)
+    if last_checkpoint(config.work / CHECKPOINTS) is None:  # else the checkpoint has it
+        logger.info(f"Fitting the fusion on {min(len(train), FITTED_ON)} answers.")
+        chosen = train.select(range(0, len(train), -(-len(train) // FITTED_ON)))
+        texts = (torch.tensor([ids[: config.distill.max_length]], device=target.device) for ids in chosen["input_ids"])
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        initial_fusion.fit(fusion, target, check_layers(layers_of(config, target), depth)[0], texts)
+    return fusion
+
+
 def _keep_best_share(
     trainer: DistillationTrainer, config: TrainingConfig
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -213,21 +247,23 @@ def _keep_best_share(
             if name in trained:
                 parameter.copy_((trained[name] * (share if "lora_B" in name else 1.0)).to(dtype))
 
+    # The adapter of a conditioned draft belongs to its trained fusion.
+    shares = SHARES[:1] if config.is_conditioned else SHARES
     reports = {}
-    for share in SHARES:
+    for share in shares:
         keep(share)
         reports[share] = _by_source(trainer.evaluate())
-    best = max(SHARES, key=lambda share: reports[share]["all"]["acceptance"])
+    best = max(shares, key=lambda share: reports[share]["all"]["acceptance"])
     keep(best)
-    return {f"{share:.2f}": reports[share]["all"]["acceptance"] for share in SHARES}, reports[best]
+    return {f"{share:.2f}": reports[share]["all"]["acceptance"] for share in shares}, reports[best]
 
 
 def _stored_dtype(config: TrainingConfig) -> torch.dtype:
     return torch.bfloat16 if config.distill.bf16 else torch.float16
 
 
-def _save_adapter(trainer: DistillationTrainer, config: TrainingConfig) -> None:
-    """Store the adapter in half precision."""
+def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
+    """Store adapter and fusion in half precision."""
     dtype = _stored_dtype(config)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all processes together under FSDP
     if not trainer.is_world_process_zero():
@@ -237,9 +273,14 @@ def _save_adapter(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     folder, temporary = config.work / ADAPTER_FOLDER, config.work / f"{ADAPTER_FOLDER}.tmp"
     check_finite(tensors, folder)
+    if student.fusion is not None:
+        own = {name: tensors.pop(name) for name in list(tensors) if FUSION_PREFIX in name}
+        save_fusion(student.fusion, {name.rpartition(FUSION_PREFIX)[2]: own[name] for name in own}, config.work)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    student.peft_config["default"].save_pretrained(str(temporary))
+    lora = copy.copy(student.peft_config["default"])
+    lora.modules_to_save = lora.exclude_modules = None  # the fusion has a file of its own
+    lora.save_pretrained(str(temporary))
     save_tensors(tensors, temporary / ADAPTER_FILES[1])
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)

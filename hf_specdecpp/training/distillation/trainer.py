@@ -16,8 +16,10 @@ from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.conditioning import Fusion, TargetStates
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.training.distillation.data import IGNORED
+from hf_specdecpp.training.distillation.unrolling import unrolled
 
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256
@@ -48,17 +50,48 @@ class Student(PeftModel):
     """The draft with a LoRA adapter. A PEFT model, so that checkpoints hold the adapter and nothing else.
 
     Its forward does all that needs the draft's weights, because DDP and FSDP act at the outermost forward.
+
+    Args:
+        draft: its weights stay as they are.
+        lora: the adapter. For a conditioned draft its `modules_to_save` names `"fusion"`, which is trained, too.
+        draft_vocab: token ids that the draft may propose, or `None` for all.
+        fusion: of a conditioned draft.
+        unroll: steps of a round that a conditioned draft is taught.
     """
 
     drafter: Drafter
 
-    def __init__(self, draft: CausalLM, lora: LoraConfig, draft_vocab: Tensor | None) -> None:
-        super().__init__(with_own_parameters(draft), lora)
+    def __init__(
+        self,
+        draft: CausalLM,
+        lora: LoraConfig,
+        draft_vocab: Tensor | None,
+        fusion: Fusion | None = None,
+        unroll: int = 1,
+    ) -> None:
+        own = with_own_parameters(draft)
+        if fusion is not None:
+            own.fusion = fusion
+        super().__init__(own, lora)
+        base: Any = self.get_base_model()
+        drafter = Drafter(base, draft_vocab, shares_target=True, fusion=fusion)
+        if fusion is not None:
+            drafter.fusion = base.fusion.modules_to_save["default"]
         # Not registered: its model is, already, and its slice of the LM head is not to be trained, moved or stored.
-        object.__setattr__(self, "drafter", Drafter(self.get_base_model(), draft_vocab, shares_target=True))
+        object.__setattr__(self, "drafter", drafter)
+        self.unroll = unroll
+
+    @property
+    def fusion(self) -> Fusion | None:
+        return self.drafter.fusion
 
     def forward(
-        self, input_ids: Tensor, answers: Tensor, p_logits: Callable[[slice], Tensor], measure: bool = False
+        self,
+        input_ids: Tensor,
+        answers: Tensor,
+        p_logits: Callable[[slice], Tensor],
+        states: Tensor | None = None,
+        measure: bool = False,
     ) -> Tensor:
         """Teach or measure the draft at the answers' positions.
 
@@ -66,16 +99,24 @@ class Student(PeftModel):
             input_ids: `[batch, n]`, padded on the right, where nothing that is causal looks.
             answers: bool `[batch, n - 1]`: the target wrote the token after this one.
             p_logits: the target's logits of some of the answers' positions, `[positions, vocab]`.
+            states: `[batch, n, width]` of the target, for a conditioned draft.
             measure: report on the draft instead of teaching it.
 
         Returns:
-            The sum of KL(p || q) over the positions, or for each position `[positions, 2]` how likely a candidate is
-            accepted and whether the likeliest token is the target's.
+            The sum of KL(p || q) over the positions, the mean of all steps; or `[positions, steps, 2]`: how likely a
+            candidate is accepted and whether the likeliest token is the target's. An unconditioned draft reads real
+            tokens alone, and has one step.
         """
-        hidden = self.drafter.hidden_states(input_ids)[:, :-1][answers]
+        if states is None:
+            steps = [self.drafter.hidden_states(input_ids)]
+        else:
+            steps = list(unrolled(self.drafter, input_ids, states, self.unroll))
+        hidden = [step[:, :-1][answers] for step in steps]
         if measure:
-            return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden))])
-        return _through(hidden, lambda at, states: self._loss(states, p_logits(at)))
+            chunks = _chunks(len(hidden[0]))
+            return torch.stack([torch.cat([self._measure(h[at], p_logits(at)) for at in chunks]) for h in hidden], 1)
+        losses = [_through(h, lambda at, h_of: self._loss(h_of, p_logits(at))) for h in hidden]
+        return torch.stack(losses).mean()
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         q_logits = self.drafter.logits(hidden, p_logits.shape[-1])
@@ -146,10 +187,10 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,  # noqa: ARG002 - the signature that Trainer calls
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        answers, p_logits = self._teach(inputs, self.teacher)
+        answers, p_logits, states = self._teach(inputs, self.teacher)
         count = answers.sum() if num_items_in_batch is None else num_items_in_batch
         # DDP averages over the processes, and `count` is over all of them.
-        loss = model(inputs["input_ids"], answers, p_logits) / count * self.accelerator.num_processes
+        loss = model(inputs["input_ids"], answers, p_logits, states) / count * self.accelerator.num_processes
         if not math.isfinite(value := float(loss.detach())):
             raise ValueError(
                 f"The distillation loss is {value} at step {self.state.global_step + 1} of "
@@ -166,37 +207,52 @@ class DistillationTrainer(Trainer):
         prediction_loss_only: bool,  # noqa: ARG002 - the signature that Trainer calls
         ignore_keys: list[str] | None = None,  # noqa: ARG002
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """For each row the sums of acceptance and agreement and the number of positions, and the row's source."""
+        """For each row the sums of acceptance and agreement by step, the number of positions, and the row's source."""
         inputs = self._prepare_inputs(inputs)
-        answers, p_logits = self._teach(inputs, self.target)
+        answers, p_logits, states = self._teach(inputs, self.target)
         with torch.no_grad(), self.compute_loss_context_manager():
-            values = model(inputs["input_ids"], answers, p_logits, measure=True)
+            values = model(inputs["input_ids"], answers, p_logits, states, measure=True).flatten(1)
         rows = answers.nonzero()[:, 0]
         values = torch.cat((values, values.new_ones((len(values), 1))), dim=-1)
-        sums = values.new_zeros((len(answers), 3)).index_add_(0, rows, values)
+        sums = values.new_zeros((len(answers), values.shape[1])).index_add_(0, rows, values)
         return None, sums, inputs["source"]
 
     @torch.no_grad()
-    def _teach(self, inputs: dict[str, Any], teacher: Reader) -> tuple[Tensor, Callable[[slice], Tensor]]:
-        """Where the answers are, and the target's logits there: plain ones, which is to say at temperature 1."""
+    def _teach(
+        self, inputs: dict[str, Any], teacher: Reader
+    ) -> tuple[Tensor, Callable[[slice], Tensor], Tensor | None]:
+        """Where the answers are, the target's logits there, and its states for a conditioned draft.
+
+        The logits are plain ones, which is to say at temperature 1.
+        """
         answers = inputs["labels"][:, 1:] != IGNORED
-        hidden = teacher.hidden_states(inputs["input_ids"])[:, :-1][answers]
+        student = self.accelerator.unwrap_model(self.model)
+        if student.fusion is not None:
+            answers[:, : student.unroll] = False  # before the first of the text there is no state
+        with TargetStates(self.target.model, student.fusion) as caught:
+            hidden = teacher.hidden_states(inputs["input_ids"])[:, :-1][answers]
+            states = caught.take()
 
         @torch.no_grad()
         def p_logits(at: slice) -> Tensor:
             return teacher.logits(hidden[at], self.num_ids)
 
-        return answers, p_logits
+        return answers, p_logits, states
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
-    """Mean acceptance and top-1 agreement over all positions, and over those of each source."""
+    """Mean acceptance and top-1 agreement over all positions, and over those of each source.
+
+    Of the first step of a round; those of the i-th are `acceptance_i` and `agreement_i`.
+    """
     sums, source = np.asarray(prediction.predictions, dtype=np.float64), np.asarray(prediction.label_ids)
     groups = {"all": np.full(len(source), True), **{name: source == i for i, name in enumerate(sources)}}
     report: dict[str, float] = {}
     for name, rows in groups.items():
-        accepted, agreed, count = sums[rows].sum(axis=0)
+        *totals, count = sums[rows].sum(axis=0)
         if count:
-            report |= {f"{name}/acceptance": accepted / count, f"{name}/agreement": agreed / count}
+            for step, (accepted, agreed) in enumerate(zip(totals[::2], totals[1::2], strict=True), 1):
+                which = "" if step == 1 else f"_{step}"
+                report |= {f"{name}/acceptance{which}": accepted / count, f"{name}/agreement{which}": agreed / count}
             report[f"{name}/tokens"] = int(count)
     return report

@@ -20,10 +20,12 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
+from hf_specdecpp.training.distillation.unrolling import in_rounds
 from hf_specdecpp.training.head.labels import analytic_label, draw_siblings, sibling_labels
 from hf_specdecpp.training.models import fingerprint
 from hf_specdecpp.training.resuming import Record, shards
@@ -83,8 +85,10 @@ def text_features(
         `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
     """
     ids = input_ids.to(drafter.device)
-    states = drafter.hidden_states(ids)[0]
-    logits = target_logits(target, input_ids, prompt_length)
+    with TargetStates(target, drafter.fusion) as caught:
+        logits = target_logits(target, input_ids, prompt_length)
+        target_states = caught.take()
+    states = drafter.hidden_states(ids)[0] if target_states is None else in_rounds(drafter, ids, target_states)[0]
     before = states[prompt_length - 1 : -1]
     chunks = [
         _candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), head, sampling, generator)

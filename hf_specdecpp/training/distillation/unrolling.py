@@ -1,0 +1,72 @@
+"""The steps of a round, for every place of a text at once: how a conditioned draft is taught to go on by itself.
+
+In its first step the draft reads states of the target, in each further one its own. So it is unrolled while it is
+trained (EAGLE-3, arXiv 2503.01840, "training-time test"): step s reads every token of the text as the s-th of a round
+whose candidates were the text's own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.trees.attention import as_mask, layer_types
+
+ROUND = 5  # candidates of the rounds that a head learns from
+
+
+def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
+    """The draft's states `[batch, n, hidden_size]` at each token, as the first, second, ... that a round reads.
+
+    Example: the text is a b c d. Row d of step 1 reads d with the target's state at c, after b and c in the same way.
+    Row d of step 2 reads it with the draft's state at c in step 1, so after b and c as in step 1. Row d of step 3 sees
+    b as in step 1 and c as in step 2. Rows whose round would begin before the text mean nothing.
+
+    Args:
+        drafter: with a fusion.
+        input_ids: `[batch, n]`, padded on the right.
+        states: `[batch, n, width]`, the target's at each token.
+    """
+    later, length = input_ids[:, 1:], input_ids.shape[1] - 1  # the first token has no state before it
+    cache = DynamicCache()  # without windows, which the masks have: all steps lie one behind the other
+    positions = torch.arange(length, device=input_ids.device)[None]
+    before = states[:, :-1]
+    for step in range(1, steps + 1):
+        mask = _mask(drafter.model, length, step, input_ids.device)
+        hidden = drafter.hidden_states(later, cache, before, attention_mask=mask, position_ids=positions)
+        yield functional.pad(hidden, (0, 0, 1, 0))
+        before = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
+
+
+def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = ROUND) -> Tensor:
+    """The draft's states `[batch, n, hidden_size]` as if the text had been accepted in rounds of `steps` candidates.
+
+    Example: with 3 steps the tokens a b c d e f are read as the first, second, third, first, second, third of a round.
+    """
+    by_step = torch.stack(list(unrolled(drafter, input_ids, states.to(input_ids.device), steps)))
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return by_step[places % steps, :, places].transpose(0, 1)
+
+
+def _mask(model: CausalLM, length: int, step: int, device: torch.device) -> Any:
+    """Which rows of this and the earlier steps a token sees: `[1, 1, length, step * length]`, by layer type."""
+    places = torch.arange(length, device=device)
+    key, query = places[None], places[:, None]
+    blocks = [key <= query - step + 1]
+    blocks += [key == query - step + other for other in range(2, step + 1)]
+    seen, distance = torch.cat(blocks, dim=1), (query - key).repeat(1, step)
+    config = model.config.get_text_config(decoder=True)
+    kinds = dict.fromkeys(layer_types(config, config.num_hidden_layers))
+    window = getattr(config, "sliding_window", None)
+    masks = {
+        kind: as_mask(seen & (distance < window) if kind == "sliding_attention" and window else seen, model)
+        for kind in kinds
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))

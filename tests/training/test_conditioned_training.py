@@ -1,0 +1,182 @@
+"""Conditioned drafts are taught what they do in a round, and what was taught is what is stored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.distillation_files import PROMPT_LENGTH, prepare, rows
+from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.conditioning import Fusion, TargetStates
+from hf_specdecpp.training import models
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation import initial_fusion
+from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation.trainer import DistillationTrainer
+from hf_specdecpp.training.distillation.unrolling import in_rounds, unrolled
+
+
+class Killed(BaseException):
+    pass
+
+
+def states_of(target: CausalLM, fusion: Fusion, ids: Tensor) -> Tensor:
+    with torch.no_grad(), TargetStates(target, fusion) as caught:
+        target(ids)
+        states = caught.take()
+    assert states is not None
+    return states
+
+
+@torch.no_grad()
+def one_by_one(drafter: Any, ids: Tensor, states: Tensor, place: int, step: int) -> Tensor:
+    """The state at `place`, read as number `step` of a round, by the draft as it drafts."""
+    begin = place - step + 1  # the last token that is read with the target's state
+    cache = DynamicCache(config=drafter.text_config)
+    cache.activate_past_recording()
+    hidden = drafter.hidden_states(ids[:, 1 : begin + 1], cache, states[:, :begin])[:, -1:]
+    for each in range(begin + 1, place + 1):
+        hidden = drafter.hidden_states(ids[:, each : each + 1], cache, hidden)
+    return hidden[0, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_unrolled_is_what_a_round_does(family: str, attention: str) -> None:
+    target = quiet_later_layers(tiny(family, attn_implementation=attention))
+    fusion = random_fusion(target)
+    drafter = SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=fusion).ready_drafter()
+    assert drafter.fusion is not None
+    ids = prompt(15)
+    states = states_of(target, drafter.fusion, ids)
+    with torch.no_grad():
+        steps = list(unrolled(drafter, ids, states, 4))
+        mixed = in_rounds(drafter, ids, states, 3)
+    for step, hidden in enumerate(steps, 1):
+        for place in (step, 7, 14):
+            assert torch.allclose(hidden[0, place], one_by_one(drafter, ids, states, place, step), atol=1e-5)
+    assert torch.equal(mixed[0, 7], steps[7 % 3][0, 7])
+
+
+def test_a_step_off_is_noticed() -> None:
+    target = quiet_later_layers(tiny("llama"))
+    drafter = SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target)).ready_drafter()
+    assert drafter.fusion is not None
+    ids = prompt(15)
+    states = states_of(target, drafter.fusion, ids)
+    with torch.no_grad():
+        hidden = list(unrolled(drafter, ids, states, 3))
+    assert not torch.allclose(hidden[1][0, 9], one_by_one(drafter, ids, states, 9, 3), atol=1e-3)
+    assert not torch.allclose(hidden[2][0, 9], one_by_one(drafter, ids, states, 9, 2), atol=1e-3)
+
+
+def test_training_helps_and_is_what_is_stored(tmp_path: Any) -> None:
+    config = prepare(tmp_path, "conditioned", draft_vocab_size=40, unroll=3, epochs=6)
+    distillation.run(config)
+    report = json.loads((config.work / "distillation.json").read_text())
+    before, after = report["before"]["all"], report["after"]["all"]
+    for step in ("", "_2", "_3"):
+        assert after[f"acceptance{step}"] > before[f"acceptance{step}"] + 0.01, report
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    expected = {name: parameter.clone() for name, parameter in target.named_parameters()}
+    assistant = models.load_assistant(config, target)
+    assert measured(assistant, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in target.named_parameters())
+    assistant.save_pretrained(tmp_path / "repo")
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "repo", target=target)
+    assert measured(again, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    stored = load_file(config.work / "adapter" / "adapter_model.safetensors")
+    assert stored
+    assert not any("fusion" in name for name in stored)
+
+
+@torch.no_grad()
+def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> float:
+    """Mean acceptance of the first candidate on the held-out answers, text by text."""
+    drafter, chances = assistant.ready_drafter(), []
+    assert drafter.fusion is not None
+    for row in rows(16, seed=2):
+        ids = torch.tensor([row["input_ids"]])
+        p = target(ids).logits[0].softmax(-1)
+        hidden = next(iter(unrolled(drafter, ids, states_of(target, drafter.fusion, ids), 1)))[0]
+        q = drafter.logits(hidden, VOCAB_SIZE).softmax(-1)
+        chances.append(torch.minimum(p, q).sum(-1)[max(PROMPT_LENGTH - 1, 3) : -1])
+    return float(torch.cat(chances).mean())
+
+
+def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "SAVE_EVERY", 0.5)
+    results = []
+    for name in ("whole", "killed"):
+        config = prepare(tmp_path / name, "conditioned", answers=20, epochs=2, unroll=2)
+        if name == "killed":
+            be_killed(config, monkeypatch)
+        distillation.run(config)
+        results.append(
+            {
+                path: load_file(config.work / path)
+                for path in ("fusion.safetensors", "adapter/adapter_model.safetensors")
+            }
+        )
+    for whole, killed in zip(*(result.values() for result in results), strict=True):
+        assert whole.keys() == killed.keys()
+        assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def be_killed(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch, at: int = 7) -> None:
+    compute_loss, calls = DistillationTrainer.compute_loss, []
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at:
+            raise Killed
+        return compute_loss(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistillationTrainer, "compute_loss", fails)
+        with pytest.raises(Killed):
+            distillation.run(config)
+
+
+@pytest.mark.parametrize("rank", [None, 16])
+def test_the_fusion_begins_as_the_targets_own_input(rank: int | None) -> None:
+    """A full map is the least-squares solution, but for the ridge; one with a rank is better than its mean."""
+    target = quiet_later_layers(tiny("llama"))
+    fusion = Fusion(32, 32, [1], rank).double()
+    texts = [prompt(40, seed) for seed in range(40)]
+    initial_fusion.fit(fusion, target, 2, texts)
+    pairs = [inputs_and_wanted(target, ids) for ids in texts]
+    inputs, wanted = (torch.cat(each) for each in zip(*pairs, strict=True))
+    best = inputs @ torch.linalg.lstsq(inputs, wanted).solution
+    with torch.no_grad():
+        found = fusion(inputs[:, :32], inputs[:, 32:])
+    error, least = (float((each - wanted).square().mean()) for each in (found, best))
+    assert least < 0.9 * float(wanted.var())
+    assert error < (1.01 * least if rank is None else 0.97 * float(wanted.var()))
+
+
+def inputs_and_wanted(target: CausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+    final, below = states_of(target, Fusion(32, 32, [1]), ids)[0].split(32, dim=-1)
+    embeddings = target.get_input_embeddings().weight[ids[0, 1:]].detach()
+    return torch.cat((final[:-1], embeddings), dim=-1), below[1:]
+
+
+def test_what_makes_no_sense_for_a_conditioned_draft(tmp_path: Any) -> None:
+    config = prepare(tmp_path, "conditioned")
+    config.distill.enabled = False
+    config.rollouts.data = ["prompts.jsonl"]
+    with pytest.raises(ValueError, match="a conditioned draft has to be trained"):
+        config.validate()
+    config.distill.enabled, config.head.inputs = True, "after"
+    with pytest.raises(ValueError, match="Use head.inputs='before'"):
+        config.validate()
+    with pytest.raises(ValueError, match="Run the stage distill first"):
+        models.load_assistant(config, tiny("llama"))
