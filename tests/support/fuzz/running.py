@@ -20,6 +20,7 @@ import hf_specdecpp
 from hf_specdecpp import SpecDecPPCandidateGenerator
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.product_times import ROWS
 from support.fuzz.arguments import Fault, arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case, simpler
@@ -240,7 +241,8 @@ def _gap(before: Conversation, expected: Answer, actual: Answer, turn: int) -> f
 
 
 def _use_generator(target: CausalLM, assistant: Any) -> None:
-    """Make transformers' own loop on `target` draft with our candidate generator."""
+    """Make transformers' own loop on `target` draft with our candidate generator, if it can be assisted at all."""
+    check_target(target)
 
     def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
         mask = kwargs["model_kwargs"].get("attention_mask")
