@@ -61,6 +61,7 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     logging.disable_progress_bar()  # of loading; ours come later
     config = _quicker(config) if config.quick else config
     target, assistant, extra_layers = load(config)
+    config = _without_replays(config) if _is_conditioned(assistant) else config
     contestants = choose(_contestants(config, target, assistant), config.contestants)
     questions = _questions(config)
     settings = _settings(config, target, assistant, questions, extra_layers)
@@ -116,9 +117,24 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
 def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
     has_head = assistant.head is not None
     if config.quick:
-        return quick_contestants(has_head)
-    can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
-    return [*all_contestants(has_head, can_tree, has_rates), *_untuned(config, target, assistant)]
+        contestants = quick_contestants(has_head)
+    else:
+        can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
+        contestants = [*all_contestants(has_head, can_tree, has_rates), *_untuned(config, target, assistant)]
+    if _is_conditioned(assistant):  # transformers' own loop cannot draft with it
+        contestants = [each for each in contestants if each.stock is None]
+    return contestants
+
+
+def _is_conditioned(assistant: SpecDecPPAssistant) -> bool:
+    return bool(assistant.config.draft_kind == "conditioned")
+
+
+def _without_replays(config: BenchmarkConfig) -> BenchmarkConfig:
+    """Of a conditioned draft. A record of a text has one q a place, and there it depends on the round's beginning."""
+    if config.replay or config.replay_trees:
+        logger.warning("Rounds of a conditioned draft are not replayed yet: only what is generated is measured.")
+    return replace(config, replay=False, replay_trees=False)
 
 
 def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
@@ -136,7 +152,7 @@ def _untuned(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssi
     own = assistant.config
     names = untuned_contestants(None)
     wanted = not config.contestants or any(matches(each, pattern) for each in names for pattern in config.contestants)
-    if not wanted or own.draft_kind == "early_exit" or assistant.adapter_folder is None:
+    if not wanted or own.draft_kind != "independent" or assistant.adapter_folder is None:
         return []
     revision = own.draft_revision if config.draft is None else None
     return untuned_contestants(load_draft(config.draft or own.draft_id, revision, target))
@@ -172,7 +188,7 @@ def _settings(
         "target_revision": commit_of(target),
         "assistant": config.assistant,
         "draft_name": f"layers {', '.join(map(str, assistant.config.draft_layers or []))} of the target"
-        if assistant.config.draft_kind == "early_exit"
+        if assistant.config.draft_kind != "independent"
         else str(assistant.config.draft_id),
         "assistant_contents": _digest(assistant),
         "prompts": f"{len(questions)} with hash {hashlib.sha256(prompts.encode()).hexdigest()[:16]}",
@@ -191,8 +207,8 @@ def _digest(assistant: SpecDecPPAssistant) -> str:
     digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
     if assistant.adapter_folder is not None:
         digest.update((assistant.adapter_folder / ADAPTER_FILES[1]).read_bytes())
-    if assistant.head is not None:
-        for name, tensor in assistant.head.state_dict().items():
+    for part in (assistant.head, assistant.fusion):
+        for name, tensor in part.state_dict().items() if part is not None else ():
             digest.update(name.encode() + tensor.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -111,8 +111,8 @@ class SpecDecPPConfig(PretrainedConfig):
         """The draft, for a message."""
         if self.draft_kind == "independent":
             return repr(self.draft_id)
-        reads = f", reading its states at {self.fusion['reads']}" if self.fusion is not None else ""
-        return f"layers {self.draft_layers} of {self.target_id!r}{reads}"
+        reading = " that read its states" if self.draft_kind == "conditioned" else ""
+        return f"layers {self.draft_layers} of {self.target_id!r}{reading}"
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows
 from hf_specdecpp.trees.attention import tree_inputs
@@ -70,6 +72,7 @@ def draft_chains(
     vocab_size: int,
     generator: torch.Generator | None,
     first: tuple[Tensor, Tensor] | None = None,
+    states: Tensor | None = None,
 ) -> DraftedChains:
     """Draft `length` candidates after `ids[:start]` for every start, whatever they are (an end of text, too).
 
@@ -79,6 +82,7 @@ def draft_chains(
         vocab_size: of the target.
         generator: draws the candidates; `None` takes the likeliest (greedy).
         first: the first candidate of each chain `[c]` and its scalars `[c, 6]`, where they are not to be drawn.
+        states: of the target along `ids`, for a conditioned draft: `target_states`.
     """
 
     def candidates(states: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +91,7 @@ def draft_chains(
 
     count, device = len(starts), drafter.device
     starts = starts.to(device)
-    text = BranchingText(drafter, ids[: int(starts[-1])])
+    text = BranchingText(drafter, ids[: int(starts[-1])], states)
     hidden, tokens, scalars = [text.states[starts - 1]], [], []
     one_level = torch.eye(count, dtype=torch.bool, device=device)
     for depth in range(length):
@@ -96,8 +100,18 @@ def draft_chains(
         scalars.append(row)
         below = one_level.repeat(1, depth + 1)
         depths = (starts + torch.arange(depth + 1, device=device)[:, None]).flatten()
-        hidden.append(text.read(tokens[-1], starts, below, depths))
+        hidden.append(text.read(tokens[-1], starts, below, depths, None if states is None else hidden[-1]))
     return DraftedChains(starts, torch.stack(tokens, 1), torch.stack(scalars, 1), torch.stack(hidden, 1))
+
+
+@torch.no_grad()
+def target_states(target: CausalLM, drafter: Drafter, ids: list[int]) -> Tensor | None:
+    """What a conditioned draft reads of the target along a text, `[1, n, width]`; `None` for other drafts."""
+    if drafter.fusion is None:
+        return None
+    with TargetStates(target, drafter.fusion) as caught:
+        Reader(target).hidden_states(torch.tensor([ids], device=input_device(target)))
+        return caught.take()
 
 
 @torch.no_grad()
@@ -137,17 +151,28 @@ def target_probabilities(
 class BranchingText:
     """A text in a model's cache, and passes over nodes that branch off it.
 
+    Args:
+        reader: the model.
+        ids: the text.
+        states: of the target along it, `[1, length or more, width]`, for a conditioned draft. That leaves the first
+            token out.
+
     Attributes:
         states: `[length, hidden_size]`, the last hidden state at each token of the text.
     """
 
-    def __init__(self, reader: Reader, ids: list[int]) -> None:
-        self.reader, self.length = reader, len(ids)
+    def __init__(self, reader: Reader, ids: list[int], states: Tensor | None = None) -> None:
+        self.reader, self.length, self.first = reader, len(ids), int(states is not None)
         self.cache = DynamicCache(config=reader.text_config)
         self.cache.activate_past_recording()  # sliding windows must not drop what earlier branches see
-        self.states = reader.hidden_states(torch.tensor([ids], device=reader.device), self.cache)[0]
+        conditions = {} if states is None else {"states": states[:, : len(ids) - 1].to(reader.device)}
+        tokens = torch.tensor([ids[self.first :]], device=reader.device)
+        hidden = reader.hidden_states(tokens, self.cache, **conditions)[0]
+        self.states = functional.pad(hidden, (0, 0, self.first, 0))
 
-    def read(self, tokens: Tensor, starts: Tensor, below: Tensor, depths: Tensor) -> Tensor:
+    def read(
+        self, tokens: Tensor, starts: Tensor, below: Tensor, depths: Tensor, states: Tensor | None = None
+    ) -> Tensor:
         """States `[n, hidden_size]` at n more nodes.
 
         Args:
@@ -155,12 +180,14 @@ class BranchingText:
             starts: `[n]`, how many tokens of the text each sees.
             below: bool `[n, fed + n]`, which branching nodes each sees: of those fed so far, then of these.
             depths: `[fed + n]`, the place of each branching node.
+            states: `[n, hidden_size]`, a conditioned draft's own before each node.
         """
-        inputs: dict[str, Any] = {}
-        text = torch.arange(self.length, device=tokens.device)
+        inputs: dict[str, Any] = {} if states is None else {"states": states[None]}
+        text = torch.arange(self.first, self.length, device=tokens.device)
         if int(starts[0]) < self.length or len(starts.unique()) > 1:  # else it is plain text, for any model
             ancestors = torch.cat((text < starts[:, None], below), dim=1)
-            inputs = tree_inputs(self.reader.model, self.cache, ancestors, torch.cat((text, depths)), num_prefix=0)
+            places = torch.cat((text, depths)) - self.first
+            inputs |= tree_inputs(self.reader.model, self.cache, ancestors, places, num_prefix=0)
         return self.reader.hidden_states(tokens[None], self.cache, **inputs)[0]
 
     def forget(self, count: int) -> None:

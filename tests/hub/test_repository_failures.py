@@ -277,7 +277,7 @@ def test_newer_format(hub: HubServer, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"draft_kind": "medusa"}, "draft_kind='medusa' must be 'independent' or 'early_exit'"),
+        ({"draft_kind": "medusa"}, "draft_kind='medusa' must be one of independent, early_exit, conditioned"),
         ({"head": {"hidden_size": 32, "depth": 3}}, "No acceptance head can be built as it is described: .*depth"),
         ({"head": {"hidden_size": -1}}, "No acceptance head can be built as it is described: hidden_size=-1"),
         ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.conditioning import Fusion, TargetStates
+from hf_specdecpp.texts.branches import draft_chains, target_states
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import initial_fusion
@@ -180,3 +181,22 @@ def test_what_makes_no_sense_for_a_conditioned_draft(tmp_path: Any) -> None:
         config.validate()
     with pytest.raises(ValueError, match="Run the stage distill first"):
         models.load_assistant(config, tiny("llama"))
+
+
+def test_chains_of_a_text_are_those_of_rounds() -> None:
+    """What calibration records is what the draft does in a generation: chains at several places, read together."""
+    target = quiet_later_layers(tiny("mistral"))
+    assistant = SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
+    drafter = assistant.ready_drafter()
+    ids = prompt(20)
+    states = target_states(target, drafter, ids[0].tolist())
+    starts = torch.tensor([3, 9, 17])
+    drafted = draft_chains(
+        drafter, ids[0].tolist(), starts, 3, lambda logits: logits.softmax(-1), VOCAB_SIZE, None, states=states
+    )
+    assert states is not None
+    for chain, start in enumerate(starts.tolist()):
+        text = torch.cat((ids[:, :start], drafted.tokens[chain][None]), dim=1)
+        for step in range(4):
+            expected = one_by_one(drafter, text, states, start - 1 + step, step + 1)
+            assert torch.allclose(drafted.hidden[chain, step], expected, atol=1e-5)

@@ -26,7 +26,7 @@ from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
-from hf_specdecpp.texts.branches import draft_chains, target_probabilities, together
+from hf_specdecpp.texts.branches import draft_chains, target_probabilities, target_states, together
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.head.features import to_half
@@ -98,9 +98,10 @@ def chains_of_text(
     drafter, reader = assistant.ready_drafter(), Reader(target)
     vocab_size = int(assistant.config.vocab_size or 0)
     drawn_by = None if sampling.greedy else generator
+    states = target_states(target, drafter, ids)
     parts = []
     for group in together(starts, drafter.model, target):
-        drafted = draft_chains(drafter, ids, group, MAX_TOKENS, sampling.q, vocab_size, drawn_by)
+        drafted = draft_chains(drafter, ids, group, MAX_TOKENS, sampling.q, vocab_size, drawn_by, states=states)
         p = target_probabilities(reader, ids, group, drafted.tokens, sampling.p, vocab_size).to(drafter.device)
         q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
         rows = {
