@@ -62,11 +62,12 @@ class SpeculationConfig:
         tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the
             ranks of the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget`
             candidates for the rates of acceptance that the assistant's repository has.
-        verification: of a chain whose candidates were drawn, on a target that the assistant is attached to; the output
-            has the target's distribution either way (`docs/verification.md`). `"block"`: the candidates are accepted as
-            a block, which on average accepts more of them (arXiv 2403.10444); `"token"`: one after the other, as in the
-            papers (arXiv 2211.17192). Greedy decoding has no choice. Trees, unattached targets, and logits processors
-            that must be called in order are verified token by token.
+        verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
+            target's distribution either way (`docs/verification.md`). `"block"`: a chain is accepted as a block (arXiv
+            2403.10444), a tree from its leaves to its root (arXiv 2505.12398), which on average accepts more;
+            `"token"`: one candidate after the other, as in the papers (arXiv 2211.17192 and 2410.11744). Greedy
+            decoding has no choice. Unattached targets and logits processors that must be called in order have
+            `"token"`.
         cpu_products: on a CPU, in float32. `"auto"`: linear layers of target and draft compute with oneDNN where it was
             measured to be at least 1.1 times as fast as PyTorch's own product for the shape of the weight and the
             number of tokens (under a second for each shape, once a machine). It rounds the last digits differently.

@@ -8,6 +8,7 @@ where it ends; scores, hidden states and attentions belong to the token they are
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from statistics import median
@@ -28,9 +29,11 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
-from hf_specdecpp.sampling.verification import verify_greedy
+from hf_specdecpp.sampling.randomness import waits_for_reads
+from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
+from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_block, verify_tree_greedy
 
 # How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
 TIMED_PASSES = 3
@@ -173,7 +176,8 @@ class AssistedDecoding:
     def _walk(
         self, input_ids: Tensor, tree: DraftTree, order: list[int], outputs: Any
     ) -> tuple[list[int], list[int], Tensor, Tensor, list[int]]:
-        """Verify a tree from the root down; processors are called at the nodes on the way only, once each.
+        """Verify a tree. Processors are called at the nodes that p is asked about, once each: those that must be called
+        in order at the nodes on the way down only; on a device all others at every node.
 
         Args:
             order: of the nodes in the target's pass.
@@ -184,23 +188,54 @@ class AssistedDecoding:
         """
         logits = outputs.logits[0, -len(order) :]
         rows = {node: row for row, node in enumerate(order)}
-
-        @cache
-        def scores(node: int) -> Tensor:
-            row = logits[rows[node]].to(input_ids.device, torch.float32, copy=True)
-            if node > 0 and tree.tokens[node] in self.eos:
-                return row  # the text ends here, and plain generation does not ask what would follow
-            return self.generator.processing.one(input_ids, tree.path(node), row)
-
-        if self.generator.randomness is None:
-            path, token = verify_tree_greedy(tree, scores)
+        if waits_for_reads(input_ids.device) and not self.generator.processing.in_order:
+            in_turn = logits[[rows[node] for node in range(len(order))]].to(input_ids.device, torch.float32)
+            every = self._process_all(input_ids, tree, in_turn)
+            scores: Callable[[int], Tensor] = every.__getitem__
+            path, token = self._accept_at_once(tree, every)
         else:
-            path, token = verify_tree(tree, lambda node: scores(node).softmax(dim=-1), self.generator.randomness)
+
+            @cache
+            def scores(node: int) -> Tensor:
+                row = logits[rows[node]].to(input_ids.device, torch.float32, copy=True)
+                if self._ends_text(tree, node):
+                    return row
+                return self.generator.processing.one(input_ids, tree.path(node), row)
+
+            path, token = self._accept(tree, scores)
         kept = [0, *path]
         emitted = [*(tree.tokens[node] for node in path), token]
         kept_rows = [rows[node] for node in kept]
         raw = logits[kept_rows].to(input_ids.device, torch.float32)
         return path, emitted, torch.stack([scores(node) for node in kept]), raw, kept_rows
+
+    def _accept(self, tree: DraftTree, scores: Callable[[int], Tensor]) -> tuple[list[int], int]:
+        """The accepted nodes and the token after them, by `[vocab]` scores that are asked for where they matter."""
+        randomness = self.generator.randomness
+        if randomness is None:
+            return verify_tree_greedy(tree, lambda node: likeliest_tokens(scores(node)[None])[0])
+        is_block = self.generator.setup.speculation.verification == "block" and not self.generator.processing.in_order
+        verify = verify_tree_block if is_block else verify_tree
+        return verify(tree, lambda node: scores(node).softmax(dim=-1), randomness)
+
+    def _accept_at_once(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
+        """The same with one read from the device, by the scores of all nodes, `[nodes, vocab]`."""
+        randomness = self.generator.randomness
+        if randomness is None:
+            return verify_tree_greedy(tree, likeliest_tokens(scores).__getitem__)
+        verification = self.generator.setup.speculation.verification
+        return verify_tree_at_once(tree, scores.softmax(dim=-1), randomness, verification)
+
+    def _process_all(self, input_ids: Tensor, tree: DraftTree, scores: Tensor) -> Tensor:
+        """Process the scores of all nodes, `[nodes, vocab]`."""
+        nodes = [node for node in range(len(scores)) if not self._ends_text(tree, node)]
+        paths = [tree.path(node) for node in nodes]
+        scores[nodes] = self.generator.processing.after_each(input_ids, paths, scores[nodes])
+        return scores
+
+    def _ends_text(self, tree: DraftTree, node: int) -> bool:
+        """Whether a node ends the text: plain generation does not ask the processors what would follow."""
+        return node > 0 and tree.tokens[node] in self.eos
 
     def _emit(
         self,

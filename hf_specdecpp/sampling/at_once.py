@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_specdecpp.sampling.randomness import Randomness
+from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads
 from hf_specdecpp.sampling.verification import Verification, chain_ratios, residual, verify_block, verify_chain
 
 
@@ -16,7 +16,7 @@ def verify_sampled(
     candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
 ) -> tuple[int, int]:
     """`verify_block` or `verify_chain`, or their counterpart here where p lies on a device."""
-    if p.device.type != "cpu":
+    if waits_for_reads(p.device):
         return verify_at_once(candidates, p, q, randomness, verification)
     verify = verify_block if verification == "block" else verify_chain
     return verify(candidates, p, q, randomness)

@@ -35,6 +35,11 @@ class TreeRandomness(Randomness, Protocol):
         """Draws without replacement from each row of `q` (`[n, vocab]`), which may be overwritten."""
 
 
+def waits_for_reads(device: torch.device) -> bool:
+    """Whether reading a number from the device waits for all that it has to do, so that a round should read once."""
+    return device.type != "cpu"
+
+
 class TorchRandomness:
     """Draws from torch's global generators, so `torch.manual_seed` fixes a run. Every call draws afresh."""
 

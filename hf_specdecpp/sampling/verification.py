@@ -76,9 +76,12 @@ def verify_block(candidates: list[int], p: Tensor, q: Tensor, randomness: Random
         return accepted, int(randomness.categorical(p[accepted]))
     while True:
         accepted -= 1
-        left = (carried[accepted] * p[accepted]).sub_(q[accepted]).clamp_min_(0.0)
-        mass, missing = float(left.sum()), 1.0 - carried[accepted]
-        if missing == 0.0 or randomness.bernoulli(mass / (mass + missing)):  # c_0 is 1: i = 0 always passes
+        c = carried[accepted]
+        if not randomness.bernoulli(c):  # s_i <= c_i, so h_i <= c_i: most tests that fail need no sum
+            continue
+        left = (c * p[accepted]).sub_(q[accepted]).clamp_min_(0.0)
+        mass = float(left.sum())
+        if c == 1.0 or randomness.bernoulli(mass / (mass + 1.0 - c) / c):  # c_0 is 1: i = 0 always passes
             return accepted, int(randomness.categorical(left if mass > 0.0 else p[accepted]))
 
 

@@ -1,25 +1,27 @@
 """Which nodes of a tree does the target accept, and what does it say instead?
 
-Pure functions of p, q and randomness, explained in `docs/dyspec.md`.
+Pure functions of p, q and randomness, explained in `docs/verification.md` and `docs/dyspec.md`. Here are the readable
+versions, which run on a CPU; `at_once.py` has those for devices from which each read is slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import likeliest_tokens, remaining, sibling_tests
+from hf_specdecpp.sampling.verification import remaining, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
 
 
-def verify_tree_greedy(tree: DraftTree, scores: Callable[[int], Tensor]) -> tuple[list[int], int]:
+def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
     """Walk down the tree along the target's likeliest tokens.
 
     Args:
-        scores: gives `[vocab]`, the target's processed logits after a node. Only asked about nodes on the way.
+        likeliest: gives the target's likeliest token after a node. Only asked about nodes on the way.
 
     Returns:
         The accepted nodes, and the token that follows them.
@@ -27,7 +29,7 @@ def verify_tree_greedy(tree: DraftTree, scores: Callable[[int], Tensor]) -> tupl
     path: list[int] = []
     node = 0
     while True:
-        choice = likeliest_tokens(scores(node)[None])[0]
+        choice = likeliest(node)
         child = next((child for child in tree.children[node] if tree.tokens[child] == choice), None)
         if child is None:
             return path, choice
@@ -59,6 +61,78 @@ def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomn
         else:
             _, left = next(tests)
             return path, int(randomness.categorical(left))
+
+
+@dataclass
+class Open:
+    """A node whose subtree is being verified, after some of its children were rejected.
+
+    Attributes:
+        owed: the chance that the node has to be accepted with, alone or with a descendant.
+        mass: `[vocab]`, how much of each next token is owed; sums to `owed`.
+        q: `[vocab]`, what the next child was drawn from.
+        tested: number of rejected children.
+    """
+
+    node: int
+    owed: float
+    mass: Tensor
+    q: Tensor
+    tested: int = 0
+
+
+def verify_tree_block(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness) -> tuple[list[int], int]:
+    """Traversal verification (arXiv 2505.12398), for siblings drawn without replacement: the output is exactly p.
+
+    Block verification for trees: a node is tested after all below it. A node is owed a chance a, 1 at the root, and
+    each next token x its share M(x) = a p(x). Child y, drawn from D, is owed min(1, M(y) / D(y)), and its subtree goes
+    first. If all of that is rejected, with s = sum of (M - D)+,
+
+        M <- (M - D)+ / (s + 1 - a),    a <- s / (s + 1 - a),    D <- norm(D without y),
+
+    and the next child follows. At last the node itself is accepted with chance a, and the token after it is drawn from
+    norm(M). On a chain this is `verify_block`; where only the root has children it is `verify_tree`.
+
+    For p = [0.5, 0.3, 0.2] and the child 1 from [0.2, 0.6, 0.2], without children, the child is owed 0.5. Rejected, it
+    leaves M = [1, 0, 0] and a = 1 to the root.
+
+    Arguments and results are those of `verify_tree`; p is asked about every node that has children, until one accepts.
+    """
+    stack = [_open(tree, 0, 1.0, p)]
+    while True:
+        top = stack[-1]
+        children = tree.children[top.node]
+        if top.tested < len(children):
+            child = children[top.tested]
+            owed = min(1.0, float(top.mass[tree.tokens[child]]) / float(top.q[tree.tokens[child]]))
+            stack.append(_open(tree, child, owed, p))
+        elif len(stack) == 1 or randomness.bernoulli(top.owed):  # the root always passes
+            rest = top.mass if children and float(top.mass.sum()) > 0.0 else p(top.node)
+            return [each.node for each in stack[1:]], int(randomness.categorical(rest))
+        else:
+            stack.pop()
+            _reject(stack[-1], tree.tokens[top.node])
+
+
+def _open(tree: DraftTree, node: int, owed: float, p: Callable[[int], Tensor]) -> Open:
+    if owed == 0.0 or not tree.children[node]:  # nothing to find out below
+        nothing = torch.empty(0)
+        return Open(node, owed, nothing, nothing, tested=len(tree.children[node]))
+    mass = p(node)
+    return Open(node, owed, owed * mass, tree.q(node).to(mass.device))
+
+
+def _reject(node: Open, token: int) -> None:
+    """Take note that the next child, `token`, was rejected with all of its subtree."""
+    node.mass.sub_(node.q).clamp_min_(0.0)
+    left = float(node.mass.sum())
+    total = left + 1.0 - node.owed
+    if total > 0.0:
+        node.mass.div_(total)
+        node.owed = left / total
+    node.q[token] = 0.0
+    node.q.div_(node.q.sum())
+    node.tested += 1
 
 
 def child_tests(tree: DraftTree, node: int, p: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

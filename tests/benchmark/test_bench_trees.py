@@ -22,6 +22,7 @@ from hf_specdecpp.benchmark.replay.trees import TreeReplay, as_tree, chances, dr
 from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.sampling.randomness import TorchRandomness
+from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -64,15 +65,17 @@ def accepted_path(program: ToyTree, tree: DraftTree, randomness: Replay) -> tupl
 
 
 @pytest.mark.parametrize("algorithm", ["dyspec", "static"])
-def test_chances_are_those_of_the_verifier(algorithm: str) -> None:
-    """Against the enumerated outcomes of `verify_tree` on trees drawn once."""
+@pytest.mark.parametrize("verification", ["block", "token"])
+def test_chances_are_those_of_the_verifier(verification: Verification, algorithm: str) -> None:
+    """Against the enumerated outcomes of the verifier on trees drawn once."""
     accepted = set()
     for seed in range(4):
-        program = ToyTree(Models("plain", 4, seed), algorithm, "draft probability", budget=5, seed=seed)
+        models = Models("plain", 4, seed)
+        program = ToyTree(models, algorithm, "draft probability", budget=5, seed=seed, verifier=verification)
         torch.manual_seed(seed)
         tree = program.draft(TorchRandomness(), ())
         p = {node: program.models.p(tuple(tree.path(node))) for node in range(len(tree.tokens))}
-        reached = chances(tree, p)
+        reached = chances(tree, p, verification)
         probs = exact_distribution(partial(accepted_path, program, tree))
         for node in range(1, len(tree.tokens)):
             assert reached[node] == pytest.approx(sum(p for path, p in probs.items() if node in path), abs=1e-9)

@@ -146,13 +146,28 @@ def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
     drawn_from = []
 
-    class Rejects(Replay):
+    class RejectsOne(Replay):
+        answers = iter([False, True])
+
         def bernoulli(self, probability: float) -> bool:
-            return False
+            return next(self.answers)
 
         def categorical(self, probs: Tensor) -> Tensor:
             drawn_from.append(probs)
             return super().categorical(probs)
 
-    verify_block([1], Q, Q[:1], Rejects([]))
+    verify_block([1], Q, Q[:1], RejectsOne([]))
     assert torch.equal(drawn_from[0], Q[0])
+
+
+def test_outcomes_are_drawn_by_their_weights() -> None:
+    """20,000 draws: four standard deviations are 0.014, which chance exceeds once in 2,500 such tests."""
+    torch.manual_seed(0)
+    weights = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
+    rows = torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4], [0.0, 0.0, 2.0]])
+    counts = torch.zeros(4, 3)
+    for _ in range(20_000):
+        counts[TorchRandomness().outcome(weights, lambda index: rows.index_select(0, index), 3)] += 1.0
+    expected = weights[:, None] * rows / rows.sum(-1, keepdim=True)
+    assert float((counts / counts.sum() - expected).abs().max()) < 0.014
+    assert float(counts[expected == 0.0].sum()) == 0.0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import partly_agreeing, tiny
+from support.reads import pretend_that_reads_are_slow
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
@@ -91,8 +92,10 @@ def test_the_joint_law_adds_up() -> None:
     assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["attached", "attached, in order", "unattached"])
-def test_the_texts_follow_the_target(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["attached", "attached, in order", "attached, as on a device", "unattached"])
+def test_the_texts_follow_the_target(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "attached, as on a device":
+        pretend_that_reads_are_slow(monkeypatch)
     target = make_target()
     processors = [Unchanging()] if kind == "attached, in order" else []
     counts = sample(target, 400, make_assistant(target, kind != "unattached"), logits_processor=processors)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.toy_rounds import SCENARIOS, Models, OneUniform
+from support.toy_rounds import SCENARIOS, VERIFIERS, Models, OneUniform
 from support.toy_trees import ToyTree
 
 from hf_specdecpp.config.costs import Costs
@@ -39,11 +39,13 @@ def error_of(program: ToyTree, vocab: int = 3) -> float:
 @pytest.mark.parametrize(
     ("algorithm", "estimator"), [(a, e) for a in EVERY for e in ESTIMATORS if a != "static" or e == ESTIMATORS[0]]
 )
-def test_a_round_emits_exactly_p(algorithm: str, estimator: str, scenario: str) -> None:
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_round_emits_exactly_p(verifier: str, algorithm: str, estimator: str, scenario: str) -> None:
     vocab = 4 if scenario == "disjoint supports" else 3
     for seed in range(2 if estimator == ESTIMATORS[0] else 1):
-        for budget in range(1, 5 if vocab == 4 else 7):
-            program = ToyTree(Models(scenario, vocab, 10 * seed + budget), algorithm, estimator, budget, seed=seed)
+        for budget in range(1, 5 if vocab == 4 or "at once" in verifier else 7):
+            models = Models(scenario, vocab, 10 * seed + budget)
+            program = ToyTree(models, algorithm, estimator, budget, seed=seed, verifier=verifier)
             error = error_of(program, vocab)
             assert error < TOLERANCE, f"seed {seed}, budget {budget}: off by {error}"
 
@@ -231,13 +233,19 @@ MUTANTS = [
 ]
 
 
+WALKS = [StaleQ, ForgetsTheRejected]  # written anew on Algorithm 3; `test_tree_blocks.py` has those of the other
+
+
 @pytest.mark.parametrize("algorithm", EVERY)
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("mutant", "verifier"), [(m, "token") for m in MUTANTS] + [(m, "block") for m in MUTANTS if m not in WALKS]
+)
+def test_mutants_are_caught(mutant: type[ToyTree], verifier: str, algorithm: str) -> None:
     errors = []
     for seed in range(6):
-        probs = exact_distribution(mutant(Models("plain", 3, seed), algorithm, ESTIMATORS[0], budget=4, seed=seed))
-        errors.append(worst_error(probs, Models("plain", 3, seed).p, 3))
+        models = Models("plain", 3, seed)
+        program = mutant(models, algorithm, ESTIMATORS[0], budget=4, seed=seed, verifier=verifier)
+        errors.append(worst_error(exact_distribution(program), models.p, 3))
     assert max(errors) > VISIBLE, errors
 
 
@@ -301,7 +309,8 @@ def test_greedy_rounds_emit_the_likeliest_tokens(algorithm: str) -> None:
             growth = program.growth(None, text)
             program.grow(growth)
             tree = growth.tree
-            path, token = verify_tree_greedy(tree, partial(program.p, tree, prefix=text))
+            p = partial(program.p, tree, prefix=text)
+            path, token = verify_tree_greedy(tree, lambda node, p=p: int(p(node).argmax()))  # type: ignore[misc]
             outcomes.add(len(path))
             ranks |= {tree.ranks[node] for node in path}
             text = (*text, *(tree.tokens[node] for node in path), token)

@@ -11,11 +11,12 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.shapes import from_nodes
 from hf_specdecpp.trees.siblings import Level
 from hf_specdecpp.trees.slots import Growth
 from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import verify_tree
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
 from support.exact_distribution import Tokens
 from support.toy_rounds import Models, make_estimator
 
@@ -50,7 +51,9 @@ class ToyTree:
         max_depth: int = 3,
         ahead: int = 1,
         seed: int = 0,
+        verifier: str = "block",
     ) -> None:
+        self.verifier = verifier  # of `toy_rounds.VERIFIERS`
         self.models, self.algorithm, self.estimator = models, algorithm, make_estimator(estimator, seed)
         self.budget, self.max_depth, self.ahead = budget, max_depth, ahead
         self.options: dict[str, Any] = {}
@@ -77,7 +80,11 @@ class ToyTree:
         return growth.tree
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
-        return verify_tree(tree, lambda node: self.p(tree, node, prefix), randomness)
+        if "at once" in self.verifier:
+            p = torch.stack([self.p(tree, node, prefix) for node in range(len(tree) + 1)])
+            return verify_tree_at_once(tree, p, randomness, "block" if "block" in self.verifier else "token")
+        verify_one = verify_tree_block if self.verifier == "block" else verify_tree
+        return verify_one(tree, lambda node: self.p(tree, node, prefix), randomness)
 
     def p(self, tree: DraftTree, node: int, prefix: Tokens) -> Tensor:
         return self.models.p((*prefix, *tree.path(node)))

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.verification import likeliest_tokens
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level
 from hf_specdecpp.trees.siblings import Level
 from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree, Lineage
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
+from hf_specdecpp.trees.verification import verify_tree_block, verify_tree_greedy
 
 logger = logging.getLogger(__name__)
 VOCAB = 49152
@@ -63,9 +64,9 @@ def one_round(
     tree = growth.tree
     Lineage().feed(tree, tree.depth_first())
     if randomness is None:
-        verify_tree_greedy(tree, lambda node: draft.at(tuple(tree.path(node))))
+        verify_tree_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
     else:
-        verify_tree(tree, lambda node: draft.at(tuple(tree.path(node))).softmax(-1), randomness)
+        verify_tree_block(tree, lambda node: draft.at(tuple(tree.path(node))).softmax(-1), randomness)
     return time.process_time() - begin, tree
 
 

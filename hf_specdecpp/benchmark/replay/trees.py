@@ -30,10 +30,11 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, seed_of
+from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.branches import BranchingText
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.trees.at_once import ending_chances
 from hf_specdecpp.trees.tree import DraftTree, Lineage
-from hf_specdecpp.trees.verification import child_tests
 
 
 def as_tree(speculation: SpeculationConfig | None) -> SpeculationConfig | None:
@@ -81,7 +82,7 @@ class TreeReplay:
                 path = along(tree, self.text.ids[position:])
                 expected = float(len(path))
             else:
-                reached = chances(tree, self._p(self.branching, tree, position))
+                reached = chances(tree, self._p(self.branching, tree, position), speculation.verification)
                 path, expected = draw(tree, reached), sum(reached[1:])
             yield tree, expected
             drafting.learn(tree, path)
@@ -128,22 +129,19 @@ def along(tree: DraftTree, following: Sequence[int]) -> list[int]:
     return path
 
 
-def chances(tree: DraftTree, p: Mapping[int, Tensor]) -> list[float]:
-    """The chance that each node is accepted by `verify_tree`, the root's being 1.
+def chances(tree: DraftTree, p: Mapping[int, Tensor], verification: Verification) -> list[float]:
+    """The chance that each node is accepted, the root's being 1.
 
     Args:
         p: `[vocab]`, the target's distribution after each node that has children.
     """
-    reached = [1.0] + [0.0] * len(tree)
-    for node in tree.depth_first():
-        if not tree.children[node] or reached[node] == 0.0:
-            continue
-        tested = reached[node]
-        for child, (accepts, _) in zip(tree.children[node], child_tests(tree, node, p[node]), strict=False):
-            reached[child] = tested * float(accepts)
-            tested -= reached[child]
-            if tested <= 0.0:
-                break
+    if not len(tree):
+        return [1.0]
+    rows = p[0].new_zeros((len(tree) + 1, len(p[0])))
+    rows[list(p)] = torch.stack(list(p.values()))
+    reached = ending_chances(tree, rows, verification).tolist()
+    for node in tree.depth_first()[:0:-1]:  # an accepted node's parent is accepted
+        reached[tree.parents[node]] += reached[node]
     return reached
 
 

@@ -1,0 +1,184 @@
+"""Traversal verification of trees: mutants of its formulas that must fail; it accepts no fewer than Algorithm 3.
+
+That whole rounds with it emit exactly p for every growth and budget is in `test_tree_rounds.py`. Everything here is
+enumerated, so nothing can fail by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, worst_error
+from support.toy_rounds import SCENARIOS, Models
+from support.toy_trees import ToyTree
+
+from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.verification import verify_block
+from hf_specdecpp.trees.at_once import verify_tree_at_once
+from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
+
+TOLERANCE = 1e-12
+VISIBLE = 1e-3
+ALGORITHMS = ["dyspec", "dyspec-exact", "static", "throughput"]
+
+
+class Traversal(ToyTree):
+    """Written anew, recursively, with parts that a mutant gets wrong."""
+
+    carries = True  # a child is owed min(1, a left(y) / D(y)), otherwise min(1, left(y) / D(y))
+    shrinks = True  # a rejected child leaves a <- s / (s + 1 - a), otherwise a as it is
+    renormalises = True  # D loses its drawn tokens
+    owes_the_rest = True  # the token after a node is drawn from what its children left, otherwise from p
+
+    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        found = self.below(tree, 0, 1.0, [], randomness, prefix)
+        assert found is not None
+        return found
+
+    def below(
+        self, tree: DraftTree, node: int, a: float, path: list[int], randomness: TreeRandomness, prefix: Tokens
+    ) -> tuple[list[int], int] | None:
+        p = left = self.p(tree, node, prefix)
+        q = tree.q(node) if tree.children[node] else p
+        for child in tree.children[node]:
+            y = tree.tokens[child]
+            owed = min(1.0, (a if self.carries else 1.0) * float(left[y] / q[y]))
+            found = self.below(tree, child, owed, [*path, child], randomness, prefix)
+            if found is not None:
+                return found
+            rest = (a * left - q).clamp_min(0.0)
+            s = float(rest.sum())
+            left = rest / s if s > 0.0 else p
+            if self.shrinks and s + 1.0 - a > 0.0:
+                a = s / (s + 1.0 - a)
+            if self.renormalises:
+                q = q.index_fill(0, torch.tensor(y), 0.0)
+                q = q / q.sum()
+        if node == 0 or randomness.bernoulli(a):
+            return path, int(randomness.categorical(left if self.owes_the_rest else p))
+        return None
+
+
+class ForgetsToCarry(Traversal):
+    carries = False
+
+
+class KeepsItsChance(Traversal):
+    shrinks = False
+
+
+class StaleQ(Traversal):
+    renormalises = False
+
+
+class DrawsFromP(Traversal):
+    owes_the_rest = False
+
+
+def errors_of(program: type[ToyTree], algorithm: str) -> list[float]:
+    found = []
+    for seed in range(6):
+        models = Models("plain", 3, seed)
+        toy = program(models, algorithm, "draft probability", budget=5, seed=seed)
+        found.append(worst_error(exact_distribution(toy), models.p, 3))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_formulas_are_right_with_all_parts(algorithm: str) -> None:
+    """So that what catches a mutant is the part that it lacks."""
+    assert max(errors_of(Traversal, algorithm)) < TOLERANCE
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mutant", [ForgetsToCarry, KeepsItsChance, StaleQ, DrawsFromP])
+def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
+    errors = errors_of(mutant, algorithm)
+    assert max(errors) > VISIBLE, errors
+
+
+def accepted_in(toy: ToyTree) -> float:
+    """The expected number of accepted candidates of a round."""
+
+    def program(randomness: Replay) -> Tokens:
+        toy(randomness)
+        return (len(toy.last[1]),)
+
+    return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_round_accepts_no_fewer_than_with_algorithm_3(algorithm: str) -> None:
+    more = 0.0
+    for scenario in SCENARIOS:
+        vocab = 4 if scenario == "disjoint supports" else 3
+        for budget in (2, 4) if vocab == 4 else (3, 5):
+            models = Models(scenario, vocab, budget)
+            block, token = (
+                accepted_in(ToyTree(models, algorithm, "draft probability", budget, verifier=verifier))
+                for verifier in ("block", "token")
+            )
+            assert block > token - TOLERANCE
+            more += block - token
+    assert more > 0.01
+
+
+def some_tree(models: Models, parents: list[int], tokens: list[int]) -> DraftTree:
+    tree = DraftTree(-1)
+    for parent, token in zip(parents, tokens, strict=True):
+        tree.add(parent, token)
+    for node in range(len(tree) + 1):
+        tree.scores[node] = models.at(tuple(tree.path(node)))[1]
+    return tree
+
+
+TREES = [([], []), ([0], [1]), ([0, 0, 1, 1, 3], [1, 0, 2, 0, 1]), ([0, 1, 0, 0, 2, 3], [0, 1, 2, 1, 2, 0])]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("parents", "tokens"), TREES)
+def test_at_once_decides_as_the_readable_versions_do(parents: list[int], tokens: list[int], seed: int) -> None:
+    models = Models("plain", 3, seed)
+    tree = some_tree(models, parents, tokens)
+    p = torch.stack([models.p(tuple(tree.path(node))) for node in range(len(tree) + 1)])
+
+    def outcomes(verify: Callable[[Replay], tuple[list[int], int]]) -> Probs:
+        def program(replay: Replay) -> Tokens:
+            path, token = verify(replay)
+            return (*path, -1, token)
+
+        return {each: weight for each, weight in exact_distribution(program).items() if weight > TOLERANCE}
+
+    found = outcomes(lambda replay: verify_tree_at_once(tree, p.clone(), replay, "block"))
+    assert found == pytest.approx(
+        outcomes(lambda replay: verify_tree_block(tree, p.__getitem__, replay)), abs=TOLERANCE
+    )
+    found = outcomes(lambda replay: verify_tree_at_once(tree, p.clone(), replay, "token"))
+    assert found == pytest.approx(outcomes(lambda replay: verify_tree(tree, p.__getitem__, replay)), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_chain_is_verified_as_a_block(seed: int) -> None:
+    models, tokens = Models("plain", 3, seed), [1, 0, 2]
+    tree = some_tree(models, [0, 1, 2], tokens)
+    p = torch.stack([models.p(tuple(tokens[:i])) for i in range(4)])
+    q = torch.stack([models.q(tuple(tokens[:i])) for i in range(3)])
+
+    def as_tree(replay: Replay) -> Tokens:
+        path, token = verify_tree_block(tree, p.__getitem__, replay)
+        return len(path), token
+
+    expected = exact_distribution(lambda replay: verify_block(tokens, p, q, replay))
+    assert exact_distribution(as_tree) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_deep_tree_needs_no_recursion() -> None:
+    tree, q = DraftTree(0), torch.tensor([0.4, 0.6])
+    for node in range(1024):
+        tree.scores[node] = q.log()
+        tree.add(node, 1)
+    path, _ = verify_tree_block(tree, lambda node: q.flip(0), TorchRandomness())
+    assert len(path) <= 1024
