@@ -68,8 +68,12 @@ class Drafter(Reader):
             return super()._own_logits(hidden)
         shape = (*hidden.shape[:-1], self._head().weight.shape[0])
         logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
-        logits[..., self.draft_vocab] = self._head_logits(self.small_head, hidden)
+        logits[..., self.draft_vocab] = self.vocab_logits(hidden)
         return logits
+
+    def vocab_logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., d]` float32 of the d tokens that it may propose, in their order in `draft_vocab`."""
+        return self._head_logits(self._head() if self.small_head is None else self.small_head, hidden)
 
 
 def check_can_draft(model: CausalLM) -> None:

@@ -26,7 +26,7 @@ CHUNK = 256
 
 
 def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p || q), summed over positions, of logits `[n, vocab]`."""
+    """KL(p || q), summed over positions, of logits `[..., vocab]`."""
     return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="sum", log_target=True)
 
 
@@ -98,7 +98,8 @@ class Student(PeftModel):
         Args:
             input_ids: `[batch, n]`, padded on the right, where nothing that is causal looks.
             answers: bool `[batch, n - 1]`: the target wrote the token after this one.
-            p_logits: the target's logits of some of the answers' positions, `[positions, vocab]`.
+            p_logits: the target's logits at some of the answers' positions: `[positions, vocab]` to measure; to teach,
+                those of the draft's tokens.
             states: `[batch, n, width]` of the target, for a conditioned draft.
             measure: report on the draft instead of teaching it.
 
@@ -115,8 +116,7 @@ class Student(PeftModel):
         if measure:
             chunks = _chunks(len(hidden[0]))
             return torch.stack([torch.cat([self._measure(h[at], p_logits(at)) for at in chunks]) for h in hidden], 1)
-        losses = [_through(h, lambda at, h_of: self._loss(h_of, p_logits(at))) for h in hidden]
-        return torch.stack(losses).mean()
+        return _through(torch.stack(hidden, 1), lambda at, states: self._loss(states, p_logits(at))) / len(hidden)
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         q_logits = self.drafter.logits(hidden, p_logits.shape[-1])
@@ -124,16 +124,20 @@ class Student(PeftModel):
         return torch.stack((acceptance(p_logits, q_logits), agree.float()), dim=-1)
 
     def _loss(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """KL(p || q) with p renormalised on the tokens that the draft has.
+        """KL(p || q) with p renormalised on the tokens that the draft has, summed over positions and steps.
+
+        Args:
+            hidden: `[positions, steps, hidden_size]`.
+            p_logits: `[positions, d]`, of these tokens.
 
         Where q is zero by construction KL would be infinite whatever the draft says. With S the draft's tokens and p_S
         the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is
         not in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
         """
-        q_logits = self.drafter.logits(hidden, p_logits.shape[-1])
-        vocab = self.drafter.draft_vocab
-        kept: Any = slice(_num_ids(self.drafter)) if vocab is None else vocab
-        return divergence(p_logits[:, kept], q_logits[:, kept])
+        q_logits = self.drafter.vocab_logits(hidden)
+        both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
+        q_logits = q_logits[..., :both]
+        return divergence(p_logits[:, None, :both].expand_as(q_logits), q_logits)
 
 
 def _num_ids(drafter: Reader) -> int:
@@ -178,7 +182,7 @@ class DistillationTrainer(Trainer):
         self.target = Reader(target)
         self.num_ids = _num_ids(self.target)
         # The loss needs the target's logits only where the draft has tokens, too.
-        self.teacher = Drafter(target, vocab, shares_target=True) if vocab is not None else self.target
+        self.teacher = Drafter(target, vocab, shares_target=True)
 
     def compute_loss(
         self,
@@ -187,7 +191,7 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,  # noqa: ARG002 - the signature that Trainer calls
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        answers, p_logits, states = self._teach(inputs, self.teacher)
+        answers, p_logits, states = self._teach(inputs, self.teacher.vocab_logits)
         count = answers.sum() if num_items_in_batch is None else num_items_in_batch
         # DDP averages over the processes, and `count` is over all of them.
         loss = model(inputs["input_ids"], answers, p_logits, states) / count * self.accelerator.num_processes
@@ -209,7 +213,7 @@ class DistillationTrainer(Trainer):
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """For each row the sums of acceptance and agreement by step, the number of positions, and the row's source."""
         inputs = self._prepare_inputs(inputs)
-        answers, p_logits, states = self._teach(inputs, self.target)
+        answers, p_logits, states = self._teach(inputs, lambda hidden: self.target.logits(hidden, self.num_ids))
         with torch.no_grad(), self.compute_loss_context_manager():
             values = model(inputs["input_ids"], answers, p_logits, states, measure=True).flatten(1)
         rows = answers.nonzero()[:, 0]
@@ -219,23 +223,23 @@ class DistillationTrainer(Trainer):
 
     @torch.no_grad()
     def _teach(
-        self, inputs: dict[str, Any], teacher: Reader
+        self, inputs: dict[str, Any], logits: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[slice], Tensor], Tensor | None]:
         """Where the answers are, the target's logits there, and its states for a conditioned draft.
 
-        The logits are plain ones, which is to say at temperature 1.
+        The logits are plain ones, which is to say at temperature 1; `logits` makes them of states.
         """
         answers = inputs["labels"][:, 1:] != IGNORED
         student = self.accelerator.unwrap_model(self.model)
         if student.fusion is not None:
             answers[:, : student.unroll] = False  # before the first of the text there is no state
         with TargetStates(self.target.model, student.fusion) as caught:
-            hidden = teacher.hidden_states(inputs["input_ids"])[:, :-1][answers]
+            hidden = self.target.hidden_states(inputs["input_ids"])[:, :-1][answers]
             states = caught.take()
 
         @torch.no_grad()
         def p_logits(at: slice) -> Tensor:
-            return teacher.logits(hidden[at], self.num_ids)
+            return logits(hidden[at])
 
         return answers, p_logits, states
 
