@@ -52,7 +52,7 @@ class TokenRecords:
         if self.hidden_states is not None:
             first = not self.hidden_states
             rows = [slice(None)] if first else [slice(i, i + 1) for i in path]
-            self.hidden_states += tuple(tuple(layer[..., row, :] for layer in outputs.hidden_states) for row in rows)
+            self.hidden_states += tuple(tuple(_rows(layer, row) for layer in outputs.hidden_states) for row in rows)
         if self.attentions is not None:
             if not self.attentions:
                 self.attentions += (tuple(outputs.attentions),)
@@ -65,6 +65,11 @@ class TokenRecords:
                         for layer, window in zip(outputs.attentions, windows, strict=True)
                     ),
                 )
+
+
+def _rows(layer: Tensor, rows: slice) -> Tensor:
+    """Some tokens' states of a layer: `[1, length, ...]`, or `[streams, 1, length, size]` in Gemma 3n."""
+    return layer[:, rows] if layer.shape[0] == 1 else layer[..., rows, :]
 
 
 def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:

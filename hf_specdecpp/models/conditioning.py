@@ -155,7 +155,13 @@ class TargetStates:
 
 
 def _keeper(caught: list[Tensor]) -> Any:
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-        caught.append(output if isinstance(output, Tensor) else output[0])
+    def keep(module: nn.Module, _args: Any, output: Any) -> None:
+        states = output if isinstance(output, Tensor) else output[0]
+        if states.dim() != 3:
+            raise ValueError(
+                f"{type(module).__name__} returns {states.dim()}-dimensional states, several for each token, which no "
+                "draft can be conditioned on. Read other layers, or use an early exit or an independent draft."
+            )
+        caught.append(states)
 
     return keep

@@ -30,11 +30,6 @@ def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="sum", log_target=True)
 
 
-def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Chance `[n]` that a token drawn from q is accepted, sum over the vocabulary of min(p, q), at temperature 1."""
-    return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
-
-
 def with_own_parameters(model: CausalLM) -> CausalLM:
     """The model's structure with new, frozen `Parameter` objects over the same memory.
 
@@ -112,16 +107,25 @@ class Student(PeftModel):
             steps = [self.drafter.hidden_states(input_ids)]
         else:
             steps = list(unrolled(self.drafter, input_ids, states, self.unroll))
-        hidden = [step[:, :-1][answers] for step in steps]
+        hidden = torch.stack([step[:, :-1][answers] for step in steps], 1)
         if measure:
-            chunks = _chunks(len(hidden[0]))
-            return torch.stack([torch.cat([self._measure(h[at], p_logits(at)) for at in chunks]) for h in hidden], 1)
-        return _through(torch.stack(hidden, 1), lambda at, states: self._loss(states, p_logits(at))) / len(hidden)
+            return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden))])
+        return _through(hidden, lambda at, states: self._loss(states, p_logits(at))) / len(steps)
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        q_logits = self.drafter.logits(hidden, p_logits.shape[-1])
-        agree = p_logits.argmax(-1) == q_logits.argmax(-1)
-        return torch.stack((acceptance(p_logits, q_logits), agree.float()), dim=-1)
+        """`[positions, steps, 2]` of `hidden` `[positions, steps, hidden_size]` and `p_logits` `[positions, vocab]`.
+
+        q is zero outside the draft's tokens, so only these are looked at, with p as it is among all.
+        """
+        q_logits, vocab = self.drafter.vocab_logits(hidden), self.drafter.draft_vocab
+        if vocab is None:
+            q_logits = q_logits[..., : p_logits.shape[-1]]
+        kept: Any = slice(q_logits.shape[-1]) if vocab is None else vocab
+        p = (p_logits - p_logits.logsumexp(-1, keepdim=True))[:, kept].exp()
+        q = q_logits.softmax(-1)
+        likeliest = q_logits.argmax(-1)
+        agree = p_logits.argmax(-1)[:, None] == (likeliest if vocab is None else vocab[likeliest])
+        return torch.stack((torch.minimum(p[:, None], q).sum(-1), agree.float()), dim=-1)
 
     def _loss(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         """KL(p || q) with p renormalised on the tokens that the draft has, summed over positions and steps.
