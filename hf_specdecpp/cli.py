@@ -67,8 +67,10 @@ def train(
         list[str] | None, typer.Option(help="Prompts: a JSON Lines file or a datasets id; may be repeated.")
     ] = None,
     output: Annotated[str | None, typer.Option(help="Folder that becomes the assistant's repository.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft; by default an early exit.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Layers of the early exit: 4, or 0,1,2,29.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Hub id or folder of a draft, or conditioned; by default an early exit.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers of the target that draft: 4, or 0,1,2,29.")] = None,
     server: Annotated[str | None, typer.Option(help="URL of an OpenAI-compatible server for the answers.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any setting; options here win.")] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Run only this stage; may be repeated.")] = None,

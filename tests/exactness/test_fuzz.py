@@ -55,6 +55,19 @@ def run(drawn: list[Case]) -> list[tuple[Case, Result]]:
     return results
 
 
+# Cases that were wrong once, and that few random cases are like.
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(family="hy_v4", new_tokens=5, records=("hidden_states",)),  # states [1, length, streams, size]
+        Case(family="gemma3n_text", new_tokens=5, records=("hidden_states",)),  # [streams, 1, length, size]
+    ],
+    ids=lambda case: case.family,
+)
+def test_earlier_mistakes(case: Case) -> None:
+    run([case])
+
+
 def share(results: list[tuple[Case, Result]], kind: str) -> float:
     return sum(result.kind == kind for _, result in results) / len(results)
 
