@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
@@ -21,13 +20,7 @@ from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.unattached import (
-    AssistantGenerationConfig,
-    DraftOutput,
-    DraftState,
-    check_loop,
-    draft_round,
-)
+from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_parts
 from hf_specdecpp.models import causal_lm
@@ -48,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger("hf_specdecpp")
 
 
-class SpecDecPPAssistant(PreTrainedModel):
+class SpecDecPPAssistant(ModelInterface):
     """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
 
     Make one with `from_pretrained`, `from_draft`, `from_early_exit` or `from_conditioned`. With `target=` it is
@@ -247,10 +240,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         Raises:
             ValueError: the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
         """
-        if fusion is None:
-            target = causal_lm.base_model(target)
-            states, embeddings = target.get_output_embeddings().weight.shape[1], target.get_input_embeddings().weight
-            fusion = Fusion(states, embeddings.shape[1], list(reads))
+        fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
         return cls._from_layers(target, layers, fusion, adapter, head, draft_vocab, speculation, merge)
 
     @classmethod
@@ -265,6 +255,7 @@ class SpecDecPPAssistant(PreTrainedModel):
         speculation: SpeculationConfig | None,
         merge: bool,
     ) -> Self:
+        """What the two above have in common."""
         target = causal_lm.base_model(target)
         chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
         config = SpecDecPPConfig(draft_kind="conditioned" if fusion else "early_exit", draft_layers=chosen)
@@ -329,33 +320,6 @@ class SpecDecPPAssistant(PreTrainedModel):
             )
         return self.drafter
 
-    def generate(
-        self,
-        input_ids: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: list[Any] | None = None,
-        past_key_values: DraftState | None = None,
-        attention_mask: Tensor | None = None,
-        min_new_tokens: int = 0,
-        max_new_tokens: int | None = None,
-        **_: Any,
-    ) -> DraftOutput:
-        """Draft one round for transformers' assisted generation, which is what calls this.
-
-        Raises:
-            ValueError: the generation cannot be assisted, or this was called directly.
-        """
-        if input_ids is None or generation_config is None or max_new_tokens is None:
-            raise ValueError(
-                "An assistant does not answer by itself. Pass it to its target: "
-                "model.generate(**inputs, assistant_model=assistant)."
-            )
-        start = partial(self.start_generation, None)
-        return draft_round(
-            start, input_ids, generation_config, logits_processor, past_key_values, attention_mask, min_new_tokens,
-            max_new_tokens,
-        )  # fmt: skip
-
     def setup(self) -> DraftSetup:
         """What a generation needs of this assistant.
 
@@ -392,39 +356,6 @@ class SpecDecPPAssistant(PreTrainedModel):
         """The draft model's own forward, for measuring it."""
         return self.ready_drafter().model(input_ids, **kwargs)
 
-    # What transformers reads -----------------------------------------------------------------------------------------
-
-    @property
-    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule.
-
-        Raises:
-            ValueError: that loop is being set up for something that it would get wrong.
-        """
-        check_loop(self.ready_drafter)
-        return AssistantGenerationConfig(self.speculation.most_tokens)
-
-    @property
-    def device(self) -> torch.device:
-        if self.drafter is not None:
-            return self.drafter.device
-        return self.head.output.weight.device if self.head is not None else torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.drafter.dtype if self.drafter is not None else torch.float32
-
-    def get_output_embeddings(self) -> None:
-        """None: an assistant is not a causal LM. Read where transformers would sample with another tokenizer.
-
-        Raises:
-            ValueError: in that case.
-        """
-        check_loop(self.ready_drafter)
-
-    def _supports_logits_to_keep(self) -> bool:
-        return True
-
     # Storing one -----------------------------------------------------------------------------------------------------
 
     def contents(self) -> publishing.Contents:
@@ -454,17 +385,6 @@ class SpecDecPPAssistant(PreTrainedModel):
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
         """Upload what `save_pretrained` writes. See `publishing.push` for the arguments."""
         return publishing.push(self.contents(), repo_id, **kwargs)
-
-    # A copy by value would leave the targets behind that this one is attached to. Harnesses copy the arguments of
-    # `generate()`, and mean the same assistant; and a pickle goes to a process where there are no such targets.
-    def __deepcopy__(self, _: Any) -> Self:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "An assistant cannot be pickled: it belongs to the targets that it is attached to. Store it with "
-            "assistant.save_pretrained(folder) and load it there: SpecDecPPAssistant.from_pretrained(folder, target)."
-        )
 
     # Details ---------------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor
+from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor, PreTrainedModel
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import ModelOutput
 
@@ -24,6 +25,9 @@ from hf_specdecpp.generation.refusals import check_inputs, check_lossless
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Families whose token types may mark the prompt as a prefix in which every token sees every other.
 PREFIX_ATTENTION = {"paligemma", "hrm_text"}
@@ -224,3 +228,85 @@ def _loop_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_name != "_assisted_decoding":
         frame = frame.f_back
     return frame
+
+
+class ModelInterface(PreTrainedModel):
+    """What transformers asks of an assistant as if it were a model: rounds of its own loop, device and dtype, copies.
+
+    The base of `SpecDecPPAssistant`, which brings what is declared here.
+    """
+
+    drafter: Any
+    head: Any
+    speculation: Any
+    ready_drafter: Any
+    start_generation: Any
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: list[Any] | None = None,
+        past_key_values: DraftState | None = None,
+        attention_mask: Tensor | None = None,
+        min_new_tokens: int = 0,
+        max_new_tokens: int | None = None,
+        **_: Any,
+    ) -> DraftOutput:
+        """Draft one round for transformers' assisted generation, which is what calls this.
+
+        Raises:
+            ValueError: the generation cannot be assisted, or this was called directly.
+        """
+        if input_ids is None or generation_config is None or max_new_tokens is None:
+            raise ValueError(
+                "An assistant does not answer by itself. Pass it to its target: "
+                "model.generate(**inputs, assistant_model=assistant)."
+            )
+        start = partial(self.start_generation, None)
+        return draft_round(
+            start, input_ids, generation_config, logits_processor, past_key_values, attention_mask, min_new_tokens,
+            max_new_tokens,
+        )  # fmt: skip
+
+    @property
+    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
+        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule.
+
+        Raises:
+            ValueError: that loop is being set up for something that it would get wrong.
+        """
+        check_loop(self.ready_drafter)
+        return AssistantGenerationConfig(self.speculation.most_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        if self.drafter is not None:
+            return self.drafter.device
+        return self.head.output.weight.device if self.head is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.drafter.dtype if self.drafter is not None else torch.float32
+
+    def get_output_embeddings(self) -> None:
+        """None: an assistant is not a causal LM. Read where transformers would sample with another tokenizer.
+
+        Raises:
+            ValueError: in that case.
+        """
+        check_loop(self.ready_drafter)
+
+    def _supports_logits_to_keep(self) -> bool:
+        return True
+
+    # A copy by value would leave the targets behind that this one is attached to. Harnesses copy the arguments of
+    # `generate()`, and mean the same assistant; and a pickle goes to a process where there are no such targets.
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "An assistant cannot be pickled: it belongs to the targets that it is attached to. Store it with "
+            "assistant.save_pretrained(folder) and load it there: SpecDecPPAssistant.from_pretrained(folder, target)."
+        )

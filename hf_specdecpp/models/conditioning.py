@@ -53,6 +53,12 @@ class Fusion(nn.Module):
         self.read = _linear(len(self.reads) * hidden_size, hidden_size, rank) if self.reads else None
         self.reset()
 
+    @classmethod
+    def untrained(cls, target: CausalLM, reads: Sequence[int], rank: int | None = None) -> Fusion:
+        """One of a target's sizes."""
+        hidden, embeddings = (get().weight for get in (target.get_output_embeddings, target.get_input_embeddings))
+        return cls(hidden.shape[1], embeddings.shape[1], list(reads), rank)
+
     @property
     def width(self) -> int:
         """Numbers in a target's state: its final state and the outputs of the layers that are read."""

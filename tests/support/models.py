@@ -106,12 +106,12 @@ def partly_agreeing(target: CausalLM, mix: float = 0.96, seed: int = 1) -> Causa
 
 def random_fusion(target: CausalLM, reads: Sequence[int] = (0, 1), share: float = 0.1) -> Fusion:
     """A fusion that mostly passes the embedding on, so that a draft of the first layers guesses some tokens."""
-    hidden, embeddings = target.get_output_embeddings().weight.shape[1], target.get_input_embeddings().weight
+    scale = share * target.get_input_embeddings().weight.std().float()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(2)
-        fusion = Fusion(hidden, embeddings.shape[1], list(reads))
+        fusion = Fusion.untrained(target, reads)
         for parameter in fusion.parameters():
-            parameter.add_(share * embeddings.std().float() * torch.randn_like(parameter))
+            parameter.add_(scale * torch.randn_like(parameter))
     return fusion
 
 

@@ -216,8 +216,7 @@ def _trainer(
 
 
 def _initial_fusion(config: TrainingConfig, target: CausalLM, train: Dataset) -> Fusion:
-    hidden, embeddings = target.get_output_embeddings().weight.shape[1], target.get_input_embeddings().weight.shape[1]
-    fusion = Fusion(hidden, embeddings, reads_of(config, target), config.distill.fusion_rank)
+    fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
     if last_checkpoint(config.work / CHECKPOINTS) is None:  # else the checkpoint has it
         logger.info(f"Fitting the fusion on {min(len(train), FITTED_ON)} answers.")
         chosen = train.select(range(0, len(train), -(-len(train) // FITTED_ON)))
