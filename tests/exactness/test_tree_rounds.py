@@ -40,10 +40,12 @@ def error_of(program: ToyTree, vocab: int = 3) -> float:
     ("algorithm", "estimator"), [(a, e) for a in EVERY for e in ESTIMATORS if a != "static" or e == ESTIMATORS[0]]
 )
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_a_round_emits_exactly_p(verifier: str, algorithm: str, estimator: str, scenario: str) -> None:
-    vocab = 4 if scenario == "disjoint supports" else 3
-    for seed in range(2 if estimator == ESTIMATORS[0] else 1):
-        for budget in range(1, 5 if vocab == 4 or "at once" in verifier else 7):
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_round_emits_exactly_p(verifier: str, algorithm: str, estimator: str, scenario: str, thorough: bool) -> None:
+    """Budgets up to 4; the thorough run has up to 6, and more seeds."""
+    vocab, at_once = 4 if scenario == "disjoint supports" else 3, "at once" in verifier
+    for seed in range(2 if thorough and estimator == ESTIMATORS[0] else 1):
+        for budget in range(1, 7 if thorough and vocab == 3 and not at_once else 4 if at_once else 5):
             models = Models(scenario, vocab, 10 * seed + budget)
             program = ToyTree(models, algorithm, estimator, budget, seed=seed, verifier=verifier)
             error = error_of(program, vocab)
