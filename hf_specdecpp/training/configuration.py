@@ -65,6 +65,8 @@ class DistillConfig:
         gradient_accumulation_steps (passes): before each step of the optimiser.
         max_length (tokens): a prompt with its answer is cut off there.
         unroll (candidates): of a round that a conditioned draft is taught to go on for by itself.
+        fusion_learning_rate: that of a conditioned draft's fusion, which begins with maps that make sense: at the
+            adapter's rate they are lost.
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
     """
@@ -81,6 +83,7 @@ class DistillConfig:
     gradient_accumulation_steps: int = 1
     max_length: int = 1024
     unroll: int = 4
+    fusion_learning_rate: float = 5e-5
     fusion_rank: int | None = None
     bf16: bool = False
 
@@ -266,7 +269,7 @@ class TrainingConfig:
         for name in (*whole, "fusion_rank"):
             _at_least(1, f"distill.{name}", getattr(distill, name))
         _at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
-        for name in ("epochs", "learning_rate"):
+        for name in ("epochs", "learning_rate", "fusion_learning_rate"):
             _above_zero(f"distill.{name}", getattr(distill, name))
         _share("distill.dropout", distill.dropout)
 

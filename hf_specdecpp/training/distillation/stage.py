@@ -135,7 +135,8 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
     if config.is_conditioned:
         names["reads"] = config.reads
     else:
-        del distill["unroll"], distill["fusion_rank"]
+        for name in ("unroll", "fusion_rank", "fusion_learning_rate"):
+            del distill[name]
     return {**names, "rollouts": rollouts, **distill}
 
 
@@ -212,6 +213,7 @@ def _trainer(
         eval_dataset=measured,
         compute_metrics=partial(summarise, sources=sources),
         target=target,
+        fusion_learning_rate=distill.fusion_learning_rate,
     )
 
 

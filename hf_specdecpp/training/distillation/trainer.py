@@ -174,12 +174,14 @@ class DistillationTrainer(Trainer):
 
     Args:
         target: on the trainer's device; never wrapped, moved, trained or stored.
+        fusion_learning_rate: of a conditioned draft's fusion, in the place of `args.learning_rate`.
     """
 
     model: Student
 
-    def __init__(self, *args: Any, target: CausalLM, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, target: CausalLM, fusion_learning_rate: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.fusion_learning_rate = fusion_learning_rate
         # Losses of micro-batches and processes are weighted by their answer tokens.
         self.model_accepts_loss_kwargs = True
         vocab = self.model.drafter.draft_vocab
@@ -187,6 +189,18 @@ class DistillationTrainer(Trainer):
         self.num_ids = _num_ids(self.target)
         # The loss needs the target's logits only where the draft has tokens, too.
         self.teacher = Drafter(target, vocab, shares_target=True)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The usual one; the fusion is a group of its own."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        student = self.accelerator.unwrap_model(self.model)
+        fusion = {id(parameter) for parameter in student.fusion.parameters()} if student.fusion is not None else set()
+        for group in list(optimizer.param_groups):
+            chosen = [parameter for parameter in group["params"] if id(parameter) in fusion]
+            if chosen:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in fusion]
+                optimizer.add_param_group({**group, "params": chosen, "lr": self.fusion_learning_rate})
+        return optimizer
 
     def compute_loss(
         self,
