@@ -9,13 +9,15 @@ safetensors only, loaded strictly; nothing here opens a pickle or runs code from
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils.hub import extract_commit_hash
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
@@ -24,6 +26,8 @@ from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
 from hf_specdecpp.files import check_sound, load_strict, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES, MOST_CONFIG_BYTES
 from hf_specdecpp.models.conditioning import Fusion
+
+Module = TypeVar("Module", bound=nn.Module)
 
 CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
 HEAD, FUSION, DRAFT_VOCAB = "acceptance_head.safetensors", "fusion.safetensors", "draft_vocab.safetensors"
@@ -161,18 +165,11 @@ def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHea
     Raises:
         ValueError: the arguments make no sense, or the file is damaged or does not fit them.
     """
-    try:
-        check_arguments(AcceptanceHead.__init__, arguments)
+    with _as_described("acceptance head"):
+        check_arguments(AcceptanceHead.__init__, arguments)  # first: a calibration of the wrong type has no values
         for each in (arguments.get("calibration") or {}).values():
             check_arguments(Calibration, each)
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in AcceptanceHead(**arguments).state_dict().items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"No acceptance head can be built as it is described: {error}") from None
-    tensors = load_strict(path, shapes, hint)
-    head = AcceptanceHead(**arguments)
-    head.load_state_dict(tensors)
-    return head.eval()
+    return _read_module(AcceptanceHead, "acceptance head", arguments, path, hint)
 
 
 def load_fusion(repository: Repository, config: SpecDecPPConfig) -> Fusion:
@@ -190,16 +187,28 @@ def load_fusion(repository: Repository, config: SpecDecPPConfig) -> Fusion:
 
 def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
     """The fusion with these arguments, whose weights are in `path`; errors as in `read_head`."""
-    try:
-        check_arguments(Fusion.__init__, arguments)
+    hint = f"It does not belong to the fusion that {CONFIG} describes."
+    return _read_module(Fusion, "fusion", arguments, path, hint)
+
+
+def _read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: Path, hint: str) -> Module:
+    """A module with these arguments, whose weights are in `path`; `name` is for a message."""
+    with _as_described(name):
+        check_arguments(kind.__init__, arguments)
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in Fusion(**arguments).state_dict().items()}
+            shapes = {key: tensor.shape for key, tensor in kind(**arguments).state_dict().items()}
+    tensors = load_strict(path, shapes, hint)
+    module = kind(**arguments)
+    module.load_state_dict(tensors)
+    return module.eval()
+
+
+@contextmanager
+def _as_described(name: str) -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"No fusion can be built as it is described: {error}") from None
-    tensors = load_strict(path, shapes, f"It does not belong to the fusion that {CONFIG} describes.")
-    fusion = Fusion(**arguments)
-    fusion.load_state_dict(tensors)
-    return fusion.eval()
+        raise ValueError(f"No {name} can be built as it is described: {error}") from None
 
 
 def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
