@@ -85,7 +85,9 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
     assert len(accepted) >= 2
 
 
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "dyspec" else [pytest.mark.slow]) for kind in TREES]
+)
 def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     target = tiny("llama")
     assistant = assistant_for(target, mix=0.7)

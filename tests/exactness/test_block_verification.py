@@ -98,7 +98,9 @@ def accepted_in(toy: ToyRound) -> float:
     return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=[pytest.mark.slow] if "throughput/" in rule else []) for rule in RULES]
+)
 def test_a_block_round_accepts_no_fewer(rule: str) -> None:
     block, token = [], []
     for scenario in SCENARIOS:

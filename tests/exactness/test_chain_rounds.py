@@ -68,7 +68,13 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
         assert lengths == {1, 2, 3}
 
 
-@pytest.mark.parametrize("rule", ["adaedl", "threshold/after, untied", "threshold/before"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "adaedl",
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in ["threshold/after, untied", "threshold/before"]),
+    ],
+)
 @pytest.mark.parametrize("verifier", ["block", "token"])
 def test_two_rounds_emit_exactly_p(verifier: str, rule: str) -> None:
     """The second round continues the text of the first, with the same rule, which has learnt how the first went."""

@@ -92,7 +92,10 @@ def test_the_joint_law_adds_up() -> None:
     assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["attached", "attached, in order", "attached, as on a device", "unattached"])
+@pytest.mark.parametrize(
+    "kind",
+    ["attached", pytest.param("attached, in order", marks=pytest.mark.slow), "attached, as on a device", "unattached"],
+)
 def test_the_texts_follow_the_target(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "attached, as on a device":
         pretend_that_reads_are_slow(monkeypatch)

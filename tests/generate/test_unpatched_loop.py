@@ -7,6 +7,7 @@ their own loop or generator.
 from __future__ import annotations
 
 import types
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,9 +45,18 @@ def with_generator(target: CausalLM, assistant: SpecDecPPAssistant) -> list[Spec
     return made
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("kind", ["independent", "early exit"])
+QUICK = [
+    ("llama", "fixed", "independent"),
+    ("gemma3_text", "threshold", "early exit"),
+    ("gpt2", "throughput", "independent"),
+]
+CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "early exit"]))
+
+
+@pytest.mark.parametrize(
+    ("family", "rule", "kind"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
+)
 def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny(family)
     arguments = {"max_new_tokens": 200, "do_sample": False, "repetition_penalty": 1.05}

@@ -103,7 +103,7 @@ def test_the_stats_of_a_call_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_threads(family: str, kind: str) -> None:
     target = tiny(family)
     plain = [generate(target, ids) for ids in PROMPTS]

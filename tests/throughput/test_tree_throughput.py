@@ -102,7 +102,13 @@ class Simulation:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("kind", "seconds", "temperature"),
-    [("mixed", CPU, 1.0), ("mixed", STEP, 1.6), ("sharp", LINE, 1.0), ("sharp", GPU, 1.6), ("mixed", GPU, 1.0)],
+    [
+        ("mixed", CPU, 1.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("mixed", STEP, 1.6), ("sharp", LINE, 1.0), ("sharp", GPU, 1.6), ("mixed", GPU, 1.0)]
+        ),
+    ],
 )
 def test_it_is_as_fast_as_the_best_budget(kind: str, seconds: Costs, temperature: float, greedy: bool) -> None:
     best = 0.0
