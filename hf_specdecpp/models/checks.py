@@ -40,6 +40,8 @@ def _no_assistance(target: CausalLM) -> str | None:
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if config.model_type == "blt":
         return "reads bytes in patches, which rejected candidates would change"
+    if config.model_type == "moshi":  # the only one whose cache slides while its mask is `create_causal_mask`'s
+        return "has an attention window in its cache but not in its mask, so candidates would see more tokens"
     width = config.get_text_config().vocab_size
     if (predicted := getattr(target.get_output_embeddings(), "out_features", width)) < width:
         return f"predicts {predicted} of its {width} tokens, so candidates cannot be compared with it"

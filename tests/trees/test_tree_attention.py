@@ -211,7 +211,7 @@ def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
         ("gpt_neo", {}, "local attention"),
         ("llama4_text", {}, "attn_temperature_tuning"),
         ("minimax_m3_vl_text", {}, "index_topk_blocks"),
-        ("moshi", {}, "sliding attention over .12. tokens"),
+        ("moshi", {}, "in its cache but not in its mask"),
         ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "mrope"),
     ],
 )
