@@ -68,6 +68,8 @@ class DistillConfig:
         fusion_learning_rate: that of a conditioned draft's fusion, which begins with maps that make sense: at the
             adapter's rate they are lost.
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
+        cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
+            further epochs need no pass of the target; how much that takes is said before.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
     """
 
@@ -85,6 +87,7 @@ class DistillConfig:
     unroll: int = 4
     fusion_learning_rate: float = 5e-5
     fusion_rank: int | None = None
+    cache_states: bool = False
     bf16: bool = False
 
 

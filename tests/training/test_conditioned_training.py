@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hf_specdecpp.models.conditioning import Fusion, TargetStates
 from hf_specdecpp.texts.branches import draft_chains, target_states
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_fusion
+from hf_specdecpp.training.distillation import initial_fusion, state_cache
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 from hf_specdecpp.training.distillation.unrolling import in_rounds, unrolled
@@ -114,13 +115,16 @@ def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> float:
 
 
 def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the target's states on disk, too."""
     monkeypatch.setattr(distillation, "SAVE_EVERY", 0.5)
     results = []
     for name in ("whole", "killed"):
         config = prepare(tmp_path / name, "conditioned", answers=20, epochs=2, unroll=2)
         if name == "killed":
+            config.distill.cache_states = True
             be_killed(config, monkeypatch)
         distillation.run(config)
+        assert not (config.work / distillation.STATES).exists()
         results.append(
             {
                 path: load_file(config.work / path)
@@ -145,6 +149,28 @@ def be_killed(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch, at: int =
         patch.setattr(DistillationTrainer, "compute_loss", fails)
         with pytest.raises(Killed):
             distillation.run(config)
+
+
+def test_states_on_disk_save_the_passes_of_later_epochs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = prepare(tmp_path, "conditioned", answers=20, epochs=3, unroll=2)
+    config.distill.cache_states = True
+    read, known = DistillationTrainer._read, []
+
+    def count(self: Any, inputs: Any, fusion: Any) -> Any:
+        rows = inputs["row"].tolist()
+        if min(rows) >= 0:
+            known.append(self.cache.get(rows, inputs["input_ids"].shape[1]) is not None)
+        return read(self, inputs, fusion)
+
+    monkeypatch.setattr(DistillationTrainer, "_read", count)
+    distillation.run(config)
+    assert known == [False] * (len(known) // 3) + [True] * (2 * len(known) // 3)
+
+
+def test_a_disk_that_is_too_small_is_told_before(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"would take 0.00 GB .*cache_states: false"):
+        state_cache.StateCache(tmp_path / "states", [10, 20], 64, torch.float32)
 
 
 @pytest.mark.parametrize("rank", [None, 16])

@@ -65,7 +65,10 @@ def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
 
 
 def collate(rows: list[dict[str, Any]], max_length: int, sources: list[str]) -> dict[str, Tensor]:
-    """Pad on the right; labels are the answers' tokens, where a draft is to predict what the target wrote."""
+    """Pad on the right; labels are the answers' tokens, where a draft is to predict what the target wrote.
+
+    `row` is a training text's number, for the cache of states; -1 for others.
+    """
     ids = [torch.tensor(row["input_ids"][:max_length]) for row in rows]
     labels = [tokens.clone() for tokens in ids]
     for label, row in zip(labels, rows, strict=True):
@@ -73,5 +76,6 @@ def collate(rows: list[dict[str, Any]], max_length: int, sources: list[str]) -> 
     return {
         "input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),
         "labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "row": torch.tensor([row.get("row", -1) for row in rows]),
         "source": torch.tensor([sources.index(row["source"]) if row["source"] in sources else -1 for row in rows]),
     }

@@ -34,6 +34,7 @@ from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import initial_fusion
 from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
+from hf_specdecpp.training.distillation.state_cache import StateCache
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
 from hf_specdecpp.training.models import (
     FUSION_CONFIG,
@@ -53,6 +54,7 @@ logger = logging.get_logger("hf_specdecpp")
 
 REPORT = "distillation.json"
 CHECKPOINTS = "distillation-checkpoints"
+STATES = "target-states"
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
@@ -72,7 +74,7 @@ def run(config: TrainingConfig) -> None:
     """
     work, state = config.work, process_state()
     train, heldout = (answers.load(work, split) for split in ("train", "heldout"))
-    made = [work / name for name in (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG)]
+    made = [work / name for name in (CHECKPOINTS, STATES, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG)]
     record = Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
@@ -97,7 +99,8 @@ def run(config: TrainingConfig) -> None:
     if state.is_main_process:
         record.end(report)
         _show(report)
-        shutil.rmtree(work / CHECKPOINTS, ignore_errors=True)
+        for folder in (CHECKPOINTS, STATES):
+            shutil.rmtree(work / folder, ignore_errors=True)
     state.wait_for_everyone()
 
 
@@ -132,6 +135,7 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
     names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
     rollouts = digest(config.work / answers.FOLDER / answers.RECORD)
     distill = asdict(config.distill)
+    del distill["cache_states"]
     if config.is_conditioned:
         names["reads"] = config.reads
     else:
@@ -204,6 +208,7 @@ def _trainer(
     sources = sorted(set(heldout["source"]))
     if distill.on_prompts:
         train = train.remove_columns("prompt_length").add_column("prompt_length", [0] * len(train))
+    train = train.add_column("row", list(range(len(train))))
     measured = heldout.select(range(0, len(heldout), -(-len(heldout) // MEASURED)))
     return DistillationTrainer(
         model=student,
@@ -214,6 +219,7 @@ def _trainer(
         compute_metrics=partial(summarise, sources=sources),
         target=target,
         fusion_learning_rate=distill.fusion_learning_rate,
+        cache=_state_cache(config, target, fusion, train, limit),
     )
 
 
@@ -226,6 +232,16 @@ def _initial_fusion(config: TrainingConfig, target: CausalLM, train: Dataset) ->
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
         initial_fusion.fit(fusion, target, check_layers(layers_of(config, target), depth)[0], texts)
     return fusion
+
+
+def _state_cache(
+    config: TrainingConfig, target: CausalLM, fusion: Fusion | None, train: Dataset, limit: int
+) -> StateCache | None:
+    if fusion is None or not config.distill.cache_states:
+        return None
+    lengths = [min(length, limit) for length in lengths_of(train)]
+    with process_state().main_process_first():
+        return StateCache(config.work / STATES, lengths, fusion.width, target.dtype)
 
 
 def _keep_best_share(

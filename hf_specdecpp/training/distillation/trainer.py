@@ -19,6 +19,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.conditioning import Fusion, TargetStates
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.training.distillation.data import IGNORED
+from hf_specdecpp.training.distillation.state_cache import StateCache
 from hf_specdecpp.training.distillation.unrolling import unrolled
 
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
@@ -175,12 +176,21 @@ class DistillationTrainer(Trainer):
     Args:
         target: on the trainer's device; never wrapped, moved, trained or stored.
         fusion_learning_rate: of a conditioned draft's fusion, in the place of `args.learning_rate`.
+        cache: of the states that a conditioned draft reads.
     """
 
     model: Student
 
-    def __init__(self, *args: Any, target: CausalLM, fusion_learning_rate: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        target: CausalLM,
+        fusion_learning_rate: float,
+        cache: StateCache | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.cache = cache
         self.fusion_learning_rate = fusion_learning_rate
         # Losses of micro-batches and processes are weighted by their answer tokens.
         self.model_accepts_loss_kwargs = True
@@ -251,15 +261,27 @@ class DistillationTrainer(Trainer):
         student = self.accelerator.unwrap_model(self.model)
         if student.fusion is not None:
             answers[:, : student.unroll] = False  # before the first of the text there is no state
-        with TargetStates(self.target.model, student.fusion) as caught:
-            hidden = self.target.hidden_states(inputs["input_ids"])[:, :-1][answers]
-            states = caught.take()
+        final, states = self._read(inputs, student.fusion)
+        hidden = final[:, :-1][answers]
 
         @torch.no_grad()
         def p_logits(at: slice) -> Tensor:
             return logits(hidden[at])
 
         return answers, p_logits, states
+
+    def _read(self, inputs: dict[str, Any], fusion: Fusion | None) -> tuple[Tensor, Tensor | None]:
+        """The target's final states `[batch, n, hidden_size]`, and all that a conditioned draft reads of it."""
+        ids, rows = inputs["input_ids"], inputs["row"].tolist()
+        cache = self.cache if min(rows) >= 0 else None
+        if fusion is not None and cache is not None and (known := cache.get(rows, ids.shape[1])) is not None:
+            states = known.to(ids.device)
+            return states[..., : fusion.hidden_size], states
+        with TargetStates(self.target.model, fusion) as caught:
+            final, states = self.target.hidden_states(ids), caught.take()
+        if cache is not None and states is not None:
+            cache.put(rows, states)
+        return final, states
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
