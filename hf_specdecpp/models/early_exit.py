@@ -13,6 +13,9 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.checks import check_target
 
+# By which attention knows the layer of the cache that it writes to (GPT-Neo has the latter).
+LAYER_NUMBERS = ("layer_idx", "layer_id")
+
 
 def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
     """A causal LM made of some of the target's layers, its embeddings, final norm and LM head.
@@ -71,8 +74,9 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
     setattr(decoder, name, nn.ModuleList(layers))
     for place, layer in enumerate(layers):
         for module in layer.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx = place  # which layer of its own cache it writes to
+            for attribute in LAYER_NUMBERS:
+                if isinstance(getattr(module, attribute, None), int):
+                    setattr(module, attribute, place)
     for config in _configs(copied):
         _choose_layers(config, chosen, len(stack))
     return copied.eval()

@@ -278,10 +278,10 @@ class DistillationTrainer(Trainer):
             states = known.to(ids.device)
             return states[..., : fusion.hidden_size], states
         with TargetStates(self.target.model, fusion) as caught:
-            final, states = self.target.hidden_states(ids), caught.take()
-        if cache is not None and states is not None:
-            cache.put(rows, states)
-        return final, states
+            final, found = self.target.hidden_states(ids), caught.take()
+        if cache is not None and found is not None:
+            cache.put(rows, found)
+        return final, found
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
