@@ -18,6 +18,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.memory import Memory
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.unattached import ModelInterface
@@ -32,7 +33,6 @@ from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import commit_of, warn_of_drift
-from hf_specdecpp.throughput.memory import ThroughputMemory
 from hf_specdecpp.trees.drawing import DrawnTree
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class SpecDecPPAssistant(ModelInterface):
         speculation: the settings of a run; change them at any time between two calls.
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
-        throughput: what `rule="throughput"` has learned; `throughput.clear()` forgets it.
+        memory: what was learned of targets while generating; `memory.clear()` forgets it.
         drafter: the draft model, or `None` for one of the target's layers that has not met its target yet.
     """
 
@@ -83,7 +83,7 @@ class SpecDecPPAssistant(ModelInterface):
         self.merge_adapter = True
         self.draft_vocab = draft_vocab
         self.fusion = fusion
-        self.throughput = ThroughputMemory()
+        self.memory = Memory(config.calibration)
         self.packed = PackedWeights()
         if head is not None and drafter is not None:
             check_head(head, drafter, config.draft_name)
@@ -330,7 +330,7 @@ class SpecDecPPAssistant(ModelInterface):
             drafter=self.ready_drafter(),
             head=self.head,
             speculation=self.speculation,
-            memory=self.throughput,
+            memory=self.memory,
             packed=self.packed,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
@@ -358,8 +358,8 @@ class SpecDecPPAssistant(ModelInterface):
 
     # Storing one -----------------------------------------------------------------------------------------------------
 
-    def contents(self) -> publishing.Contents:
-        """What the repository of this assistant is made of.
+    def contents(self, calibration: bool = False) -> publishing.Contents:
+        """What the repository of this assistant is made of; `calibration` as in `save_pretrained`.
 
         Raises:
             ValueError: the draft carries a PEFT adapter that no folder holds.
@@ -370,21 +370,26 @@ class SpecDecPPAssistant(ModelInterface):
                 f"The draft {config.draft_id!r} carries a PEFT adapter in memory, which the saved assistant would "
                 "lack. Save the adapter and name its folder: from_draft(draft, adapter=folder)."
             )
+        learned = self.memory.calibrations() if calibration else None
         return publishing.Contents(
-            config, self.speculation, self.head, self.adapter_folder, self.draft_vocab, self.fusion
+            config, self.speculation, self.head, self.adapter_folder, self.draft_vocab, self.fusion, learned
         )
 
-    def save_pretrained(self, folder: str | Path, **_: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, folder: str | Path, calibration: bool = False, **_: Any) -> None:  # type: ignore[override]
         """Write the repository of this assistant into `folder`: config, head, adapter, draft vocabulary, card.
+
+        Args:
+            folder: is created if it is missing.
+            calibration: also what generating has taught about the estimates; whoever loads the assistant begins there.
 
         Raises:
             ValueError: an independent draft has neither a Hub id nor a folder to load it from again.
         """
-        publishing.save(self.contents(), Path(folder))
+        publishing.save(self.contents(calibration), Path(folder))
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Upload what `save_pretrained` writes. See `publishing.push` for the arguments."""
-        return publishing.push(self.contents(), repo_id, **kwargs)
+    def push_to_hub(self, repo_id: str, calibration: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Upload what `save_pretrained` writes. See `publishing.push` for the other arguments."""
+        return publishing.push(self.contents(calibration), repo_id, **kwargs)
 
     # Details ---------------------------------------------------------------------------------------------------------
 

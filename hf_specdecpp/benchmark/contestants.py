@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig, Tree
+from hf_specdecpp.generation.memory import Memory
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.memory import ThroughputMemory
 
 LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -47,7 +47,7 @@ class Contestant:
         draft: the draft of these, if it is not the assistant's: the one that the assistant's was tuned from.
         lookup: transformers' prompt lookup: how many tokens it proposes.
         same_passes: plain generation on the CPU products and packed weights that ours runs on.
-        memory: ours: what `rule="throughput"` has learned as this contestant.
+        memory: ours: what was learned as this contestant.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Contestant:
     draft: CausalLM | None = field(default=None, compare=False, repr=False)
     lookup: int | None = None
     same_passes: bool = False
-    memory: ThroughputMemory = field(default_factory=ThroughputMemory, compare=False, repr=False)
+    memory: Memory = field(default_factory=Memory, compare=False, repr=False)
 
     @property
     def ours(self) -> bool:
@@ -78,14 +78,14 @@ class Contestant:
             finally:
                 draft.generation_config = own
         elif self.speculation is not None:
-            before = assistant.speculation, assistant.head, assistant.throughput
+            before = assistant.speculation, assistant.head, assistant.memory
             passes = {name: getattr(assistant.speculation, name) for name in PASSES}
-            assistant.speculation, assistant.throughput = replace(self.speculation, **passes), self.memory
+            assistant.speculation, assistant.memory = replace(self.speculation, **passes), self.memory
             assistant.head = assistant.head if self.with_head else None
             try:
                 yield {"assistant_model": assistant}
             finally:
-                assistant.speculation, assistant.head, assistant.throughput = before
+                assistant.speculation, assistant.head, assistant.memory = before
         else:
             yield {} if self.lookup is None else {"prompt_lookup_num_tokens": self.lookup}
 

@@ -37,6 +37,8 @@ class SpecDecPPConfig(PretrainedConfig):
         vocab_hash: `vocabulary.hash_of` the target's tokenizer.
         acceptance_by_rank: for `"sampled"` and for `"greedy"` targets, how often the first, second, ... sibling was the
             accepted one, as evaluation measured it.
+        calibration: for `"sampled"` and for `"greedy"` targets, intercept and slope of the line that log-odds of
+            estimates are calibrated by before the first round (`save_pretrained(..., calibration=True)`).
         speculation: defaults of `SpeculationConfig`.
     """
 
@@ -46,7 +48,7 @@ class SpecDecPPConfig(PretrainedConfig):
     OWN_FIELDS: ClassVar[tuple[str, ...]] = (
         "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
         "draft_revision", "draft_layers", "fusion", "adapter", "head", "draft_vocab_size", "vocab_hash",
-        "acceptance_by_rank", "speculation",
+        "acceptance_by_rank", "calibration", "speculation",
         "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
 
@@ -64,6 +66,7 @@ class SpecDecPPConfig(PretrainedConfig):
         draft_vocab_size: int | None = None,
         vocab_hash: str | None = None,
         acceptance_by_rank: dict[str, list[float]] | None = None,
+        calibration: dict[str, list[float]] | None = None,
         speculation: dict[str, Any] | None = None,
         vocab_size: int | None = None,
         bos_token_id: int | None = None,
@@ -87,6 +90,7 @@ class SpecDecPPConfig(PretrainedConfig):
         self.draft_vocab_size = draft_vocab_size
         self.vocab_hash = vocab_hash
         self.acceptance_by_rank = acceptance_by_rank or {}
+        self.calibration = calibration or {}
         self.speculation = speculation if speculation is not None else SpeculationConfig().to_dict()
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
@@ -138,12 +142,22 @@ class SpecDecPPConfig(PretrainedConfig):
         ranks = max(map(len, (own.get("acceptance_by_rank") or {}).values()), default=0)
         if ranks > MOST_RANKS:
             raise ValueError(f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use.")
+        _check_calibration(own.get("calibration") or {})
         config = super().from_dict(own, **kwargs)
         made = config[0] if isinstance(config, tuple) else config  # with `return_unused_kwargs`
         made.architectures = ["SpecDecPPAssistant"]
         written_with = config_dict.get("transformers_version")
         made.transformers_version = written_with if isinstance(written_with, str) else None
         return config
+
+
+def _check_calibration(calibration: dict[str, list[float]]) -> None:
+    for mode, line in calibration.items():
+        if mode not in ("sampled", "greedy") or len(line) != 2:
+            raise ValueError(
+                f"calibration={calibration} must have two numbers, intercept and slope, for 'sampled' and for "
+                "'greedy' targets: log-odds of estimates are calibrated by them."
+            )
 
 
 def special_tokens(model: CausalLM) -> dict[str, Any]:

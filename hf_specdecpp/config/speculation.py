@@ -49,6 +49,10 @@ class SpeculationConfig:
             over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to read after a pause, each
             further node that a draft step reads in a tree. The last three may be missing. `None` measures them, once a
             machine.
+        adapt: calibrate the estimates of `"threshold"` and of dynamic trees by what verification said of earlier ones,
+            in this text and those before it (`assistant.memory`; `docs/specdecpp.md`). `"throughput"` always does.
+            `False` takes a head's and the draft's probabilities as they are; then a seed repeats a sampled text
+            whatever was generated before.
         tree: draft a token tree (on a target that the assistant is attached to). `"dyspec"`: DySpec's Algorithm 2, a
             draft pass a level; `"dyspec-exact"`: its Algorithm 1, a draft pass for every node that gets children;
             `"static"`: always `tree_shape`. `None` drafts chains. With trees `rule` and its parameters do not matter,
@@ -89,6 +93,7 @@ class SpeculationConfig:
     svip_threshold: float = 0.3
     adaedl_threshold: float = 0.4
     costs: dict[str, Any] | None = None
+    adapt: bool = True
     tree: Tree | None = None
     tree_budget: int = 64
     tree_depth: int = 12

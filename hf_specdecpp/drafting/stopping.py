@@ -7,16 +7,12 @@ submitted whatever the rule says. No rule can take a candidate back. (`docs/spec
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
-
-if TYPE_CHECKING:
-    pass
-
 
 SVIP_GAMMA = 0.15
 ADAEDL_GAMMA = 0.2
@@ -66,23 +62,35 @@ class FixedLength(StoppingRule):
 
 
 class Threshold(StoppingRule):
-    """SpecDec++ (section 3): stop when the chance that at least one candidate was rejected passes h."""
+    """SpecDec++ (section 3): stop when the chance that at least one candidate was rejected passes h.
 
-    def __init__(self, config: SpeculationConfig, estimator: Estimator) -> None:
+    Args:
+        rates: calibrates the estimates by what earlier rounds said, and learns from each round; `None` takes them as
+            they are, as the paper does.
+    """
+
+    def __init__(self, config: SpeculationConfig, estimator: Estimator, rates: AcceptanceRates | None = None) -> None:
         super().__init__(config.max_tokens)
-        self.min_tokens, self.h, self.estimator = config.min_tokens, config.threshold, estimator
-        self.survival = 1.0
+        self.min_tokens, self.h, self.estimator, self.rates = config.min_tokens, config.threshold, estimator, rates
+        self.begin_round()
 
     def begin_round(self) -> None:
         self.survival = 1.0
+        self.estimates: list[float] = []
 
     def signal(self, step: DraftStep) -> Tensor | None:
         return self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
         # A head that judges "after" has nothing to say on the first candidate: its estimate counts as 1.
-        self.survival *= 1.0 if signal is None else signal
+        if signal is not None:
+            self.estimates.append(signal)
+            self.survival *= signal if self.rates is None else self.rates.calibrated(signal)
         return 1.0 - self.survival > self.h
+
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        if self.rates is not None:
+            self.rates.observe(self.estimates, num_drafted, num_accepted)
 
 
 class Confidence(StoppingRule):

@@ -101,7 +101,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             config, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
         )
         if config.tree == "dyspec" and config.rule == "throughput":
-            trees.throughput = setup.memory.tree_state(config, setup.drafter, estimator, target, generation_config)
+            trees.throughput = setup.memory.tree_plan(config, setup.drafter, estimator, target, generation_config)
+        elif config.adapt and config.tree != "static":
+            trees.rates = setup.memory.recall(target, estimator, generation_config, trees=True).rates
         return trees
 
     @torch.inference_mode()

@@ -7,6 +7,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -15,22 +16,28 @@ from hf_specdecpp.throughput.chains import Throughput, ThroughputState, settings
 logger = logging.get_logger("hf_specdecpp")
 
 
-def make_rule(config: SpeculationConfig, estimator: Estimator, state: ThroughputState | None = None) -> StoppingRule:
+def make_rule(
+    config: SpeculationConfig,
+    estimator: Estimator,
+    plan: ThroughputState | None = None,
+    rates: AcceptanceRates | None = None,
+) -> StoppingRule:
     """The stopping rule that `config` names, fresh for one generation.
 
     Args:
-        state: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
+        plan: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
+        rates: what calibrates the estimates of `rule="threshold"`, and learns from its rounds; by default nothing does.
 
     Raises:
         ValueError: from `config.validate()`.
     """
     config.validate()
     if config.rule == "throughput":
-        return Throughput(estimator, state or ThroughputState(*settings_of(config, estimator)))
+        return Throughput(estimator, plan or ThroughputState(*settings_of(config, estimator)))
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
     if config.rule == "threshold":
-        return Threshold(config, estimator)
+        return Threshold(config, estimator, rates)
     return {"confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL}[config.rule](config)
 
 
@@ -46,11 +53,15 @@ def rule_of(setup: DraftSetup, target: CausalLM | None, generation_config: Gener
             f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
             "Attach it to the target for trees: assistant.attach(model)."
         )
-    if config.rule == "threshold" and setup.head is None:
+    if config.rule == "threshold" and setup.head is None and not config.adapt:
         logger.warning_once(
             "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
             "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
         )
-    if config.rule != "throughput":
+    if config.rule == "throughput":
+        plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config)
+        return make_rule(config, estimator, plan)
+    if not (config.adapt and config.rule == "threshold"):
         return make_rule(config, estimator)
-    return make_rule(config, estimator, setup.memory.state(config, setup.drafter, estimator, target, generation_config))
+    learned = setup.memory.recall(setup.drafter if target is None else target, estimator, generation_config)
+    return make_rule(config, estimator, rates=learned.rates)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.memory import Memory
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
-from hf_specdecpp.throughput.memory import ThroughputMemory
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class DraftSetup:
         drafter: the draft model.
         head: the acceptance head, or `None`: then the draft's own probability takes its place.
         speculation: the settings of a run.
-        memory: what `rule="throughput"` has learned, which generations add to.
+        memory: what was learned of targets, which generations add to.
         packed: packed copies of weights, which a generation renews.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
         vocab_size: width of the target's logits, where no target says it.
@@ -30,7 +30,7 @@ class DraftSetup:
     drafter: Drafter
     head: AcceptanceHead | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    memory: ThroughputMemory = field(default_factory=ThroughputMemory)
+    memory: Memory = field(default_factory=Memory)
     packed: PackedWeights = field(default_factory=PackedWeights)
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     vocab_size: int | None = None

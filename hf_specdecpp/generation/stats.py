@@ -178,7 +178,7 @@ class SpeculationStats:
         return (
             f"{self._verdict()} The costs that the rule reckons with are wrong: in target passes a candidate costs "
             f"{self.cost_ratio:.1f} times as much as was measured, perhaps on a busy machine. They are measured again "
-            "before the next greedy answer, and for all answers after assistant.throughput.measure_again(); costs that "
+            "before the next greedy answer, and for all answers after assistant.memory.measure_again(); costs that "
             "were given in SpeculationConfig(costs=...) stay."
         )
 

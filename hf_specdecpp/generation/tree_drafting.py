@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
@@ -15,7 +16,7 @@ from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape
 from hf_specdecpp.trees.siblings import Level, check_estimator
-from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
+from hf_specdecpp.trees.slots import CalibratedSlots, Growth, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -33,6 +34,7 @@ class TreeDrafting:
 
     Attributes:
         throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses the budget up.
+        rates: calibrates the estimates of a budget's trees; `None` takes them as they are.
 
     Raises:
         ValueError: the estimator cannot value slots, or a static tree has neither shape nor rates.
@@ -56,6 +58,7 @@ class TreeDrafting:
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
         self.pace, self.unread = ThresholdSchedule(), 0
         self.throughput: TreeThroughput | None = None
+        self.rates: AcceptanceRates | None = None
         self.buffer = SoftmaxBuffer(config.tree_budget)
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
@@ -71,9 +74,11 @@ class TreeDrafting:
         root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
         if rule is not None and not rule.may_start(self.unread):
             return DraftTree(root)
+        valuation = rule or (CalibratedSlots(self.rates) if self.rates is not None else None)
         growth = Growth(
-            expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, buffer=self.buffer, valuation=rule
-        )
+            expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, buffer=self.buffer,
+            valuation=valuation,
+        )  # fmt: skip
         if rule is not None:
             rule.grow(growth, config.tree_threshold)
         elif config.tree == "dyspec":
@@ -88,6 +93,8 @@ class TreeDrafting:
         """Learn which nodes of the last tree were accepted."""
         if self.throughput is not None:
             self.throughput.observe(tree, path, self.unread)
+        elif self.rates is not None:
+            self.rates.observe_tree(tree.judged(path))
 
 
 def _static_shape(config: SpeculationConfig, rates: Sequence[float] | None) -> Shape:

@@ -36,6 +36,7 @@ class Contents:
         adapter: folder of the draft's PEFT adapter, or `None`.
         draft_vocab: `[n]` token ids that the draft may propose, or `None` for all.
         fusion: of a conditioned draft, or `None`.
+        calibration: takes the place of the config's, or `None`.
     """
 
     config: SpecDecPPConfig
@@ -44,6 +45,7 @@ class Contents:
     adapter: Path | None = None
     draft_vocab: Tensor | None = None
     fusion: Fusion | None = None
+    calibration: dict[str, list[float]] | None = None
 
     def described(self) -> SpecDecPPConfig:
         """The `config.json` of the repository."""
@@ -52,6 +54,7 @@ class Contents:
         config.fusion = self.fusion.to_config() if self.fusion is not None else None
         config.adapter = self.adapter is not None
         config.draft_vocab_size = len(self.draft_vocab) if self.draft_vocab is not None else None
+        config.calibration = config.calibration if self.calibration is None else self.calibration
         config.speculation = self.speculation.to_dict()
         config.specdecpp_version, config.transformers_version = __version__, transformers.__version__
         config.architectures = ["SpecDecPPAssistant"]

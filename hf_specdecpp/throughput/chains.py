@@ -15,8 +15,8 @@ from torch import Tensor
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
-from hf_specdecpp.throughput.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
 from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
 
@@ -63,7 +63,7 @@ class ThroughputState:
         costs: of a round.
         max_tokens: the most candidates in one.
         lag: 1 if verdicts come one candidate late (`Estimator.inputs == "after"`).
-        rates: what earlier generations have taught.
+        rates: what is known of the estimates.
 
     Attributes:
         plan: `solver.Plan`, `plan.rate` being the tokens a second that it promises.
@@ -76,23 +76,20 @@ class ThroughputState:
         self.settings = (costs, max_tokens, lag)
         self.costs, self.lag, self.seconds = costs, lag, costs.round_seconds(max_tokens)
         self.rates = rates or AcceptanceRates()
-        self.rounds, self.credit = 0, ExplorationBudget(float(self.seconds[0]))
+        self.credit = ExplorationBudget(float(self.seconds[0]))
         self.again = False
         self.check, self._verify = CostCheck(), costs.verify_seconds(max_tokens)
-        self.replan()
+        self.plan = self._solved(0.0, MOST_STEPS)
 
     @property
     def pays(self) -> bool:
         """Whether speculating beats plain decoding."""
         return self.plan.rate >= LEAST_GAIN * self.plan.plain_rate
 
-    def replan(self) -> None:
-        """Solve the stopping problem for the rates as they are known now (milliseconds)."""
+    def _solved(self, rate: float, most_steps: int) -> Plan:
+        """The solution of the stopping problem for the rates as they are known now (milliseconds)."""
         rates = self.rates
-        rates.fit()
-        # From the last rate a step or two are enough, and what is left the next plan will catch up.
-        rate, steps = (self.plan.rate, 2) if self.rounds else (0.0, MOST_STEPS)
-        self.plan: Plan = solve(rates.acceptance, rates.following, self.seconds, self.lag, rate, most_steps=steps)
+        return solve(rates.acceptance, rates.following, self.seconds, self.lag, rate, most_steps=most_steps)
 
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
@@ -110,10 +107,9 @@ class ThroughputState:
         self.credit.settle(self.pays, plain - float(self.seconds[num_drafted]) - self.costs.read * unread)
         self.check.rounds += 1
         self.check.drafting += num_drafted * self.costs.draft + (unread - 1) * self.costs.read
-        self.rates.observe(estimates, num_drafted, num_accepted)
-        self.rounds += 1
-        if self.rates.due(self.rounds):
-            self.replan()
+        if self.rates.observe(estimates, num_drafted, num_accepted):
+            # From the last rate a step or two are enough, and what is left the next plan will catch up.
+            self.plan = self._solved(self.plan.rate, 2)
 
 
 class Throughput(StoppingRule):

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import numpy as np
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.throughput.acceptance_rates import FIRST_FITS, NO_VERDICT, AcceptanceRates, bin_of
+from hf_specdecpp.estimation.acceptance_rates import FIRST_FITS, NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
 from hf_specdecpp.throughput.solver import solve
 from hf_specdecpp.trees.slots import Growth, SlotValuation
@@ -37,7 +37,7 @@ class TreeThroughput(SlotValuation):
     Args:
         costs: of a round.
         most_nodes: of a tree.
-        rates: what earlier generations have taught.
+        rates: what is known of the estimates.
 
     Attributes:
         credit: for probes, while speculation does not pay.
@@ -170,12 +170,9 @@ class TreeThroughput(SlotValuation):
         self.credit.settle(self.pays, (len(path) + 1) * self.plain - seconds - self.costs.read * unread)
         self.tokens = RATE_MEMORY * self.tokens + len(path) + 1
         self.seconds = RATE_MEMORY * self.seconds + seconds
-        for node, after in zip((0, *path), (*path, None), strict=True):
-            estimates = [tree.estimates[child] for child in tree.children[node]]
-            self.rates.observe_siblings(estimates, None if after is None else tree.ranks[after])
         self._learn_shape(tree)
         self.rounds += 1
-        if self.rates.due(self.rounds):
+        if self.rates.observe_tree(tree.judged(path)):
             self._fit()
 
     def _learn_shape(self, tree: DraftTree) -> None:
@@ -188,7 +185,6 @@ class TreeThroughput(SlotValuation):
 
     def _fit(self) -> None:
         rates = self.rates
-        rates.fit()
         self._next_acceptance: list[float] = (rates.following @ rates.acceptance).tolist()
         if self.rounds <= FIRST_FITS[-1]:
             # Earlier rounds were drafted with other estimates, and say little of the rate of those to come. A tree does

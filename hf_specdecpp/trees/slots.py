@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.without_replacement import likeliest
@@ -143,6 +144,16 @@ class SlotValuation:
     def expected(self, _last: float | None, /) -> float:
         """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling."""
         return 1.0
+
+
+class CalibratedSlots(SlotValuation):
+    """Estimates count for what rounds have taught of them; trees grow by the paper's algorithms otherwise."""
+
+    def __init__(self, rates: AcceptanceRates) -> None:
+        self.rates = rates
+
+    def calibrated(self, estimate: float) -> float:
+        return self.rates.calibrated(estimate)
 
 
 class SoftmaxBuffer:

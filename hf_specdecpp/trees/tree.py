@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -87,6 +87,11 @@ class DraftTree:
         for depth in self.depths[1:]:
             counts[depth - 1] += 1
         return counts
+
+    def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
+        """For the root and each node of the accepted `path`: its children's estimates, and the rank of the accepted."""
+        for node, after in zip((0, *path), (*path, None), strict=True):
+            yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
 
     @property
     def expected_accepted(self) -> float:

@@ -102,12 +102,12 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
     target = tiny("llama")
     assistant = assistant_for(target)
     knobs, config = assistant.speculation, assistant.drafter.model.generation_config
-    memory = assistant.throughput
+    memory = assistant.memory
     for contestant in all_contestants(has_head=False):
         with contestant.arguments(assistant, target):
             pass
         assert assistant.speculation is knobs
-        assert assistant.throughput is memory
+        assert assistant.memory is memory
         assert assistant.drafter.model.generation_config is config
     assert len({contestant.name for contestant in all_contestants(True)}) == len(all_contestants(True))
 

@@ -116,7 +116,7 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     lengths = set()
     for knobs in RULES:
         assistant.speculation = SpeculationConfig(**knobs)
-        assistant.throughput.clear()
+        assistant.memory.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, None, do_sample=False)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=True)
         replayed = replay.rounds(make_rule(assistant.speculation, estimator))
@@ -139,7 +139,7 @@ def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, m
     for seed, knobs in enumerate(RULES):
         recorded = record(text, assistant, target, Sampling(0.8, 0), seed)
         assistant.speculation = SpeculationConfig(**knobs, verification="token")  # as records are made
-        assistant.throughput.clear()
+        assistant.memory.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, recorded, **sampling)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=False)
         replayed = ChainReplay(recorded).rounds(make_rule(assistant.speculation, estimator))

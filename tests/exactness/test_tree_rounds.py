@@ -15,6 +15,7 @@ from support.toy_rounds import SCENARIOS, VERIFIERS, Models, OneUniform
 from support.toy_trees import ToyTree
 
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.verification import residual
 from hf_specdecpp.throughput.trees import TreeThroughput
@@ -106,9 +107,29 @@ def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
     assert worst_error(probs, models.p, 3) < TOLERANCE
 
 
+@pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact"])
+def test_two_rounds_emit_exactly_p_when_the_first_calibrates_the_second(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
+    models, lines = Models("plain", 3, seed=0), set()
+    program = ToyTree(models, algorithm, ESTIMATORS[0], budget=2, max_depth=2)
+
+    def two_rounds(randomness: Replay) -> Tokens:
+        program.rates = AcceptanceRates()
+        emitted = program(randomness)
+        tree, path = program.last
+        program.rates.observe_tree(tree.judged(path))
+        lines.add(tuple(program.rates.line))
+        return program(randomness, emitted)
+
+    assert worst_error(exact_distribution(two_rounds), models.p, 3) < TOLERANCE
+    assert len(lines) > 1, "the outcome of the first round must matter"
+
+
 def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides how far the tree of the second one grows, or whether there is one."""
-    monkeypatch.setattr("hf_specdecpp.throughput.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
     monkeypatch.setattr("hf_specdecpp.throughput.exploration.MOST_CREDIT", 0.1)
     models, second = Models("plain", 3, seed=0), set()
     program = ToyTree(models, "throughput", ESTIMATORS[0], budget=2, max_depth=2)

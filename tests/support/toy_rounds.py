@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.chain import Chain, draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.rules import make_rule
@@ -147,7 +148,7 @@ class ToyRound:
         return self.run(randomness, self.new_rule())
 
     def new_rule(self) -> StoppingRule:
-        return make_rule(self.config, self.estimator)
+        return make_rule(self.config, self.estimator, rates=AcceptanceRates())
 
     @torch.inference_mode()
     def run(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens = ()) -> Tokens:

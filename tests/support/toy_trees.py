@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.shapes import from_nodes
 from hf_specdecpp.trees.siblings import Level
-from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.slots import CalibratedSlots, Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
 from support.exact_distribution import Tokens
@@ -58,6 +59,7 @@ class ToyTree:
         self.budget, self.max_depth, self.ahead = budget, max_depth, ahead
         self.options: dict[str, Any] = {}
         self.throughput = TreeThroughput(COSTS, budget)
+        self.rates: AcceptanceRates | None = None
         self.trees: set[Tokens] = set()
         self.accepted: set[int] = set()
 
@@ -95,7 +97,9 @@ class ToyTree:
             scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
             return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
 
-        valuation = self.throughput if self.algorithm == "throughput" else None
+        valuation: SlotValuation | None = self.throughput if self.algorithm == "throughput" else None
+        if self.rates is not None:
+            valuation = CalibratedSlots(self.rates)
         return Growth(
             expand, self.estimator, randomness, -1, self.max_depth, self.models.eos, self.ahead, valuation=valuation
         )

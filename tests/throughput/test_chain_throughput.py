@@ -19,47 +19,10 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.rules import make_rule
-from hf_specdecpp.throughput.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.chains import Throughput, ThroughputState
 
 ROOT = Path(__file__).parents[2]
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
-
-
-# What it learns. ------------------------------------------------------------------------------------------------------
-
-
-def test_only_candidates_with_accepted_predecessors_count() -> None:
-    rates = AcceptanceRates()
-    rates.observe([0.5, 0.97, 0.3, 0.2], num_drafted=4, num_accepted=1)
-    assert rates.accepted.sum() == rates.accepted[bin_of(0.5)] == 1
-    assert rates.transitions.sum() == 2
-    assert rates.transitions[NO_VERDICT, bin_of(0.5)] == rates.transitions[bin_of(0.5), bin_of(0.97)] == 1
-
-
-def test_a_late_verdict_that_never_came_is_guessed() -> None:
-    rates = AcceptanceRates()
-    for _ in range(20):
-        rates.observe([], num_drafted=1, num_accepted=0)
-    assert rates.transitions.sum() == pytest.approx(20)
-    before = rates.acceptance
-    rates.fit()
-    assert (rates.acceptance < before).all()
-
-
-@pytest.mark.parametrize(
-    "truth", [lambda e: e, lambda e: e**3, lambda e: 0.1 + 0.0 * e], ids=["right", "high", "noise"]
-)
-def test_estimates_are_calibrated(truth: Callable[[float], float]) -> None:
-    rng = np.random.default_rng(0)
-    state = ThroughputState(Costs(0.1, (1.0,)), 20, 0)
-    for _ in range(5000):
-        estimate = rng.beta(1.0, 0.4)
-        state.rates.observe([estimate], 1, int(rng.random() < truth(estimate)))
-    state.replan()
-    for estimate in (0.3, 0.6, 0.85, 0.95):
-        assert state.rates.calibrated(estimate) == pytest.approx(truth(estimate), abs=0.08)
-    assert 0.0 < state.rates.calibrated(0.0) < state.rates.calibrated(1.0) < 1.0
 
 
 Stream = Callable[[np.random.Generator], Iterator[tuple[float, float]]]
@@ -166,7 +129,7 @@ def test_costs_travel_with_the_config() -> None:
 @pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])
 def test_two_rounds_emit_exactly_p(rule: str, draft_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides whether and how far the second one speculates: also not at all."""
-    monkeypatch.setattr("hf_specdecpp.throughput.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
     monkeypatch.setattr("hf_specdecpp.throughput.exploration.MOST_CREDIT", 1.0)
     second = set()
     for seed in range(2):
@@ -232,20 +195,21 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
         return text[0].tolist()
 
     first, second = generate(0), generate(1)
-    (state,) = assistant.throughput.states[target].values()
-    assert state.rounds > assistant.stats.rounds, "it knows both generations"
-    assistant.throughput.clear()
+    (learned,) = assistant.memory.learned[target].values()
+    assert learned.rates.rounds > assistant.stats.rounds, "it knows both generations"
+    assistant.memory.clear()
     assert [generate(0), generate(1)] == [first, second]
     assert lengths[:2] == lengths[2:]
     generate(0, do_sample=False)
-    assert len(assistant.throughput.states[target]) == 2, "greedy decoding has rates of its own"
+    assert len(assistant.memory.learned[target]) == 2, "greedy decoding has rates of its own"
 
-    rates = next(iter(assistant.throughput.states[target].values())).rates
+    rates = next(iter(assistant.memory.learned[target].values())).rates
     assistant.speculation = SpeculationConfig(**{**cheap(), "max_tokens": 3})
     generate(0)
-    *_, state = assistant.throughput.states[target].values()  # the latest
-    assert state.rates is rates
-    assert len(state.seconds) == 4
+    *_, learned = assistant.memory.learned[target].values()  # the latest
+    assert learned.rates is rates
+    assert isinstance(learned.plan, ThroughputState)
+    assert len(learned.plan.seconds) == 4
 
 
 def test_an_assistant_is_collected_with_its_memory() -> None:
@@ -253,7 +217,7 @@ def test_an_assistant_is_collected_with_its_memory() -> None:
     assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, speculation=SpeculationConfig(**cheap()))
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=5, do_sample=False)
     assistant.detach()
-    assert list(assistant.throughput.states) == [target]
+    assert list(assistant.memory.learned) == [target]
 
 
 @pytest.mark.slow

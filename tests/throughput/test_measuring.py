@@ -187,9 +187,10 @@ def test_costs_that_rounds_contradict_are_measured_again(cache: Path, monkeypatc
     def generate(do_sample: bool) -> Costs:
         torch.manual_seed(0)
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=do_sample)
-        state = assistant.throughput.states[target][(chains.ThroughputState, *((1.0, 50, 1.0) if do_sample else ()))]
-        costs: Costs = state.costs
-        return costs
+        learned = assistant.memory.learned[target]
+        (plan,) = (each.plan for each in learned.values() if each.greedy != do_sample)
+        assert isinstance(plan, chains.ThroughputState)
+        return plan.costs
 
     assert generate(do_sample=True) == generate(do_sample=True) == wrong
     assert generate(do_sample=False) == wrong
@@ -199,10 +200,10 @@ def test_costs_that_rounds_contradict_are_measured_again(cache: Path, monkeypatc
     assert [generate(do_sample=False) for _ in range(3)] == [right] * 3
     assert generate(do_sample=True) == wrong
     monkeypatch.setattr(costs, "_known", {})  # another process
-    assistant.throughput.clear()
+    assistant.memory.clear()
     assert generate(do_sample=True) == right
     answers.append(wrong)
-    assistant.throughput.measure_again()
+    assistant.memory.measure_again()
     assert generate(do_sample=False) == wrong
     assert not answers
 
@@ -223,5 +224,5 @@ def test_few_ways_of_sampling_are_remembered() -> None:
         target.generate(
             prompt(), assistant_model=assistant, max_new_tokens=2, do_sample=True, temperature=float(temperature)
         )
-    states = assistant.throughput.states[target]
-    assert [key[1] for key in states] == [float(temperature) for temperature in range(9, 25)]
+    learned = assistant.memory.learned[target]
+    assert [key[2] for key in learned] == [float(temperature) for temperature in range(9, 25)]

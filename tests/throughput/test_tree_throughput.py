@@ -216,14 +216,14 @@ def test_a_seeded_run_can_be_repeated() -> None:
         return text[0].tolist(), assistant.stats.drafted
 
     first = generate(0), generate(1)
-    (state,) = assistant.throughput.states[target].values()
-    assert state.rounds > assistant.stats.rounds, "it knows both generations"
-    assistant.throughput.clear()
+    (learned,) = assistant.memory.learned[target].values()
+    assert learned.rates.rounds > assistant.stats.rounds, "it knows both generations"
+    assistant.memory.clear()
     assert (generate(0), generate(1)) == first
     generate(0, do_sample=False)
     assistant.speculation = SpeculationConfig("throughput", costs=CHEAP)
     generate(0)
-    assert len(assistant.throughput.states[target]) == 3, "greedy decoding and chains have states of their own"
+    assert len(assistant.memory.learned[target]) == 3, "greedy decoding and chains have states of their own"
 
 
 def test_a_head_values_slots() -> None:
@@ -248,7 +248,7 @@ def test_other_trees_do_not_ask_the_rule(tree: str) -> None:
     target = sharp(tiny("llama"))
     assistant = assistant_for(target, mix=0.9, **knobs(tree=tree, tree_shape=[2, 1], tree_budget=5))
     target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
-    assert not assistant.throughput.states
+    assert all(learned.plan is None for learned in assistant.memory.learned.get(target, {}).values())
     assert assistant.stats.drafted >= 3 * (assistant.stats.rounds - 2)
 
 
@@ -267,5 +267,6 @@ def test_costs_are_measured_where_none_are_given(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
     assert asked == [(20, True)]
-    (state,) = assistant.throughput.states[target].values()
-    assert state.costs.branch == 0.01
+    (learned,) = assistant.memory.learned[target].values()
+    assert isinstance(learned.plan, TreeThroughput)
+    assert learned.plan.costs.branch == 0.01

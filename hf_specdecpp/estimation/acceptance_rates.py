@@ -1,14 +1,20 @@
-"""What rounds say about estimates: how often each came true, and which follows which. For `rule="throughput"`."""
+"""What rounds say about estimates: how often each came true, and which follows which.
+
+The verifier tells the truth about a few candidates in every round, so estimates are calibrated while a text is
+generated (`SpeculationConfig.adapt`). What a candidate is judged by is known before that candidate is verified, so the
+output stays exact.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hf_specdecpp.config.costs import Floats
+from hf_specdecpp.intervals import Floats
 
 # Bins of estimates: narrow where they are many and where survival after a few candidates depends on them.
 EDGES = (0.1, 0.25, 0.45, 0.65, 0.8, 0.9, 0.96, 0.99)
@@ -18,7 +24,8 @@ NO_VERDICT = len(CENTRES)  # the row of a round whose first verdict is still to 
 # Before anything is observed: the estimates are right, and mostly high. Each prior counts as so many candidates.
 PRIOR_PROBS = np.array([0.05, 0.05, 0.08, 0.10, 0.10, 0.10, 0.12, 0.15, 0.25])
 PRIOR_COUNT = 8.0
-LINE_PRIOR = (2.0, 0.5)
+UNCHANGED = (0.0, 1.0)  # the line that leaves log-odds as they are: intercept and slope
+LINE_PRIOR = (2.0, 0.5)  # standard deviations of both
 
 FIT_EVERY = 64  # rounds
 FIRST_FITS = (2, 4, 8, 16, 32)
@@ -31,19 +38,31 @@ class AcceptanceRates:
     Only candidates that the target got to count: in a chain those whose predecessors were accepted, among siblings
     those whose predecessors were rejected. It has judged no others, and what drafting gains depends on no others.
 
+    Args:
+        line: intercept and slope of the calibration before anything is observed.
+
     Attributes:
+        rounds: how many were observed.
+        judged: how many candidates; old ones fade.
+        line: the intercept and the slope now: log-odds are calibrated to intercept + slope * log-odds, before what is
+            learned of each bin is added.
         acceptance: `[bins]`, chance that a candidate in each bin is accepted once the target got to it.
         following: `[bins + 1, bins]`, probabilities of the next bin given the last. The last row: of a first verdict.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, line: Sequence[float] = UNCHANGED) -> None:
         bins = len(CENTRES)
+        self.prior, self.rounds = np.array(line), 0
         self.transitions = np.zeros((bins + 1, bins))
         self.estimated, self.accepted = np.zeros(bins), np.zeros(bins)
         self.fit()
 
-    def observe(self, estimates: list[float], num_drafted: int, num_accepted: int) -> None:
-        """Count a round.
+    @property
+    def judged(self) -> float:
+        return float(self.transitions.sum())
+
+    def observe(self, estimates: list[float], num_drafted: int, num_accepted: int) -> bool:
+        """Count a round of a chain, and now and then learn from the counts.
 
         Example: the estimates 0.5, 0.97, 0.3 and one accepted candidate. The first counts as accepted in the bin of
         0.5, the second as rejected in the bin of 0.97 after one of 0.5; the target never got to the third.
@@ -51,6 +70,9 @@ class AcceptanceRates:
         Args:
             estimates: of its candidates, in order; an estimate that comes late is missing for the last.
             num_drafted, num_accepted: candidates.
+
+        Returns:
+            Whether the calibration is another one now.
         """
         row = NO_VERDICT
         for position in range(min(num_drafted, num_accepted + 1)):
@@ -67,24 +89,35 @@ class AcceptanceRates:
             self.transitions[row] += share
             self.accepted += share * was_accepted
             row = following
+        return self._end_round()
 
-    def observe_siblings(self, estimates: list[float], accepted: int | None) -> None:
-        """Count the children of a node that the target got to; `accepted`: the rank of the accepted one, or `None`."""
-        row = NO_VERDICT
-        for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
-            following = bin_of(estimate)
-            self.estimated[following] += estimate
-            self.transitions[row, following] += 1.0
-            self.accepted[following] += rank == accepted
-            row = following
+    def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
+        """The same for a tree.
 
-    def due(self, rounds: int) -> bool:
-        """Whether it is time to fit again, after so many rounds. Now and then old counts fade."""
-        if rounds % FIT_EVERY == 0:
+        Args:
+            families: for each node that the target got to the estimates of its children, and the rank of the accepted
+                one, or `None`.
+        """
+        for estimates, accepted in families:
+            row = NO_VERDICT
+            for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
+                following = bin_of(estimate)
+                self.estimated[following] += estimate
+                self.transitions[row, following] += 1.0
+                self.accepted[following] += rank == accepted
+                row = following
+        return self._end_round()
+
+    def _end_round(self) -> bool:
+        self.rounds += 1
+        fades = self.rounds % FIT_EVERY == 0
+        if fades:
             for counts in (self.transitions, self.estimated, self.accepted):
                 counts *= REMEMBERED
+        if fades or self.rounds in FIRST_FITS:
+            self.fit()
             return True
-        return rounds in FIRST_FITS
+        return False
 
     def calibrated(self, estimate: float) -> float:
         """The chance that a candidate with this estimate is accepted."""
@@ -96,7 +129,8 @@ class AcceptanceRates:
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
         # All bins together first: a useless draft shows after a few candidates, whichever bins they are in.
-        expected = _line(estimated, judged, self.accepted)
+        self.line = _line(estimated, judged, self.accepted, self.prior)
+        expected = _sigmoid(self.line[0] + self.line[1] * estimated)
         self.acceptance = (self.accepted + PRIOR_COUNT * expected) / (judged + PRIOR_COUNT)
         # What to add to the log-odds of an estimate, by bin.
         self._shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
@@ -109,20 +143,21 @@ def bin_of(estimate: float) -> int:
     return bisect_right(EDGES, estimate)
 
 
-def _line(log_odds: Floats, judged: Floats, accepted: Floats) -> Floats:
-    """Acceptance probabilities whose log-odds are a straight line in the estimates' (a logistic regression).
+def _line(log_odds: Floats, judged: Floats, accepted: Floats, prior: Floats) -> Floats:
+    """Intercept and slope of a logistic regression on the estimates' log-odds, by Newton's method.
 
-    Prior: intercept 0 and slope 1, with `LINE_PRIOR` as standard deviations.
+    Args:
+        log_odds, judged, accepted: `[bins]`, mean log-odds and numbers of candidates.
+        prior: mean of intercept and slope, whose standard deviations are `LINE_PRIOR`.
     """
     inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
-    prior, precision = np.array([0.0, 1.0]), np.diag(1.0 / np.square(LINE_PRIOR))
-    line = prior
+    precision, line = np.diag(1.0 / np.square(LINE_PRIOR)), prior
     for _ in range(20):
         expected = _sigmoid(inputs @ line)
         weight = np.maximum(judged * expected * (1.0 - expected), 0.05 * judged)  # no wild steps where it is flat
         slope = inputs.T @ (accepted - judged * expected) - precision @ (line - prior)
         line = line + np.linalg.solve(inputs.T @ (weight[:, None] * inputs) + precision, slope)
-    return _sigmoid(inputs @ line)
+    return line
 
 
 def _log_odds(probability: Any) -> Any:
