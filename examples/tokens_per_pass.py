@@ -2,7 +2,7 @@
 
     python examples/tokens_per_pass.py bench/trees-smollm2 bench/trees-qwen --page docs/dyspec.md
 
-Replayed trees (`--replay_trees`) are shown where a run has them, live generations otherwise. A count, not a time: it
+Replayed trees (`--replay_rounds`) are shown where a run has them, live generations otherwise. A count, not a time: it
 depends on models, prompts and settings, and on no machine. Below the table: by how much one tree leads another on the
 same texts, with a 95 % interval over the texts. The tables replace what stands between the marks of the page.
 """
@@ -26,7 +26,7 @@ LEADS = [
 def cells(results: dict) -> tuple[dict, int, str]:
     """Tokens a pass by contestant and (temperature, set), the number of texts in a cell, and where they are from."""
     found: dict[str, dict] = {}
-    if not (rows := results["tree_replays"]):
+    if not (rows := results["round_replays"]):
         rows = [row for row in results["summary"] if row["set"] != "all" and row["contestant"] != "plain"]
         for row in rows:
             found.setdefault(row["contestant"], {})[row["temperature"], row["set"]] = row["tokens_per_pass"]
@@ -80,7 +80,7 @@ def table(folder: Path) -> str:
     )
     facts += f"\n\n```console\n{results['command']}\n```"
     parts = [facts, "\n".join("| " + " | ".join(line) + " |" for line in lines)]
-    return "\n\n".join([*parts, leads(results["tree_replays"])] if results["tree_replays"] else parts)
+    return "\n\n".join([*parts, leads(results["round_replays"])] if results["round_replays"] else parts)
 
 
 def main(folders: list[Path], page: Path | None) -> None:

@@ -26,10 +26,10 @@ from hf_specdecpp.benchmark.contestants import (
 )
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, neutralise
 from hf_specdecpp.benchmark.live.slower_target import layers_for_ratio, slower_target
+from hf_specdecpp.benchmark.replay.rounds import replay_rounds
 from hf_specdecpp.benchmark.replay.runner import replay, text_sets
 from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
-from hf_specdecpp.benchmark.replay.trees import replay_trees
-from hf_specdecpp.benchmark.run_log import RESULTS, SETTINGS, TREES, RunLog, environment
+from hf_specdecpp.benchmark.run_log import RESULTS, ROUNDS, SETTINGS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, speed_table, summarise
 from hf_specdecpp.files import read_json, save_text
@@ -132,9 +132,9 @@ def _is_conditioned(assistant: SpecDecPPAssistant) -> bool:
 
 def _without_replays(config: BenchmarkConfig) -> BenchmarkConfig:
     """Of a conditioned draft. A record of a text has one q a place, and there it depends on the round's beginning."""
-    if config.replay or config.replay_trees:
-        logger.warning("Rounds of a conditioned draft are not replayed yet: only what is generated is measured.")
-    return replace(config, replay=False, replay_trees=False)
+    if config.replay:
+        logger.warning("A conditioned draft has no records of texts, so --replay does nothing; --replay_rounds does.")
+    return replace(config, replay=False)
 
 
 def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
@@ -235,15 +235,15 @@ def _results(
         "settings": {**settings, "temperatures": config.temperatures},
         "ours": [contestant.name for contestant in contestants if contestant.ours],
         "summary": summary, "speeds": speed_table(summary, facts), "mismatches": mismatches(rows, target),
-        "costs": {}, "replays": [], "replay_agreement": None, "tree_replays": [], "runs": rows,
+        "costs": {}, "replays": [], "replay_agreement": None, "round_replays": [], "runs": rows,
     }  # fmt: skip
     if config.replay:
         results |= replay(config, log.rows, contestants, target, assistant, questions)
-    if config.replay_trees:
+    if config.replay_rounds:
         neutralise(target)
         sets = chain.from_iterable(
             text_sets(config, log.rows, questions, temperature, target) for temperature in config.temperatures
         )
-        trees = RunLog(config.output, settings, TREES)
-        results["tree_replays"] = replay_trees(config, trees, contestants, target, assistant, sets)
+        rounds = RunLog(config.output, settings, ROUNDS)
+        results["round_replays"] = replay_rounds(config, rounds, contestants, target, assistant, sets)
     return results

@@ -1,4 +1,7 @@
-"""Who takes part: plain generation, transformers' own ways to speculate, and ours with every rule."""
+"""Who takes part: plain generation, transformers' own ways to speculate, and ours with every rule.
+
+`(head)` and `(q)` say who estimates; `online` estimates are calibrated by earlier rounds (`SpeculationConfig.adapt`).
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = Fal
 def quick_contestants(has_head: bool) -> list[Contestant]:
     """A few that answer whether it pays at all."""
     judge = "head" if has_head else "q"
-    names = ["transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge})", f"throughput ({judge})"]
+    names = ["transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge} online)", f"throughput ({judge})"]
     by_name = {contestant.name: contestant for contestant in all_contestants(has_head)}
     return [*BASELINES, *(by_name[name] for name in names)]
 
@@ -127,15 +130,16 @@ def _chains(has_head: bool) -> list[Contestant]:
     ]
     judged = []
     for with_head, judge in _judges(has_head):
-        judged += [
-            Contestant(
-                f"threshold {h:g} ({judge})",
-                f"threshold ({judge})",
-                SpeculationConfig(rule="threshold", threshold=h),
-                with_head,
-            )
-            for h in THRESHOLDS
-        ]
+        for adapt, how in ((False, judge), (True, f"{judge} online")):
+            judged += [
+                Contestant(
+                    f"threshold {h:g} ({how})",
+                    f"threshold ({how})",
+                    SpeculationConfig(rule="threshold", threshold=h, adapt=adapt),
+                    with_head,
+                )
+                for h in THRESHOLDS
+            ]
         name = f"throughput ({judge})"
         judged.append(Contestant(name, name, SpeculationConfig(rule="throughput"), with_head))
     return [*fixed, *free, *judged]
@@ -191,12 +195,13 @@ def _assisted(family: str, draft: CausalLM | None = None) -> list[Contestant]:
 
 
 def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
-    def dynamic(tree: Tree, budgets: Sequence[int]) -> list[Contestant]:
+    def dynamic(tree: Tree, budgets: Sequence[int], adapt: bool = False) -> list[Contestant]:
+        online = " online" if adapt else ""
         return [
             Contestant(
-                f"{tree} {budget} ({judge})",
-                f"{tree} ({judge})",
-                SpeculationConfig(tree=tree, tree_budget=budget),
+                f"{tree} {budget} ({judge}{online})",
+                f"{tree} ({judge}{online})",
+                SpeculationConfig(tree=tree, tree_budget=budget, adapt=adapt),
                 with_head,
             )
             for with_head, judge in _judges(has_head)
@@ -227,4 +232,6 @@ def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
         )
         for budget in (BUDGETS if has_rates else ())
     ]
-    return [*dynamic("dyspec", BUDGETS), *as_large_as_pays, *dynamic("dyspec-exact", [EXACT_BUDGET]), *static, *best]
+    online = dynamic("dyspec", [max(BUDGETS)], adapt=True)
+    exact = dynamic("dyspec-exact", [EXACT_BUDGET])
+    return [*dynamic("dyspec", BUDGETS), *online, *as_large_as_pays, *exact, *static, *best]

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
 from hf_specdecpp.benchmark.summary import best_of_families, busy_elsewhere, measured_ratio, overall, verdict
+from hf_specdecpp.estimation.metrics import auc, ece
 from hf_specdecpp.intervals import ratio_of_sums
 
 WIDTH = 100
+STEPS = (0.05, 0.19)  # prices of a draft pass, in target passes, that replayed rounds are compared at
+LEARNED = 500  # candidates of a set after which calibration while running is measured
+_ESTIMATES = (
+    "How good the estimates were that rules stopped by, over the candidates that verification got to, with the chances "
+    "that these had. `online` contestants learned from text to text and from set to set, in this order of the sets."
+)
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
@@ -123,8 +131,11 @@ def markdown(results: dict[str, Any]) -> str:
         parts.append(f"{each['texts']} texts, {each['tokens']} tokens.")
         parts.append(_picture(f"pareto-{each['set']}", each["temperature"]))
         parts += [_replay_table(name, each["best"][name], results["costs"][name]) for name in results["costs"]]
-    if results["tree_replays"]:
-        parts += ["## Trees, replayed", _tree_table(results["tree_replays"])]
+    if results["round_replays"]:
+        rows = results["round_replays"]
+        parts += ["## Rounds, replayed", _round_table(rows)]
+        if any(row["judged"] for row in rows):
+            parts += ["## Estimates of chains", _ESTIMATES, _estimate_table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -168,20 +179,44 @@ def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, An
     return f"{title}\n\n{_rows(header, lines)}"
 
 
-def _tree_table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ("set", "decoding", "contestant", "tokens/pass", "95 % interval", "candidates/round",
+def _round_table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ("set", "decoding", "contestant", "tokens/pass", "95 % interval", "token by token", "lead of the block",
+              "95 % interval", *(f"x plain, step {ratio:g}" for ratio in STEPS), "candidates/round",
               "draft passes/round", "texts")  # fmt: skip
+    lines = []
+    for (name, temperature, contestant), group in _grouped(rows).items():
+        rounds = [row["rounds"] for row in group]
+        tokens, by_token = ([row["rounds"] + row[how] for row in group] for how in ("accepted", "by_token"))
+        mean, low, high = ratio_of_sums(tokens, rounds)
+        lead, *around = ratio_of_sums(tokens, by_token)
+        drafted, passes = (sum(row[field] for row in group) / sum(rounds) for field in ("drafted", "draft_passes"))
+        speeds = (f"{mean / (1.0 + ratio * passes):.3f}" for ratio in STEPS)
+        leads = f"{lead - 1.0:+.1%}", " to ".join(f"{each - 1.0:+.1%}" for each in around)
+        if temperature == 0.0:
+            leads = "", ""
+        cells = (f"{mean:.2f}", f"{low:.2f} to {high:.2f}", f"{sum(by_token) / sum(rounds):.2f}", *leads, *speeds,
+                 f"{drafted:.1f}", f"{passes:.1f}", len(group))  # fmt: skip
+        lines.append((name, _mode(temperature), contestant, *cells))
+    return _rows(header, sorted(lines))
+
+
+def _estimate_table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ("set", "decoding", "contestant", "AUC", "ECE", f"ECE after {LEARNED}", "candidates")
+    lines = []
+    for (name, temperature, contestant), group in _grouped(rows).items():
+        judged = torch.tensor([pair for row in group for pair in row["judged"]], dtype=torch.float64)
+        if len(judged) > LEARNED:
+            (estimate, label), later = judged.T, judged[LEARNED:].T
+            cells = f"{auc(estimate, label):.4f}", f"{ece(estimate, label):.4f}", f"{ece(*later):.4f}", len(judged)
+            lines.append((name, _mode(temperature), contestant, *cells))
+    return _rows(header, sorted(lines))
+
+
+def _grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, float, str], list[dict[str, Any]]]:
     groups: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["set"], row["temperature"], row["contestant"]), []).append(row)
-    lines = []
-    for (name, temperature, contestant), group in groups.items():
-        rounds = [row["rounds"] for row in group]
-        tokens, low, high = ratio_of_sums([row["rounds"] + row["accepted"] for row in group], rounds)
-        drafted, passes = (sum(row[field] for row in group) / sum(rounds) for field in ("drafted", "draft_passes"))
-        cells = (f"{tokens:.2f}", f"{low:.2f} to {high:.2f}", f"{drafted:.1f}", f"{passes:.1f}", len(group))
-        lines.append((name, _mode(temperature), contestant, *cells))
-    return _rows(header, sorted(lines))
+    return groups
 
 
 def _checks(results: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ class BenchmarkConfig:
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
         live: time generations.
         replay: compare all rules on recorded texts.
-        replay_trees: count the tokens per target pass of all trees along the texts.
+        replay_rounds: count the tokens per target pass of trees and chains along the texts, by both ways to verify.
         draws (records): how many are made of each sampled text.
         attempts (generations): how often one that other load disturbs is tried at most; the quietest is kept.
         quick: take a few contestants, prompts and tokens: two minutes.
@@ -74,7 +74,7 @@ class BenchmarkConfig:
     rollouts: Path | None = field(default=None, metadata={"metavar": "WORK_DIR"})
     live: bool = True
     replay: bool = True
-    replay_trees: bool = False
+    replay_rounds: bool = False
     draws: int = _at_least_one(1)
     attempts: int = _at_least_one(3)
     quick: bool = False

@@ -164,10 +164,7 @@ class AssistedDecoding:
 
         Token by token: to accept a block, the processors would be called for candidates that are then rejected.
         """
-        tree = DraftTree(int(input_ids[0, -1]))
-        for place, (token, q) in enumerate(zip(candidates, q_scores, strict=True)):
-            tree.add(place, token)
-            tree.scores[place] = q
+        tree = DraftTree.chain(int(input_ids[0, -1]), candidates, q_scores)
         path, emitted, scores, raw, _ = self._walk(input_ids, tree, list(range(len(candidates) + 1)), outputs)
         if candidates or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, len(path))

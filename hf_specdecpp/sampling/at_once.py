@@ -61,12 +61,15 @@ def block_weights(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
     Of the longest first: h_k, (1 - h_k) h_{k-1}, (1 - h_k) (1 - h_{k-1}) h_{k-2}, ...
     """
-    before = carries[:-1]
-    left = (p[:-1] * before[:, None].to(p.dtype)).sub_(q).clamp_min_(0.0).sum(-1).double()
-    passes = torch.where(before < 1.0, left / (left + 1.0 - before), 1.0)
-    passes = torch.cat((passes, carries[-1:])).flip(0)
+    passes = torch.cat((block_tests(carries[:-1], p[:-1], q), carries[-1:])).flip(0)
     failed = (1.0 - passes).cumprod(0)
     return (passes * torch.cat((passes.new_ones(1), failed[:-1]))).flip(0)
+
+
+def block_tests(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """h_i of all but the last i, `[k]`, by c_i `[k]`, p and q `[k, vocab]`."""
+    left = (p * carries[:, None].to(p.dtype)).sub_(q).clamp_min_(0.0).sum(-1).double()
+    return torch.where(carries < 1.0, left / (left + 1.0 - carries), 1.0)
 
 
 def carried(ratios: Tensor) -> Tensor:

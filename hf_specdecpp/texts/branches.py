@@ -109,8 +109,9 @@ def target_states(target: CausalLM, drafter: Drafter, ids: list[int]) -> Tensor 
     """What a conditioned draft reads of the target along a text, `[1, n, width]`; `None` for other drafts."""
     if drafter.fusion is None:
         return None
+    reader = Reader(target)  # not below: it begins by reading a token, which would be caught, too
     with TargetStates(target, drafter.fusion) as caught:
-        Reader(target).hidden_states(torch.tensor([ids], device=input_device(target)))
+        reader.hidden_states(torch.tensor([ids], device=input_device(target)))
         return caught.take()
 
 

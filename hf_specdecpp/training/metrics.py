@@ -1,7 +1,6 @@
-"""How good are acceptance estimates, and how good is a stopping rule? Exact expectations, no sampling.
+"""How good is a stopping rule? Exact expectations, no sampling.
 
-Labels are acceptance probabilities. A candidate with label P counts as accepted with weight P and as rejected with
-weight 1 - P, so no coin needs to be thrown.
+Labels are acceptance probabilities, as in `estimation/metrics.py`.
 """
 
 from __future__ import annotations
@@ -9,49 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from hf_specdecpp.drafting.stopping import StoppingRule
-
-SMALLEST = 1e-6  # a probability of exactly 0 or 1 would make the divergence infinite
-
-
-def auc(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
-    """Chance that an accepted candidate has a higher estimate than a rejected one, ties counting half. All `[n]`."""
-    weight = torch.ones_like(label) if weight is None else weight
-    accepted, rejected = (weight * label).double(), (weight * (1.0 - label)).double()
-    _, group = estimate.unique(return_inverse=True)  # sorted; equal estimates share a group
-    sums = torch.zeros(2, int(group.max()) + 1, dtype=torch.float64)
-    sums.index_add_(1, group, torch.stack((accepted, rejected)))
-    below = sums[1].cumsum(0) - 0.5 * sums[1]
-    pairs = accepted.sum() * rejected.sum()
-    return float((sums[0] * below).sum() / pairs) if float(pairs) > 0.0 else float("nan")
-
-
-def ece(estimate: Tensor, label: Tensor, bins: int = 15) -> float:
-    """Expected calibration error: mean |estimate - label| over equally wide bins, by their share. Both `[n]`."""
-    _, estimates, labels, counts = reliability(estimate, label, bins)
-    return float(((estimates - labels).abs() * counts).sum() / counts.sum())
-
-
-def reliability(estimate: Tensor, label: Tensor, bins: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which bins have candidates; their mean estimates, mean labels and numbers: each `[bins used]`."""
-    which = (estimate.double() * bins).long().clamp(0, bins - 1)
-    sums = torch.zeros(3, bins, dtype=torch.float64)
-    sums.index_add_(1, which, torch.stack((estimate.double(), label.double(), torch.ones_like(label).double())))
-    used = sums[2].nonzero()[:, 0]
-    counts = sums[2, used]
-    return used, sums[0, used] / counts, sums[1, used] / counts, counts
-
-
-def binary_kl(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
-    """Mean of KL(Bernoulli(label) || Bernoulli(estimate)) in nats, the paper's metric. All `[n]`."""
-    weight = torch.ones_like(label) if weight is None else weight
-    estimate, label, weight = estimate.double().clamp(SMALLEST, 1.0 - SMALLEST), label.double(), weight.double()
-    cross = -(label * estimate.log() + (1.0 - label) * torch.log1p(-estimate))
-    entropy = torch.special.entr(label) + torch.special.entr(1.0 - label)
-    return float(((cross - entropy) * weight).sum() / weight.sum())
 
 
 @dataclass

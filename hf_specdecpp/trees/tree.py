@@ -30,6 +30,16 @@ class DraftTree:
         self.scores: dict[int, Tensor] = {}
         self.passes = 0
 
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int], scores: Sequence[Tensor]) -> DraftTree:
+        """A chain as a tree of one branch; `scores[i]`, `[vocab]`, are what `tokens[i]` was drawn from."""
+        tree = cls(root)
+        for place, (token, q) in enumerate(zip(tokens, scores, strict=True)):
+            tree.add(place, token)
+            tree.scores[place] = q
+        tree.passes = len(tree)
+        return tree
+
     def __len__(self) -> int:
         """Number of candidates: all nodes but the root."""
         return len(self.tokens) - 1

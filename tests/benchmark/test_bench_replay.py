@@ -18,6 +18,7 @@ from hf_specdecpp.benchmark.replay.oracle import oracle
 from hf_specdecpp.benchmark.replay.record import Record, Text, load, record, save
 from hf_specdecpp.benchmark.replay.sweep import PAPER, sweep
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.head import Calibration
 from hf_specdecpp.generation import candidate_generator, decoding
 from hf_specdecpp.generation.rules import make_rule
@@ -119,7 +120,7 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
         assistant.memory.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, None, do_sample=False)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=True)
-        replayed = replay.rounds(make_rule(assistant.speculation, estimator))
+        replayed = replay.rounds(make_rule(assistant.speculation, estimator, rates=AcceptanceRates()))
         assert live == ids
         assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
         lengths |= {drafted for drafted, _ in rounds}
@@ -142,7 +143,7 @@ def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, m
         assistant.memory.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, recorded, **sampling)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=False)
-        replayed = ChainReplay(recorded).rounds(make_rule(assistant.speculation, estimator))
+        replayed = ChainReplay(recorded).rounds(make_rule(assistant.speculation, estimator, rates=AcceptanceRates()))
         assert live == ids
         assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
         fates |= {(accepted > 0, accepted < drafted) for drafted, accepted in rounds if drafted > 1}

@@ -95,6 +95,7 @@ def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) ->
         nonlocal paths
         paths += 1
         enumerate_torch(replay)
+        assistant.memory.clear()  # every path begins alike
         # With four tokens the attached loop has room for a round of two after the prompt's own token.
         options = {"temperature": 0.8, "top_k": 2, "repetition_penalty": 1.7, "max_new_tokens": 4}
         output = target.generate(PROMPT, assistant_model=assistant, do_sample=True, **options)

@@ -87,7 +87,7 @@ def test_constraints_hold(assistant: Any) -> None:
 
 @pytest.mark.parametrize("rule", ["threshold", "confidence", "svip", "adaedl"])
 def test_every_rule_samples(rule: str, assistant: Any) -> None:
-    assistant.speculation.rule = rule
+    assistant.speculation.rule, assistant.speculation.adapt = rule, False
     text = generate(assistant_model=assistant, temperature=0.7)
     assert torch.equal(text, generate(assistant_model=assistant, temperature=0.7))
     assert torch.equal(generate(assistant_model=assistant, top_k=1), generate(top_k=1))

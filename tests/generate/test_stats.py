@@ -181,6 +181,7 @@ def test_a_faster_draft_changes_only_the_times() -> None:
     counts = []
     for _ in range(2):
         torch.manual_seed(0)
+        assistant.memory.clear()
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=True)
         counts.append((assistant.stats.rounds, assistant.stats.drafted, assistant.stats.accepted))
     assert counts[0] == counts[1]

@@ -31,10 +31,10 @@ def make(target: CausalLM, kind: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "adaedl"])
 def test_repeated_calls(kind: str, rule: str) -> None:
-    """What one call learned (AdaEDL's bound, say) does not reach the next."""
+    """Without `adapt` what one call learned (AdaEDL's bound, say) does not reach the next."""
     target = tiny("llama")
     assistant = make(target, kind)
-    assistant.speculation.rule = rule
+    assistant.speculation.rule, assistant.speculation.adapt = rule, False
     config, speculation = assistant.generation_config.to_dict(), assistant.speculation.to_dict()
     described = assistant.config.to_dict()
     texts, counts = [], []

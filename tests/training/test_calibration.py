@@ -12,13 +12,13 @@ from support.training_files import training_run
 from torch.testing import assert_close
 
 from hf_specdecpp.estimation.head import Calibration
+from hf_specdecpp.estimation.metrics import ece
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.calibration import stage as calibration
 from hf_specdecpp.training.calibration.stage import calibrate, minimise, survival
 from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.metrics import ece
 from hf_specdecpp.training.models import load_assistant, load_head, load_target
 
 

@@ -216,6 +216,9 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
     drafter = assistant.ready_drafter()
     ids = prompt(20)
     states = target_states(target, drafter, ids[0].tolist())
+    assert drafter.fusion is not None
+    assert states is not None
+    assert torch.equal(states, states_of(target, drafter.fusion, ids))
     starts = torch.tensor([3, 9, 17])
     drafted = draft_chains(
         drafter, ids[0].tolist(), starts, 3, lambda logits: logits.softmax(-1), VOCAB_SIZE, None, states=states

@@ -20,12 +20,12 @@ from transformers import Trainer, TrainingArguments
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.metrics import binary_kl
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.head import features
 from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.metrics import binary_kl
 from hf_specdecpp.training.models import load_assistant, load_head, load_target
 from hf_specdecpp.training.resuming import last_checkpoint, telling_of_full_disks
 

@@ -168,5 +168,6 @@ def _compare(
 
 
 def _replayable(speculation: SpeculationConfig) -> bool:
-    # The throughput rule remembers earlier generations, and a replay begins with others.
-    return speculation.tree is None and speculation.rule != "throughput"
+    # What remembers earlier generations begins a replay with others.
+    remembers = speculation.rule == "throughput" or (speculation.rule == "threshold" and speculation.adapt)
+    return speculation.tree is None and not remembers

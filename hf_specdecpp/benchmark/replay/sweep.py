@@ -13,6 +13,7 @@ from hf_specdecpp.benchmark.replay.record import MAX_TOKENS
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json
 from hf_specdecpp.generation.rules import make_rule
@@ -89,7 +90,9 @@ def _outcomes(
     for family, rule, field, by in _families(head):
         for setting in THRESHOLDS:
             settings: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": MAX_TOKENS}
-            make = partial(make_rule, SpeculationConfig(**settings), recorded_estimator(by, head, greedy))
+            # Of online families one memory for all texts, as an assistant has it.
+            rates = AcceptanceRates() if family.endswith("online)") else None
+            make = partial(make_rule, SpeculationConfig(**settings), recorded_estimator(by, head, greedy), rates=rates)
             yield (family, setting, None), replay_all(replays, make)
     for name, each in costs.items():
         yield (ORACLE, None, name), oracle(replays, each)
@@ -99,7 +102,11 @@ def _outcomes(
 
 def _families(head: AcceptanceHead | None) -> list[tuple[str, str, str, str]]:
     """Name, rule, which field is its threshold, and who judges."""
-    threshold = [(f"threshold ({by})", "threshold", "threshold", by) for by in _judges(head)]
+    threshold = [
+        (f"threshold ({by}{online})", "threshold", "threshold", by)
+        for by in _judges(head)
+        for online in ("", " online")
+    ]
     free = [(rule, rule, f"{rule}_threshold", "q") for rule in ("confidence", "svip", "adaedl")]
     return [*threshold, *free, (INFORMED, "threshold", "threshold", "truth")]
 

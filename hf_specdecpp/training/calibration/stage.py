@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
+from hf_specdecpp.estimation.metrics import binary_kl, ece
 from hf_specdecpp.files import save_text
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.metrics import binary_kl, ece
 from hf_specdecpp.training.models import load_assistant, load_target, save_head
 from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hf_specdecpp.estimation.metrics import reliability
 from hf_specdecpp.plotting import COLOURS, MARKERS, new_figure, save
-from hf_specdecpp.training.metrics import Outcome, reliability
+from hf_specdecpp.training.metrics import Outcome
 
 
 def plot_curves(curves: Mapping[str, Sequence[Outcome]], path: Path, title: str) -> None:

@@ -17,6 +17,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import ADAEDL_GAMMA, SVIP_GAMMA, StoppingRule
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.metrics import auc
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.rules import make_rule
 from hf_specdecpp.intervals import ratio_of_sums
@@ -28,7 +29,7 @@ from hf_specdecpp.training.calibration.stage import calibration_half, fitted_hea
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import plots
 from hf_specdecpp.training.head import features
-from hf_specdecpp.training.metrics import Outcome, RecordedChain, auc, curve, discards_at
+from hf_specdecpp.training.metrics import Outcome, RecordedChain, curve, discards_at
 from hf_specdecpp.training.models import load_assistant, load_target
 from hf_specdecpp.training.rollouts.prompts import sets_to_evaluate
 from hf_specdecpp.training.temperatures import sampling_at

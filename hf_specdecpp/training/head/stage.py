@@ -16,11 +16,11 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.files import read_json
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.head import features
 from hf_specdecpp.training.head.labels import weighted_bce
-from hf_specdecpp.training.metrics import auc, binary_kl
 from hf_specdecpp.training.models import load_assistant, load_target, save_head
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import Record, last_checkpoint, telling_of_full_disks

@@ -1,4 +1,4 @@
-"""Replayed trees: greedy ones are the live rounds, and sampled ones count what the verifier accepts on average."""
+"""Replayed rounds: greedy ones are the live rounds, and sampled ones count what the verifier accepts on average."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import Replay, exact_distribution
-from support.models import assistant_for, prompt, tiny
+from support.models import assistant_for, prompt, quiet_later_layers, random_fusion, tiny
 from support.repos import head_for
 from support.toy_rounds import Models
 from support.toy_trees import ToyTree
 from support.tree_generation import sharp
 
-from hf_specdecpp import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.replay.record import Text
-from hf_specdecpp.benchmark.replay.trees import TreeReplay, as_tree, chances, draw, replay_trees
+from hf_specdecpp.benchmark.replay.rounds import RoundReplay, chances, draw, judged_chances, replay_rounds
 from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.trees.tree import DraftTree
 
 LENGTH, NEW_TOKENS = 12, 60
-TREES: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "dyspec": {"tree": "dyspec", "tree_budget": 10},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6},
     "static": {"tree": "static", "tree_shape": [3, 2, 1]},
     "fixed": {"rule": "fixed", "num_tokens": 3},
+    "threshold": {"rule": "threshold", "threshold": 0.8, "max_tokens": 6},
 }
 
 
@@ -41,23 +43,42 @@ def text_of(target: Any, **sampling: Any) -> Text:
 
 
 @pytest.mark.parametrize("with_head", [False, True])
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
     target = sharp(tiny("llama"))
     assistant = assistant_for(target, mix=0.9)
     assistant.head = head_for(assistant.drafter.model, inputs="before")
     text = text_of(target, do_sample=False)
-    wanted = as_tree(SpeculationConfig(**TREES[kind]))
-    assert wanted is not None
-    rounds = list(TreeReplay(text, assistant, target, Sampling(0.0), 0).rounds(wanted, with_head))
+    replay, rates = RoundReplay(text, assistant, target, Sampling(0.0), 0), AcceptanceRates()
+    rounds = list(replay.rounds(SpeculationConfig(**KINDS[kind]), with_head, rates))
     if not with_head:
         assistant.head = None
-    assistant.speculation = SpeculationConfig(**TREES[kind])
+    assistant.speculation = SpeculationConfig(**KINDS[kind])
     live = target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
     stats = assistant.stats
     assert live[0].tolist() == text.ids
-    assert (len(rounds), sum(len(tree) for tree, _ in rounds)) == (stats.rounds, stats.drafted)
-    assert sum(accepted for _, accepted in rounds) == stats.accepted > 5
+    assert (len(rounds), sum(len(each.tree) for each in rounds)) == (stats.rounds, stats.drafted)
+    assert sum(each.accepted for each in rounds) == sum(each.by_token for each in rounds) == stats.accepted > 5
+    if kind == "threshold":
+        (learned,) = assistant.memory.learned[target].values()
+        assert learned.rates.line.tolist() == rates.line.tolist(), "both learned the same"
+        judged = [label for each in rounds for _, label in each.judged]
+        assert sum(judged) == stats.accepted
+        assert set(judged) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("kind", ["dyspec", "threshold"])
+def test_greedy_replays_of_conditioned_drafts(kind: str) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    assistant = SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
+    assistant.speculation = SpeculationConfig(**KINDS[kind], adapt=False)
+    text = text_of(target, do_sample=False)
+    rounds = list(RoundReplay(text, assistant, target, Sampling(0.0), 0).rounds(assistant.speculation, False))
+    target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
+    assert len(rounds) == assistant.stats.rounds
+    assert [each.tree.tokens for each in rounds]
+    assert sum(len(each.tree) for each in rounds) == assistant.stats.drafted
+    assert sum(each.accepted for each in rounds) == assistant.stats.accepted > 0
 
 
 def accepted_path(program: ToyTree, tree: DraftTree, randomness: Replay) -> tuple[int, ...]:
@@ -86,42 +107,52 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "dyspec" else [pytest.mark.slow]) for kind in TREES]
+    "kind", [pytest.param(kind, marks=[] if kind == "dyspec" else [pytest.mark.slow]) for kind in KINDS]
 )
 def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     target = tiny("llama")
     assistant = assistant_for(target, mix=0.7)
-    assistant.speculation = SpeculationConfig(**TREES[kind])
-    wanted = as_tree(assistant.speculation)
-    assert wanted is not None
-    live, replayed = [0.0, 0.0], [0.0, 0.0]
+    assistant.speculation = SpeculationConfig(**KINDS[kind])
+    live, replayed, by_token, rates = [0.0, 0.0], [0.0, 0.0], 0.0, AcceptanceRates()
     for seed in range(12):
         torch.manual_seed(seed)
         text = text_of(target, do_sample=True, top_k=0)
-        for _, expected in TreeReplay(text, assistant, target, Sampling(1.0), seed).rounds(wanted, with_head=False):
+        replay = RoundReplay(text, assistant, target, Sampling(1.0), seed)
+        for each in replay.rounds(assistant.speculation, False, rates):
             replayed[0] += 1
-            replayed[1] += expected
+            replayed[1] += each.accepted
+            by_token += each.by_token
         target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=True, top_k=0)
         live[0] += assistant.stats.rounds
         live[1] += assistant.stats.accepted
     assert replayed[1] / replayed[0] == pytest.approx(live[1] / live[0], rel=0.12)
+    assert by_token < replayed[1], "block verification accepts more"
+
+
+def test_the_chances_of_judged_candidates() -> None:
+    chain = DraftTree.chain(0, [1, 0, 1], [torch.log(torch.tensor([0.8, 0.2])) for _ in range(3)])
+    p = {0: torch.tensor([0.6, 0.4]), 1: torch.tensor([0.4, 0.6]), 2: torch.tensor([0.2, 0.8])}  # ratios 2, 0.5, 4
+    assert judged_chances(chain, p, 3, "token") == pytest.approx([1.0, 0.5, 1.0])
+    assert judged_chances(chain, p, 3, "block") == pytest.approx([1.0, 0.5, 1.0])
+    assert judged_chances(chain, p, 1, "token") == pytest.approx([1.0, 0.5])
+    assert judged_chances(chain, None, 1, "token") == [1.0, 0.0]
 
 
 def test_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = sharp(tiny("llama"))
     assistant = assistant_for(target, mix=0.9)
     text = text_of(target, do_sample=False)
-    contestants = [Contestant(name, name, SpeculationConfig(**knobs)) for name, knobs in TREES.items()]
+    contestants = [Contestant(name, name, SpeculationConfig(**knobs)) for name, knobs in KINDS.items()]
     contestants += [Contestant("other", "other", SpeculationConfig("throughput", tree="dyspec"))]
     config = BenchmarkConfig("target", output=tmp_path)
 
     def count(names: list[Contestant]) -> list[dict[str, Any]]:
-        log = RunLog(tmp_path, {}, "trees.jsonl")
-        return replay_trees(config, log, names, target, assistant, [("set", {"one": text}, Sampling(0.0))])
+        log = RunLog(tmp_path, {}, "rounds.jsonl")
+        return replay_rounds(config, log, names, target, assistant, [("set", {"one": text}, Sampling(0.0))])
 
     first = count(contestants[:2])
-    monkeypatch.setattr(TreeReplay, "__init__", None)
+    monkeypatch.setattr(RoundReplay, "__init__", None)
     assert count(contestants[:2]) == first
     monkeypatch.undo()
-    assert [row["contestant"] for row in count(contestants)] == list(TREES), "throughput depends on other texts"
+    assert [row["contestant"] for row in count(contestants)] == list(KINDS), "throughput depends on other texts"
     assert all(row["accepted"] > 0 for row in first)
