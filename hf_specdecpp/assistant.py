@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.memory import Memory
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.unattached import ModelInterface
@@ -33,6 +33,8 @@ from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import commit_of, warn_of_drift
+from hf_specdecpp.sampling.processors import for_row
+from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.trees.drawing import DrawnTree
 
 if TYPE_CHECKING:
@@ -342,15 +344,34 @@ class SpecDecPPAssistant(ModelInterface):
         config: GenerationConfig,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         attention_mask: Tensor | None = None,
+        rows: int = 1,
     ) -> SpecDecPPCandidateGenerator:
         """Begin one `generate()` call of `target`, or of a target that this assistant is not attached to (`None`).
 
         Raises:
             ValueError: the generation cannot be assisted.
         """
-        generator = SpecDecPPCandidateGenerator(self.setup(), config, logits_processor, attention_mask, target=target)
+        setup = replace(self.setup(), rows=rows)
+        generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
         self.stats = generator.stats
         return generator
+
+    def start_batch(
+        self,
+        target: CausalLM,
+        config: GenerationConfig,
+        logits_processor: Sequence[LogitsProcessor] | None,
+        attention_mask: Tensor | None,
+        rows: int,
+    ) -> list[SpecDecPPCandidateGenerator]:
+        """Begin one `generate()` call for several sequences: a generator for each row.
+
+        Raises:
+            ValueError: the generation cannot be assisted.
+        """
+        masks = [None] * rows if attention_mask is None else attention_mask.split(1)
+        processors = [for_row(logits_processor or [], row, rows) for row in range(rows)]
+        return [self.start_generation(target, config, *each, rows) for each in zip(processors, masks, strict=True)]
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """The draft model's own forward, for measuring it."""

@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig, Tree
-from hf_specdecpp.generation.memory import Memory
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput.memory import Memory
 
 LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -6,15 +6,19 @@ it. Nothing else of the target is touched, and only calls with an attached assis
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.batch import BatchDecoding, check_batch
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.refusals import check_inputs, check_mode
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 
@@ -22,10 +26,23 @@ from hf_specdecpp.models.checks import check_target
 class Assistant(Protocol):
     """What this door asks of an assistant, which is a module (`SpecDecPPAssistant`)."""
 
+    speculation: SpeculationConfig
+    stats: SpeculationStats
+
     def start_generation(
         self, target: CausalLM, config: GenerationConfig, logits_processor: Any, attention_mask: Tensor | None
     ) -> SpecDecPPCandidateGenerator:
         """Begin one `generate()` call of `target`."""
+
+    def start_batch(
+        self,
+        target: CausalLM,
+        config: GenerationConfig,
+        logits_processor: Any,
+        attention_mask: Tensor | None,
+        rows: int,
+    ) -> list[SpecDecPPCandidateGenerator]:
+        """The same for several sequences."""
 
 
 # Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
@@ -103,6 +120,9 @@ class AttachedMixin:
             check_mode(mode, config, mode_kwargs)
             # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
             mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
+            # Nor are several sequences a matter for it.
+            config = copy.copy(config)
+            config.num_return_sequences = 1
         original._validate_generation_mode(mode, config, mode_kwargs)
 
     # `inputs_tensor` is named because transformers reads from the signature whether to pass it.
@@ -126,9 +146,17 @@ class AttachedMixin:
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
         check_inputs(input_ids, model_kwargs)
         assistant: Assistant = assistant_model
-        generator = assistant.start_generation(
-            self, generation_config, logits_processor, model_kwargs.get("attention_mask")
-        )
+        mask = model_kwargs.get("attention_mask")
+        if input_ids.shape[0] > 1:
+            has_trees = assistant.speculation.tree is not None
+            check_batch(model_kwargs, generation_config, stopping_criteria, streamer, has_trees)
+            generators = assistant.start_batch(self, generation_config, logits_processor, mask, input_ids.shape[0])
+            rows = [AssistedDecoding(self, each, stopping_criteria, generation_config, None, {}) for each in generators]
+            try:
+                return BatchDecoding(self, rows, generation_config, model_kwargs).run(input_ids)
+            finally:
+                assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
+        generator = assistant.start_generation(self, generation_config, logits_processor, mask)
         decoding = AssistedDecoding(self, generator, stopping_criteria, generation_config, streamer, model_kwargs)
         return decoding.run(input_ids)
 

@@ -28,6 +28,7 @@ from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.conditioning import TargetStates
+from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
@@ -37,8 +38,8 @@ from hf_specdecpp.trees.verification import verify_tree, verify_tree_block, veri
 
 # How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
 TIMED_PASSES = 3
-# What they took: of each target, by `cpu_products` and `pack_weights`.
-_pass_seconds: WeakKeyDictionary[CausalLM, dict[tuple[str, bool], PassSeconds]] = WeakKeyDictionary()
+# What they took: of each target, by `cpu_products`, `pack_weights` and the number of sequences.
+_pass_seconds: WeakKeyDictionary[CausalLM, dict[tuple[str, bool, int], PassSeconds]] = WeakKeyDictionary()
 
 
 class AssistedDecoding:
@@ -91,7 +92,7 @@ class AssistedDecoding:
         begin = time.perf_counter()
         with self.generator.products:
             input_ids, finished = self._prompt(input_ids)
-        self.stats.prompt_seconds = self._since(begin)
+        self.stats.prompt_seconds = _since(begin, self.device)
         if not finished:
             self._compare_passes(input_ids)
         with self.generator.products:
@@ -121,7 +122,7 @@ class AssistedDecoding:
         chain = self.generator.draft(input_ids, states=self.states)
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.tokens), return_dict=True)
-        self.stats.target_seconds += self._since(begin)
+        self.stats.target_seconds += _since(begin, self.device)
         return self._select(input_ids, chain.tokens, chain.scores, outputs)
 
     def _select(
@@ -152,7 +153,7 @@ class AssistedDecoding:
         order = tree.depth_first()
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.tree_inputs(input_ids, tree, order), return_dict=True)
-        self.stats.target_seconds += self._since(begin)
+        self.stats.target_seconds += _since(begin, self.device)
         path, emitted, scores, raw, rows = self._walk(input_ids, tree, order, outputs)
         self.generator.update_tree(tree, path)
         return self._emit(input_ids, emitted, scores, raw, outputs, len(tree), rows)
@@ -285,33 +286,12 @@ class AssistedDecoding:
 
     def _compare_passes(self, input_ids: Tensor) -> None:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
-        known = _pass_seconds.setdefault(self.target, {})
-        config = self.generator.setup.speculation
-        kind = config.cpu_products, config.pack_weights
+        known, config = passes_of(self.target), self.generator.setup.speculation
+        kind = config.cpu_products, config.pack_weights, 1
         if kind not in known:
-            known[kind] = self._time_passes(input_ids)
+            known[kind] = time_passes(self.target, self.prefix.chain_inputs(input_ids, []), self.generator.products)
+            self.caught.clear()
         self.stats.plain_pass_seconds, self.stats.same_pass_seconds = known[kind]
-
-    def _time_passes(self, input_ids: Tensor) -> PassSeconds:
-        """One target pass over the last token, with its own products and with ours in turns: medians.
-
-        Plain `generate()` makes this very pass, so the text has room for it. Leaves the cache as it was.
-        """
-        times: dict[str, list[float]] = {"plain": [], "same": []}
-        for _ in range(TIMED_PASSES):
-            for name, products in (("plain", nullcontext()), ("same", self.generator.products)):
-                begin = time.perf_counter()
-                with products:
-                    outputs = self.target(**self.prefix.chain_inputs(input_ids, []), return_dict=True)
-                times[name].append(self._since(begin))
-                outputs.past_key_values.crop(-1)
-        self.caught.clear()
-        return PassSeconds(median(times["plain"]), median(times["same"]))
-
-    def _since(self, begin: float) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # verification waits for the result anyway
-        return time.perf_counter() - begin
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
@@ -324,3 +304,31 @@ class AssistedDecoding:
             hidden_states=self.records.hidden_states,
             past_key_values=self.prefix.cache,
         )
+
+
+def passes_of(target: CausalLM) -> dict[tuple[str, bool, int], PassSeconds]:
+    """What passes of a target over one token took."""
+    return _pass_seconds.setdefault(target, {})
+
+
+def time_passes(target: CausalLM, inputs: dict[str, Any], products: FasterProducts) -> PassSeconds:
+    """One target pass over the last token, with its own products and with ours in turns: medians.
+
+    Plain `generate()` makes this very pass, so the text has room for it. Leaves the cache as it was.
+    """
+    times: dict[str, list[float]] = {"plain": [], "same": []}
+    device = input_device(target)
+    for _ in range(TIMED_PASSES):
+        for name, context in (("plain", nullcontext()), ("same", products)):
+            begin = time.perf_counter()
+            with context:
+                outputs = target(**inputs, return_dict=True)
+            times[name].append(_since(begin, device))
+            outputs.past_key_values.crop(-1)
+    return PassSeconds(median(times["plain"]), median(times["same"]))
+
+
+def _since(begin: float, device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # verification waits for the result anyway
+    return time.perf_counter() - begin

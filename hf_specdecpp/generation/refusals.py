@@ -18,11 +18,6 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
             f"one continuation of one sequence. Set num_beams=1, or generate without assistant_model=."
         )
-    if (config.num_return_sequences or 1) > 1:
-        raise ValueError(
-            f"num_return_sequences={config.num_return_sequences}: candidates are verified for one sequence at a time. "
-            "Call generate() once a sequence."
-        )
     if config.use_cache is False:
         raise ValueError(
             "use_cache=False, given to generate() or in the model's own config: verifying candidates needs the "
@@ -47,13 +42,17 @@ def check_lossless(config: GenerationConfig) -> None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
 
 
-def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` for inputs that cannot be assisted. Runs before the first forward."""
+def check_single(input_ids: Tensor) -> None:
+    """Raise `ValueError` for several sequences, which transformers' own loop cannot assist."""
     if input_ids.shape[0] != 1:
         raise ValueError(
-            f"A batch of {input_ids.shape[0]} sequences: candidates are verified for one sequence at a time, since "
-            "each would accept a different number. Call generate() once a sequence (in a pipeline: batch_size=1)."
+            f"A batch of {input_ids.shape[0]} sequences: transformers' own assisted generation takes one at a time. "
+            "Attach the assistant, assistant.attach(model), which takes batches, or call generate() once a sequence."
         )
+
+
+def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` for inputs that cannot be assisted. Runs before the first forward."""
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("The prompt was given as inputs_embeds, which the draft cannot read. Pass input_ids.")
     if input_ids.shape[1] == 0:

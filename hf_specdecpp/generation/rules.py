@@ -59,7 +59,7 @@ def rule_of(setup: DraftSetup, target: CausalLM | None, generation_config: Gener
             "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
         )
     if config.rule == "throughput":
-        plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config)
+        plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config, setup.rows)
         return make_rule(config, estimator, plan)
     if not (config.adapt and config.rule == "threshold"):
         return make_rule(config, estimator)

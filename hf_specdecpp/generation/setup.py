@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.generation.memory import Memory
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
+from hf_specdecpp.throughput.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class DraftSetup:
         memory: what was learned of targets, which generations add to.
         packed: packed copies of weights, which a generation renews.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
+        rows: sequences in the batch, which share the target's passes.
         vocab_size: width of the target's logits, where no target says it.
     """
 
@@ -33,6 +34,7 @@ class DraftSetup:
     memory: Memory = field(default_factory=Memory)
     packed: PackedWeights = field(default_factory=PackedWeights)
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    rows: int = 1
     vocab_size: int | None = None
 
     def products(self, target: CausalLM | None) -> FasterProducts:

@@ -49,6 +49,7 @@ class SpeculationStats:
         cost_ratio: for `rule="throughput"` with chains: how many times what the rule reckons with a candidate costs, in
             target passes, where that is far from 1; else `None`.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
+        rows: of a batch, each sequence's; everything else here is their sum.
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
     """
@@ -74,7 +75,15 @@ class SpeculationStats:
     same_pass_seconds: float | None = None
     cost_ratio: float | None = None
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
+    rows: list[SpeculationStats] = field(default_factory=list, compare=False, repr=False)
     complete: bool = True
+
+    @classmethod
+    def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:
+        """The sum over the sequences of a batch, whose shares of common passes they have."""
+        total = sum(rows[1:], rows[0])
+        total.rows = rows
+        return total
 
     def record_round(self, num_drafted: int, num_accepted: int) -> None:
         """Count one verified round."""
@@ -237,7 +246,7 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "cost_ratio"):
+            if item.name not in ("last_tree", "cost_ratio", "rows"):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
         total.cost_ratio = other.cost_ratio or self.cost_ratio

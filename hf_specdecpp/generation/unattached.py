@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.refusals import check_inputs, check_lossless
+from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
@@ -182,6 +182,7 @@ def check_loop(ready: Callable[[], object]) -> None:
             "assistant_tokenizer: transformers samples with a draft of another vocabulary by rebuilding its LM head, "
             "which this assistant cannot lend it. Use a draft with the target's tokenizer, or do_sample=False."
         )
+    check_single(loop.f_locals["input_ids"])
     check_inputs(loop.f_locals["input_ids"], model_kwargs)
     _check_inputs_of_loop(target, model_kwargs)
     per_token = [

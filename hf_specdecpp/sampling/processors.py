@@ -52,6 +52,32 @@ def reads_prefix_only(processor: object) -> bool:
     return type(processor).__module__.startswith("transformers.") or getattr(processor, "reads_prefix_only", False)
 
 
+class OfRow(LogitsProcessor):
+    """A processor of a batch, asked about one of its sequences.
+
+    Some know the row by its place, such as `prefix_allowed_tokens_fn`, or have a number for each, such as where the
+    padding of `repetition_penalty` ends. So it gets the sequence in every row, and its own row of the answer counts.
+
+    Args:
+        processor: of the batch.
+        row: which of its `rows`.
+    """
+
+    def __init__(self, processor: LogitsProcessor, row: int, rows: int) -> None:
+        self.processor, self.row, self.rows = processor, row, rows
+        self.reads_prefix_only = reads_prefix_only(processor)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = self.processor(input_ids.repeat(self.rows, 1), scores.repeat(self.rows, 1))
+        return answer[self.row : self.row + 1]
+
+
+def for_row(processors: Sequence[LogitsProcessor], row: int, rows: int) -> list[LogitsProcessor]:
+    """The processors of a batch for one of its sequences."""
+    as_they_are = (*PREFIX_FREE, *STATEFUL)  # the latter are refused
+    return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in processors]
+
+
 class Processing:
     """The logits processors of one generation.
 

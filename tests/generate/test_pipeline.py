@@ -78,12 +78,22 @@ class TestObject:
         answers = pipe(target, assistant)(prompts, do_sample=False, max_new_tokens=12)
         assert answers == pipe(target)(prompts, do_sample=False, max_new_tokens=12)
 
-    def test_batches_are_refused(self, kind: str) -> None:
+    def test_batches(self, kind: str) -> None:
+        """On an attached target; transformers' own loop takes one sequence at a time."""
         target = tiny("llama")
-        built = pipe(target, make(target, kind), batch_size=2)
-        built.tokenizer.pad_token = "<unk>"  # noqa: S105
-        with pytest.raises(ValueError, match=r"[Bb]atch|batch_size = 1"):
-            built([TEXT, TEXT], do_sample=False, max_new_tokens=12)
+
+        def answers(built: Any) -> Any:
+            built.tokenizer.pad_token, built.tokenizer.padding_side = "<unk>", "left"
+            return built([TEXT, TEXT + " " + TEXT], do_sample=False, max_new_tokens=12)
+
+        plain = answers(pipe(target, batch_size=2))
+        assistant = make(target, kind)
+        if kind == "unattached":
+            with pytest.raises(ValueError, match="A batch of 2 sequences"):
+                answers(pipe(target, assistant, batch_size=2))
+        else:
+            assert answers(pipe(target, assistant, batch_size=2)) == plain
+            assert len(assistant.stats.rows) == 2
 
     def test_other_eos_in_the_draft(self, kind: str) -> None:
         """A base model as the draft of an instruct model: transformers alone cannot run that pair in a pipeline."""

@@ -54,12 +54,6 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 REFUSALS: dict[str, tuple[Any, str, str | None]] = {
     "beams": ({"num_beams": 2}, "num_beams=2.*one\\s+continuation", None),
     "sampled beams": ({"num_beams": 2, "do_sample": True}, "num_beams=2", None),
-    "batch": ({"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences", "A batch of 2 sequences"),
-    "several sequences": (
-        {"num_return_sequences": 2, "do_sample": True},
-        "num_return_sequences=2.*one sequence at a time",
-        "num_return_sequences has to be 1",
-    ),
     "static": (
         {"cache_implementation": "static"},
         "cache_implementation='static' cannot be rolled back",
@@ -111,6 +105,19 @@ def test_unattached(name: str, target: CausalLM) -> None:
         return
     with no_work(target), pytest.raises(ValueError, match=message):
         target.generate(**arguments, assistant_model=assistant)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
+    ],
+)
+def test_batches_without_attaching(target: CausalLM, arguments: dict[str, Any], message: str) -> None:
+    assistant = assistant_for(target, attached=False)
+    with no_work(target), pytest.raises(ValueError, match=message):
+        target.generate(**{"input_ids": PROMPT, "max_new_tokens": 5, **arguments}, assistant_model=assistant)
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])

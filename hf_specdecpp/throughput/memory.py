@@ -87,10 +87,14 @@ class Memory:
         estimator: Estimator,
         target: CausalLM | None,
         generation: GenerationConfig,
+        rows: int = 1,
     ) -> ThroughputState:
         """What `rule="throughput"` knows of `target` in chains, its costs measured now if they have to be.
 
         Costs that rounds have shown to be wrong are measured again before the next greedy text.
+
+        Args:
+            rows: sequences in the batch.
 
         Raises:
             ValueError: costs are neither given nor can be measured.
@@ -103,7 +107,8 @@ class Memory:
             again = known is not None and (known.again or known.check.fails) and learned.greedy
             costs = costs_of(target, drafter, estimator, config.max_tokens, again=again)
             config = replace(config, costs=costs.to_dict())
-        settings = settings_of(config, estimator)
+        costs, max_tokens, lag = settings_of(config, estimator)
+        settings = costs.of_row(rows, max_tokens), max_tokens, lag
         if known is None or known.settings != settings:
             known = learned.plan = ThroughputState(*settings, learned.rates)
         known.again = again

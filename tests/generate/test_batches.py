@@ -1,0 +1,401 @@
+"""Several sequences in one `generate()`: every row's text is that of plain generation on the same batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.exact_distribution import Replay, Tokens, exact_distribution
+from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
+from support.stock_rounds import small, target_distribution
+from support.watchers import tokenizer
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.generation.batch import BatchDecoding, compact
+
+FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "granite", "cohere", "gpt2", "opt"]
+LENGTHS = [3, 12, 7, 20]
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 6},
+    "throughput": {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}},
+    "confidence": {"rule": "confidence", "confidence_threshold": 0.2},
+    "svip": {"rule": "svip", "svip_threshold": 0.6},
+    "adaedl": {"rule": "adaedl"},
+}
+
+
+def padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """Prompts of these lengths, padded on the left."""
+    longest = max(lengths)
+    rows = [prompt(length, seed + place)[0].tolist() for place, length in enumerate(lengths)]
+    ids = [[0] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def generate(target: Any, inputs: dict[str, Tensor], assistant: Any = None, **options: Any) -> Any:
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **options}
+    return target.generate(**inputs, assistant_model=assistant, **options)
+
+
+# Greedy text is plain text. -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equality(family: str) -> None:
+    target, inputs = tiny(family), padded(LENGTHS)
+    plain = generate(target, inputs, eos_token_id=7)
+    assistant = assistant_for(target, mix=0.9, **RULES["fixed"])
+    assert torch.equal(generate(target, inputs, assistant, eos_token_id=7), plain)
+    stats = assistant.stats
+    assert stats.accepted > 10
+    assert stats.generated == sum(row.generated for row in stats.rows)
+    assert [row.accepted + row.rounds + row.plain_passes >= row.generated for row in stats.rows] == [True] * 4
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1, 2, pytest.param(5, marks=pytest.mark.slow), 9])
+def test_batches_of_every_size(size: int, rule: str) -> None:
+    target, inputs = tiny("llama"), padded([1 + 5 * place % 17 for place in range(size)])
+    assistant = assistant_for(target, mix=0.9, **RULES[rule])
+    options = {"repetition_penalty": 1.1, "eos_token_id": [7, 9], "max_new_tokens": 30}
+    assert torch.equal(generate(target, inputs, assistant, **options), generate(target, inputs, **options))
+    assert len(assistant.stats.rows) == (size if size > 1 else 0)
+
+
+def drafts() -> dict[str, Any]:
+    def vocabulary(target: Any) -> Any:
+        return SpecDecPPAssistant.from_draft(partly_agreeing(target, 0.9), target, draft_vocab=list(range(5, 40)))
+
+    def conditioned(target: Any) -> Any:
+        return SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
+
+    return {
+        "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, [0, 2]),
+        "vocabulary": vocabulary,
+        "conditioned": conditioned,
+    }
+
+
+@pytest.mark.parametrize("kind", drafts())
+def test_every_kind_of_draft(kind: str) -> None:
+    target, inputs = quiet_later_layers(tiny("llama")), padded(LENGTHS)
+    assistant = drafts()[kind](target)
+    assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
+    assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
+    assert assistant.stats.accepted > 10
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_stop_strings_and_criteria_end_their_row_only(do_sample: bool) -> None:
+    target, inputs, speaks = tiny("llama"), padded(LENGTHS), tokenizer()
+    options = {"stop_strings": ["d", "lm", "q"], "tokenizer": speaks, "do_sample": do_sample, "top_k": 1}
+    plain = generate(target, inputs, eos_token_id=7, **options)
+    ours = generate(target, inputs, assistant_for(target, mix=0.9), eos_token_id=7, **options)
+    assert torch.equal(ours, plain)
+    # Without an id that ends a text, plain generation goes on in rows that have ended, until all have.
+    plain = generate(target, inputs, **options)
+    ours = generate(target, inputs, assistant_for(target, mix=0.9), **options)
+    assert ours.shape == plain.shape
+    length = inputs["input_ids"].shape[1]
+    for text, babble in zip(ours.tolist(), plain.tolist(), strict=True):
+        end = len(text)
+        while text[end - 1] == 0:
+            end -= 1
+        assert text[:end] == babble[:end]
+        assert end > length
+
+
+def test_scores_and_logits_are_those_of_plain_generation_while_a_row_goes_on() -> None:
+    target, inputs = tiny("llama"), padded(LENGTHS)
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.8,
+               "eos_token_id": 7, "repetition_penalty": 1.2}  # fmt: skip
+    plain, ours = (
+        generate(target, inputs, **options),
+        generate(target, inputs, assistant_for(target, mix=0.9), **options),
+    )
+    assert torch.equal(ours.sequences, plain.sequences)
+    length = inputs["input_ids"].shape[1]
+    for name in ("scores", "logits"):
+        mine, theirs = getattr(ours, name), getattr(plain, name)
+        assert len(mine) == len(theirs)
+        for row, text in enumerate(plain.sequences[:, length:].tolist()):
+            end = text.index(7) + 1 if 7 in text else len(text)
+            for step in range(end):
+                torch.testing.assert_close(mine[step][row], theirs[step][row], rtol=1e-8, atol=1e-8)
+    assert ours.past_key_values is None
+
+
+def test_a_pipeline_with_batches() -> None:
+    target, inputs = tiny("llama"), padded([9, 4, 6])
+    assistant = assistant_for(target, mix=0.9)
+    plain = generate(target, inputs, num_return_sequences=1)
+    assert torch.equal(generate(target, inputs, assistant), plain)
+    again = generate(target, {name: value[:1] for name, value in inputs.items()}, assistant)
+    assert again[0, 9:].tolist() == plain[0, 9:].tolist(), "and single sequences as before"
+
+
+# Sampled rows are independent, and each follows p. --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
+    """The joint distribution of both rows is the product of p of each."""
+    target, draft = small(7), small(107)
+    knobs = {"fixed": {"num_tokens": 1}, "threshold": {"threshold": 0.6, "max_tokens": 1}}[rule]
+    speculation = SpeculationConfig(rule=rule, **knobs)  # type: ignore[arg-type]
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
+    inputs = {"input_ids": torch.tensor([[1, 0, 2], [1, 0, 2]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+
+    def program(replay: Replay) -> Tokens:
+        enumerate_torch(replay)
+        assistant.memory.clear()
+        options = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 3}
+        output = generate(target, inputs, assistant, do_sample=True, **options)
+        return tuple(output[:, 3:].flatten().tolist())
+
+    p = target_distribution(target, 0.8, 2)
+    found = exact_distribution(program)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    for tokens, weight in found.items():
+        rows = tokens[:3], tokens[3:]
+        expected = 1.0
+        for row in rows:
+            for place, token in enumerate(row):
+                expected *= float(p(row[:place])[token])
+        assert weight == pytest.approx(expected, abs=1e-7)
+
+
+def test_several_answers_to_one_prompt() -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, mix=0.9)
+    inputs = padded([9])
+    torch.manual_seed(0)
+    texts = generate(target, inputs, assistant, do_sample=True, num_return_sequences=4, max_new_tokens=20)
+    assert texts.shape == (4, 29)
+    assert len({tuple(text) for text in texts.tolist()}) == 4
+    torch.manual_seed(0)
+    assistant.memory.clear()
+    again = generate(target, inputs, assistant, do_sample=True, num_return_sequences=4, max_new_tokens=20)
+    assert torch.equal(texts, again)
+    plain = generate(target, inputs, top_k=1, do_sample=True, num_return_sequences=3)
+    assert torch.equal(generate(target, inputs, assistant, top_k=1, do_sample=True, num_return_sequences=3), plain)
+
+
+# The cache. -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, inputs = tiny("llama"), padded(LENGTHS)
+    assistant = assistant_for(target, mix=0.9)
+    leave, widths, kinds = BatchDecoding._leave, [], set()
+
+    def check(self: BatchDecoding, cache: Any, finished: list[bool]) -> None:
+        kinds.add(tuple(sorted(set(self.kept))))
+        leave(self, cache, finished)
+        widths.append(self.valid.shape[1])
+        for place, index in enumerate(self.active):
+            text, own = self.texts[index][:, :-1], self.valid[place]
+            real = text[:, text.shape[1] - int(own.sum()) :]
+            with torch.no_grad():
+                expected = target(real, use_cache=True).past_key_values
+            for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+                for name in ("keys", "values"):
+                    torch.testing.assert_close(getattr(ours, name)[place, :, own], getattr(theirs, name)[0])
+
+    monkeypatch.setattr(BatchDecoding, "_leave", check)
+    generate(target, inputs, assistant, eos_token_id=7)
+    assert any(width < before for before, width in zip(widths, widths[1:], strict=False)), "columns were moved together"
+    assert len(kinds) > 3, "rows accepted different numbers in the same round"
+
+
+def test_columns_are_moved_together() -> None:
+    cache, target = DynamicCache(), tiny("llama")
+    layers: list[Any] = cache.layers
+    target(torch.arange(10).view(2, 5), past_key_values=cache, use_cache=True)
+    before = [layer.keys.clone() for layer in layers]
+    valid = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
+    assert compact(cache, valid, 3).tolist() == [[False, True, True], [True, True, True]]
+    for layer, keys in zip(layers, before, strict=True):
+        assert torch.equal(layer.keys[0, :, 1:], keys[0][:, [0, 2]])
+        assert torch.equal(layer.keys[1], keys[1][:, :3])
+
+
+# Mutants. Each has one mistake that other implementations have made. --------------------------------------------------
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> bool:
+    """Whether a change of a method of `BatchDecoding` gives other texts."""
+    target, inputs = tiny("llama"), padded(LENGTHS)
+    plain = generate(target, inputs)
+    original = getattr(BatchDecoding, name)
+    monkeypatch.setattr(BatchDecoding, name, lambda self, *arguments: change(self, original, *arguments))
+    return not torch.equal(generate(target, inputs, assistant_for(target, mix=0.9)), plain)
+
+
+def test_positions_that_count_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
+        inputs = original(self, *arguments)
+        columns = inputs["position_ids"].shape[1]
+        inputs["position_ids"] = self.valid.shape[1] + torch.arange(columns).expand(len(self.valid), -1)
+        return inputs
+
+    assert wrong(monkeypatch, "_inputs", shifted)
+
+
+def test_a_hole_that_stays_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def visible(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
+        inputs = original(self, *arguments)
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        return inputs
+
+    assert wrong(monkeypatch, "_inputs", visible)
+
+
+def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
+        finished = original(self, *arguments)
+        self.kept = self.kept[1:] + self.kept[:1]
+        return finished
+
+    assert wrong(monkeypatch, "_verify", swapped)
+
+
+def test_rows_that_share_their_random_numbers_are_noticed(
+    enumerate_torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both rows answer with the same draws: then they say the same, and are not independent."""
+    target = small(7)
+    assistant = SpecDecPPAssistant.from_draft(small(107), target, speculation=SpeculationConfig("fixed", num_tokens=1))
+    inputs = {"input_ids": torch.tensor([[1, 0, 2], [1, 0, 2]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    verify = BatchDecoding._verify
+
+    def program(replay: Replay) -> Tokens:
+        enumerate_torch(replay)
+        begin: list[int] = []
+
+        def shared(self: BatchDecoding, chains: Any, outputs: Any) -> Any:
+            for row in self.rows:
+                choose = replay._choose
+
+                def once(weights: list[float], choose: Any = choose) -> int:
+                    if not begin:
+                        begin.append(choose(weights))
+                    return begin[0]
+
+                row.generator.randomness = _Shared(replay, once)  # type: ignore[assignment]
+            return verify(self, chains, outputs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BatchDecoding, "_verify", shared)
+            output = generate(target, inputs, assistant, do_sample=True, top_k=2, max_new_tokens=1)
+        return tuple(output[:, 3:].flatten().tolist())
+
+    found = exact_distribution(program)
+    assert all(first == second for first, second in found), "the enumeration sees that they are not independent"
+
+
+class _Shared:
+    def __init__(self, replay: Replay, choose: Any) -> None:
+        self.choose, self.replay = choose, replay
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        return torch.tensor(self.choose(probs.double().tolist()))
+
+    def bernoulli(self, probability: float) -> bool:
+        return bool(self.choose([1.0 - probability, probability]) == 1)
+
+
+# What is refused. -----------------------------------------------------------------------------------------------------
+
+
+class Silent:
+    def put(self, value: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({}, {"streamer": True}, "a streamer prints one sequence"),
+        ({"tree": "dyspec"}, {}, "trees are verified for one sequence at a time"),
+        ({}, {"output_attentions": True}, "attentions and hidden states of a batch"),
+        ({}, {"num_beams": 2}, "beam"),
+    ],
+)
+def test_refusals(change: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, **{"rule": "fixed", **change})
+    if "streamer" in options:
+        options = {"streamer": Silent()}
+    with pytest.raises(ValueError, match=reason):
+        generate(target, padded([3, 5]), assistant, return_dict_in_generate=True, **options)
+
+
+class Counts(LogitsProcessor):
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores
+
+
+class Forbids(LogitsProcessor):
+    """Another token in each row."""
+
+    reads_prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter(1, 5 + 10 * torch.arange(len(scores))[:, None], float("-inf"))
+
+
+def test_processors_that_know_the_row() -> None:
+    target, inputs = tiny("llama"), padded(LENGTHS)
+    for options in (
+        {"prefix_allowed_tokens_fn": lambda row, _: list(range(1 + row, 40, 2))},
+        {"logits_processor": LogitsProcessorList([Forbids()])},
+        {"bad_words_ids": [[3], [4, 5]], "no_repeat_ngram_size": 3, "min_new_tokens": 9, "eos_token_id": 7},
+    ):
+        ours = generate(target, inputs, assistant_for(target, mix=0.9), **options)
+        assert torch.equal(ours, generate(target, inputs, **options)), options
+    with pytest.raises(ValueError, match=r"Counts may keep state .* reads_prefix_only = True"):
+        generate(target, inputs, assistant_for(target), logits_processor=LogitsProcessorList([Counts()]))
+
+
+def test_right_padding_windows_and_caches_are_refused() -> None:
+    target, inputs = tiny("llama"), padded([3, 5])
+    assistant = assistant_for(target)
+    flipped = {name: value.flip(1) for name, value in inputs.items()}
+    with pytest.raises(ValueError, match="padded on the right"):
+        generate(target, flipped, assistant)
+    window = tiny("mistral")
+    with pytest.raises(ValueError, match="layers with a window or a state"):
+        generate(window, inputs, assistant_for(window))
+    cache = DynamicCache(config=target.config)
+    generate(target, inputs, assistant, past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot be carried on"):
+        generate(target, inputs, assistant, past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot be carried on"):
+        generate(target, inputs, past_key_values=cache)
+
+
+def test_speculation_fades_as_the_batch_grows() -> None:
+    """Where a pass takes its time by the number of tokens, more rows leave less room for candidates."""
+    target = tiny("llama")
+    verify = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    costs = Costs(0.1, tuple(verify))
+    assert costs.of_row(2, 3).verify == (0.5, 0.5, 1.5, 2.5)
+    drafted = []
+    for size in (1, 2, 8):
+        assistant = assistant_for(target, mix=0.9, rule="throughput", max_tokens=4, costs=costs.to_dict())
+        for _ in range(3):
+            generate(target, padded([5] * size), assistant)
+        drafted.append(assistant.stats.drafted / assistant.stats.rounds)
+    assert drafted[0] > drafted[1] > drafted[2]
+    assert drafted[2] < 0.1
