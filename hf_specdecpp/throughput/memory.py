@@ -107,8 +107,10 @@ class Memory:
             again = known is not None and (known.again or known.check.fails) and learned.greedy
             costs = costs_of(target, drafter, estimator, config.max_tokens, again=again)
             config = replace(config, costs=costs.to_dict())
-        costs, max_tokens, lag = settings_of(config, estimator)
-        settings = costs.of_row(rows, max_tokens), max_tokens, lag
+        settings = settings_of(config, estimator)
+        if rows > 1:
+            costs, max_tokens, lag = settings
+            settings = costs.of_row(rows, max_tokens), max_tokens, lag
         if known is None or known.settings != settings:
             known = learned.plan = ThroughputState(*settings, learned.rates)
         known.again = again

@@ -107,7 +107,7 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "dyspec" else [pytest.mark.slow]) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind == "static" else [pytest.mark.slow]) for kind in KINDS]
 )
 def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     target = tiny("llama")

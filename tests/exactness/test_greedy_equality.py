@@ -34,6 +34,7 @@ CASES = [
     for attached in (True, False)
     if family in CROSSED or attached == ((rule == "fixed") == (i % 2 == 0))
 ]
+QUICK = [case for i, case in enumerate(CASES) if case[0] in CROSSED or i % 2 == 0]  # the others are slow tests
 
 
 @pytest.fixture
@@ -53,7 +54,10 @@ def plain_text(family: str) -> Tensor:
     return text
 
 
-@pytest.mark.parametrize(("family", "rule", "attached"), CASES)
+@pytest.mark.parametrize(
+    ("family", "rule", "attached"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
+)
 def test_independent_draft(family: str, rule: str, attached: bool, rounds: Rounds) -> None:
     target = target_of(family)
     assistant = assistant_for(target, attached, **RULES[rule])
@@ -66,7 +70,12 @@ def test_independent_draft(family: str, rule: str, attached: bool, rounds: Round
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [(family, layers) for family in FAMILIES for layers in ([0], 2, [0, 2]) if family in CROSSED or layers == [0, 2]],
+    [
+        pytest.param(family, layers, marks=[] if layers == [0, 2] else [pytest.mark.slow])
+        for family in FAMILIES
+        for layers in ([0], 2, [0, 2])
+        if family in CROSSED or layers == [0, 2]
+    ],
     ids=str,
 )
 def test_early_exit(family: str, layers: int | list[int], rounds: Rounds) -> None:

@@ -33,7 +33,13 @@ from hf_specdecpp.models.kv_cache import held_rows
 # Greedy equality. -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ("llama", "gemma3_text", "gpt2", "qwen2") else [pytest.mark.slow])
+        for family in FAMILIES
+    ],
+)
 def test_greedy_equality(family: str) -> None:
     kind = list(TREES)[list(FAMILIES).index(family) % 3] if family not in ("llama", "gemma3_text") else "dyspec"
     assistant = assistant_for(target_of(family), mix=0.9, **TREES[kind])
