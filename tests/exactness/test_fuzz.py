@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.fuzz.cases import FAMILIES, Case, draw, settle, simpler
 from support.fuzz.models import target_of
 from support.fuzz.running import Result, minimise, run_case
@@ -33,8 +35,13 @@ PARTS, CASES_OF_A_PART = 4, 50
 SLOW_CASES = int(os.environ.get("SPECDECPP_FUZZ_CASES", "4000"))
 SEED = int(os.environ.get("SPECDECPP_FUZZ_SEED", "0"))
 
-# Cases that are wrong and wait for a repair, by what is wrong. Empty when all is well.
-HELD_OUT: dict[str, Callable[[Case], bool]] = {}
+# Cases that are wrong, by what is wrong: in older versions of transformers, or here, until it is repaired.
+HELD_OUT: dict[str, Callable[[Case], bool]] = {
+    # Plain generation reads the text again on top of what the cache holds, with a mask that is too short.
+    "chunked prefill of a later turn": lambda case: (
+        Version(transformers.__version__) < Version("5.23") and case.chunk > 0 and case.turns > 1
+    ),
+}
 
 
 def cases(part: int, count: int, of: tuple[str, ...] = FAMILIES) -> list[Case]:
