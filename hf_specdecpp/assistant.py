@@ -33,7 +33,6 @@ from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import commit_of, warn_of_drift
-from hf_specdecpp.sampling.processors import for_row
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.trees.drawing import DrawnTree
 
@@ -355,23 +354,6 @@ class SpecDecPPAssistant(ModelInterface):
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
         self.stats = generator.stats
         return generator
-
-    def start_batch(
-        self,
-        target: CausalLM,
-        config: GenerationConfig,
-        logits_processor: Sequence[LogitsProcessor] | None,
-        attention_mask: Tensor | None,
-        rows: int,
-    ) -> list[SpecDecPPCandidateGenerator]:
-        """Begin one `generate()` call for several sequences: a generator for each row.
-
-        Raises:
-            ValueError: the generation cannot be assisted.
-        """
-        masks = [None] * rows if attention_mask is None else attention_mask.split(1)
-        processors = [for_row(logits_processor or [], row, rows) for row in range(rows)]
-        return [self.start_generation(target, config, *each, rows) for each in zip(processors, masks, strict=True)]
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """The draft model's own forward, for measuring it."""

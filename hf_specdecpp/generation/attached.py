@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.batch import BatchDecoding, check_batch
+from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.refusals import check_inputs, check_mode
+from hf_specdecpp.generation.refusals import check_batch, check_inputs, check_mode
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.sampling.processors import for_row
 
 
 class Assistant(Protocol):
@@ -30,19 +31,14 @@ class Assistant(Protocol):
     stats: SpeculationStats
 
     def start_generation(
-        self, target: CausalLM, config: GenerationConfig, logits_processor: Any, attention_mask: Tensor | None
-    ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`."""
-
-    def start_batch(
         self,
         target: CausalLM,
         config: GenerationConfig,
         logits_processor: Any,
         attention_mask: Tensor | None,
-        rows: int,
-    ) -> list[SpecDecPPCandidateGenerator]:
-        """The same for several sequences."""
+        rows: int = 1,
+    ) -> SpecDecPPCandidateGenerator:
+        """Begin one `generate()` call of `target`, or one of the `rows` of a batch."""
 
 
 # Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
@@ -147,13 +143,18 @@ class AttachedMixin:
         check_inputs(input_ids, model_kwargs)
         assistant: Assistant = assistant_model
         mask = model_kwargs.get("attention_mask")
-        if input_ids.shape[0] > 1:
+        if (count := input_ids.shape[0]) > 1:
             has_trees = assistant.speculation.tree is not None
-            check_batch(model_kwargs, generation_config, stopping_criteria, streamer, has_trees)
-            generators = assistant.start_batch(self, generation_config, logits_processor, mask, input_ids.shape[0])
-            rows = [AssistedDecoding(self, each, stopping_criteria, generation_config, None, {}) for each in generators]
+            check_batch(model_kwargs, generation_config, logits_processor, stopping_criteria, streamer, has_trees)
+            masks = [None] * count if mask is None else mask.split(1)
+            generators = [
+                assistant.start_generation(self, generation_config, for_row(logits_processor, row, count), own, count)
+                for row, own in enumerate(masks)
+            ]
             try:
-                return BatchDecoding(self, rows, generation_config, model_kwargs).run(input_ids)
+                return BatchDecoding(self, generators, stopping_criteria, generation_config, model_kwargs).run(
+                    input_ids
+                )
             finally:
                 assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
         generator = assistant.start_generation(self, generation_config, logits_processor, mask)

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.drafting.chain import Chain
-from hf_specdecpp.generation.decoding import AssistedDecoding, passes_of, time_passes
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.decoding import AssistedDecoding, pass_seconds, seconds_since
+from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.conditioning import TargetStates
 
@@ -39,24 +41,23 @@ class BatchDecoding:
 
     Args:
         target: the model that decides.
-        rows: a decoding of each row, which drafts and verifies for it.
-        config: as prepared by `generate()`.
+        generators: one for each row.
+        criteria, config: as prepared by `generate()`.
         model_kwargs: the forward's other arguments for all rows.
     """
 
     def __init__(
-        self, target: CausalLM, rows: list[AssistedDecoding], config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        target: CausalLM,
+        generators: list[SpecDecPPCandidateGenerator],
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
     ) -> None:
-        if in_order := rows[0].generator.processing.in_order:
-            name = type(getattr(in_order[0], "processor", None)).__name__
-            raise ValueError(
-                f"{name} may keep state from call to call, for all rows of a batch together. If it depends on its "
-                "arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
-                "sequence."
-            )
-        self.target, self.rows, self.config, self.model_kwargs = target, rows, config, model_kwargs
-        self.caught = TargetStates(target, rows[0].generator.setup.drafter.fusion)
-        self.products = rows[0].generator.products
+        self.target, self.config, self.model_kwargs = target, config, model_kwargs
+        self.rows = [_Row(target, each, criteria, config, None, {}) for each in generators]
+        self.caught = TargetStates(target, generators[0].setup.drafter.fusion)
+        self.products = generators[0].products
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[batch, length]`, padded on the left: what `generate()` returns."""
@@ -90,35 +91,35 @@ class BatchDecoding:
 
     def _round(self, cache: Cache) -> None:
         """Draft for every row, one target pass, verify; rows that have ended leave."""
-        rows, begin = [self.rows[index] for index in self.active], time.perf_counter()
+        rows = [self.rows[index] for index in self.active]
         texts = [self.texts[index] for index in self.active]
         chains = [row.generator.draft(text, states=row.states) for row, text in zip(rows, texts, strict=True)]
         drafted = time.perf_counter()
         count = max(len(chain.tokens) for chain in chains)
         fed = torch.tensor([1 + len(chain.tokens) for chain in chains], device=self.valid.device)
         outputs = self.target(**self._inputs(chains, fed, count, cache), return_dict=True)
-        target_seconds = time.perf_counter() - drafted
+        target_seconds = seconds_since(drafted, self.valid.device)
         finished = self._verify(chains, outputs)
-        kept = torch.tensor(self.kept, device=self.valid.device)
+        kept = torch.tensor([row.kept for row in rows], device=self.valid.device)
         most = int(kept.max())
         cache.crop(most - count - 1)
         self.valid = torch.cat((self.valid, torch.arange(most, device=kept.device) < kept[:, None]), dim=1)
         self.positions += kept
         self._leave(cache, finished)
-        overhead = time.perf_counter() - begin - (drafted - begin) - target_seconds
+        overhead = time.perf_counter() - drafted - target_seconds
         for row in rows:
             row.stats.target_seconds += target_seconds / len(rows)
             row.stats.overhead_seconds += overhead / len(rows)
 
     def _compare_passes(self, cache: Cache) -> None:
         """Note each row's share of a pass over one token a row, measured once a target and number of rows."""
-        known, config = passes_of(self.target), self.rows[0].generator.setup.speculation
-        kind = config.cpu_products, config.pack_weights, len(self.active)
-        if kind not in known:
-            inputs = self._inputs([Chain([], [])] * len(self.active), torch.ones_like(self.positions), 0, cache)
-            known[kind] = time_passes(self.target, inputs, self.products)
-            self.caught.clear()
-        plain, same = (seconds / len(self.active) for seconds in known[kind])
+        count = len(self.active)
+
+        def inputs() -> dict[str, Any]:
+            return self._inputs([Chain([], [])] * count, torch.ones_like(self.positions), 0, cache)
+
+        plain, same = (seconds / count for seconds in pass_seconds(self.target, self.rows[0].generator, inputs, count))
+        self.caught.clear()
         for row in self.rows:
             row.stats.plain_pass_seconds, row.stats.same_pass_seconds = plain, same
 
@@ -142,18 +143,12 @@ class BatchDecoding:
     def _verify(self, chains: list[Chain], outputs: Any) -> list[bool]:
         """Verify each row's chain as if it were alone, and note which rows have ended."""
         states, finished = self.caught.take(), []
-        self.kept: list[int] = []  # of each row, how many of the columns that it was fed
         width = max(len(chain.tokens) for chain in chains) + 1
         for place, (index, chain) in enumerate(zip(self.active, chains, strict=True)):
-            row, fed = self.rows[index], len(chain.tokens) + 1
-            logits = outputs.logits[place : place + 1, -width:][:, :fed]
-            row.caught = _Taken(None if states is None else states[place : place + 1])  # type: ignore[assignment]
-            row.prefix = prefix = _Kept()  # type: ignore[assignment]
-            self.texts[index], ends = row._select(
-                self.texts[index], chain.tokens, chain.scores, SimpleNamespace(logits=logits)
-            )
+            logits = outputs.logits[place : place + 1, -width:][:, : len(chain.tokens) + 1]
+            own = None if states is None else states[place : place + 1]
+            self.texts[index], ends = self.rows[index].verify(self.texts[index], chain, logits, own)
             finished.append(ends)
-            self.kept.append(prefix.kept)
         return finished
 
     def _leave(self, cache: Cache, finished: list[bool]) -> None:
@@ -180,12 +175,33 @@ class BatchDecoding:
         sequences = torch.cat(texts)
         if not self.config.return_dict_in_generate:
             return sequences
-        records = [row.records for row in self.rows]
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,  # type: ignore[arg-type]
-            scores=_by_step([each.scores for each in records]),
-            logits=_by_step([each.logits for each in records]),
-        )
+        return TokenRecords.of_batch([row.records for row in self.rows]).output(sequences)
+
+
+class _Row(AssistedDecoding):
+    """A row's decoding: it verifies, emits and stops as if the row were alone. Passes and cache are the batch's.
+
+    Attributes:
+        kept: how many of the columns that it was fed last stay in the cache.
+    """
+
+    kept = 0
+
+    def verify(self, text: Tensor, chain: Chain, logits: Tensor, states: Tensor | None) -> tuple[Tensor, bool]:
+        """The text after a pass, and whether it has ended.
+
+        Args:
+            text: `[1, length]`.
+            chain: k candidates.
+            logits: `[1, k + 1, vocab]`; after the prompt those at its last token.
+            states: `[1, n, width]` of the target at what it read, for a conditioned draft.
+        """
+        return self._select(text, chain.tokens, chain.scores, SimpleNamespace(logits=logits, states=states))
+
+    def _settle(self, outputs: Any, kept: int, _num_candidates: int, _path: list[int] | None) -> None:
+        self.kept = kept
+        if outputs.states is not None:
+            self.states = outputs.states[:, :kept] if self.stats.generated else outputs.states
 
 
 def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
@@ -206,62 +222,6 @@ def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
     return valid.gather(1, order)
 
 
-def check_batch(
-    model_kwargs: dict[str, Any], config: GenerationConfig, criteria: Any, streamer: Any, has_trees: bool
-) -> None:
-    """Raise `ValueError` for batches that cannot be assisted. Runs before the first forward."""
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
-    if mask is not None and not bool(mask[:, -1].all()):
-        raise ValueError(
-            "The batch is padded on the right, so rows would go on after padding. Use padding_side='left', as plain "
-            "generate() needs, too."
-        )
-    reason = None
-    if streamer is not None:
-        reason = "a streamer prints one sequence"
-    elif has_trees:
-        reason = "trees are verified for one sequence at a time: set tree=None"
-    elif config.output_attentions or config.output_hidden_states:
-        reason = "attentions and hidden states of a batch are not put together yet"
-    elif config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
-        reason = "rows that end early are padded, and there is no pad_token_id"
-    elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
-        reason = "this target takes no positions of its own for each row, which rows of different length need"
-    elif cache is not None and cache.get_seq_length() > 0:
-        reason = "a cache that is carried on cannot hold rows of different length yet"
-    elif cache is None or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        reason = "this target has layers with a window or a state, which rows of different length cannot share yet"
-    elif others := sorted(set(model_kwargs) - KNOWN):
-        reason = f"{', '.join(others)} are for single sequences"
-    if reason is not None:
-        raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")
-
-
-KNOWN = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_attentions",
-    "output_hidden_states", "cache_position",
-}  # fmt: skip
-
-
-class _Kept:
-    """What a row's decoding tells of the cache: how many of the fed columns stay."""
-
-    kept = 0
-
-    def settle(self, _outputs: Any, kept: int, _num_candidates: int, _path: Any = None) -> None:
-        self.kept = kept
-
-
-class _Taken:
-    """A row's share of the states that were caught."""
-
-    def __init__(self, states: Tensor | None) -> None:
-        self.states = states
-
-    def take(self, rows: Any = slice(None)) -> Tensor | None:
-        return None if self.states is None else self.states[:, rows]
-
-
 class _UsedUp(DynamicLayer):
     """In the place of a batch's cache, whose rows have lost their places."""
 
@@ -273,12 +233,3 @@ class _UsedUp(DynamicLayer):
 
     def get_seq_length(self) -> int:
         raise ValueError("This cache was filled by an assisted batch and cannot be carried on. Leave it out.")
-
-
-def _by_step(records: list[Any]) -> Any:
-    """Of each row's entries by token one `[batch, vocab]` by step; zeros where a row has ended."""
-    if records[0] is None:
-        return None
-    steps = max(map(len, records))
-    empty = torch.zeros_like(records[0][0])
-    return tuple(torch.cat([each[step] if step < len(each) else empty for each in records]) for step in range(steps))

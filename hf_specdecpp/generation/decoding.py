@@ -92,7 +92,7 @@ class AssistedDecoding:
         begin = time.perf_counter()
         with self.generator.products:
             input_ids, finished = self._prompt(input_ids)
-        self.stats.prompt_seconds = _since(begin, self.device)
+        self.stats.prompt_seconds = seconds_since(begin, self.device)
         if not finished:
             self._compare_passes(input_ids)
         with self.generator.products:
@@ -122,7 +122,7 @@ class AssistedDecoding:
         chain = self.generator.draft(input_ids, states=self.states)
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.tokens), return_dict=True)
-        self.stats.target_seconds += _since(begin, self.device)
+        self.stats.target_seconds += seconds_since(begin, self.device)
         return self._select(input_ids, chain.tokens, chain.scores, outputs)
 
     def _select(
@@ -153,7 +153,7 @@ class AssistedDecoding:
         order = tree.depth_first()
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.tree_inputs(input_ids, tree, order), return_dict=True)
-        self.stats.target_seconds += _since(begin, self.device)
+        self.stats.target_seconds += seconds_since(begin, self.device)
         path, emitted, scores, raw, rows = self._walk(input_ids, tree, order, outputs)
         self.generator.update_tree(tree, path)
         return self._emit(input_ids, emitted, scores, raw, outputs, len(tree), rows)
@@ -259,13 +259,17 @@ class AssistedDecoding:
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path)
-        # All of the prompt; later the last token before the round and the accepted candidates.
-        self.states = self.caught.take((path or list(range(kept)))[:kept] if self.stats.generated else slice(None))
+        self._settle(outputs, kept, count, path)
         self.stats.generated += kept
-        self.prefix.settle(outputs, kept, count, path)
         if self.streamer is not None:
             self.streamer.put(input_ids[:, before:].cpu())
         return input_ids, finished
+
+    def _settle(self, outputs: Any, kept: int, num_candidates: int, path: list[int] | None) -> None:
+        """Take what a conditioned draft reads of the pass, and leave the cache at what was emitted."""
+        # All of the prompt; later the last token before the round and the accepted candidates.
+        self.states = self.caught.take((path or list(range(kept)))[:kept] if self.stats.generated else slice(None))
+        self.prefix.settle(outputs, kept, num_candidates, path)
 
     def _first_stop(
         self, input_ids: Tensor, before: int, emitted: list[int], scores: Tensor, raw: Tensor
@@ -286,29 +290,25 @@ class AssistedDecoding:
 
     def _compare_passes(self, input_ids: Tensor) -> None:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
-        known, config = passes_of(self.target), self.generator.setup.speculation
-        kind = config.cpu_products, config.pack_weights, 1
-        if kind not in known:
-            known[kind] = time_passes(self.target, self.prefix.chain_inputs(input_ids, []), self.generator.products)
-            self.caught.clear()
-        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = known[kind]
+        seconds = pass_seconds(self.target, self.generator, lambda: self.prefix.chain_inputs(input_ids, []))
+        self.caught.clear()
+        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
             return input_ids
-        return GenerateDecoderOnlyOutput(
-            sequences=input_ids,  # type: ignore[arg-type]
-            scores=self.records.scores,
-            logits=self.records.logits,
-            attentions=self.records.attentions,
-            hidden_states=self.records.hidden_states,
-            past_key_values=self.prefix.cache,
-        )
+        return self.records.output(input_ids, self.prefix.cache)
 
 
-def passes_of(target: CausalLM) -> dict[tuple[str, bool, int], PassSeconds]:
-    """What passes of a target over one token took."""
-    return _pass_seconds.setdefault(target, {})
+def pass_seconds(
+    target: CausalLM, generator: SpecDecPPCandidateGenerator, inputs: Callable[[], dict[str, Any]], rows: int = 1
+) -> PassSeconds:
+    """What a pass over one token of each of `rows` sequences takes, measured once a target; `inputs` are the pass's."""
+    known, config = _pass_seconds.setdefault(target, {}), generator.setup.speculation
+    kind = config.cpu_products, config.pack_weights, rows
+    if kind not in known:
+        known[kind] = time_passes(target, inputs(), generator.products)
+    return known[kind]
 
 
 def time_passes(target: CausalLM, inputs: dict[str, Any], products: FasterProducts) -> PassSeconds:
@@ -323,12 +323,13 @@ def time_passes(target: CausalLM, inputs: dict[str, Any], products: FasterProduc
             begin = time.perf_counter()
             with context:
                 outputs = target(**inputs, return_dict=True)
-            times[name].append(_since(begin, device))
+            times[name].append(seconds_since(begin, device))
             outputs.past_key_values.crop(-1)
     return PassSeconds(median(times["plain"]), median(times["same"]))
 
 
-def _since(begin: float, device: torch.device) -> float:
+def seconds_since(begin: float, device: torch.device) -> float:
+    """Seconds until the device has done all that it has to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)  # verification waits for the result anyway
     return time.perf_counter() - begin

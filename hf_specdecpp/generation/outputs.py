@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.trees.attention import layer_types
 
@@ -29,6 +31,27 @@ class TokenRecords:
         self.hidden_states: Any = wanted(config.output_hidden_states)
         self.attentions: Any = wanted(config.output_attentions)
         self._text_config = text_config
+
+    @classmethod
+    def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
+        """Scores and logits of several sequences, `[batch, vocab]` a token; zeros where a row has ended."""
+        together = copy.copy(rows[0])
+        together.scores, together.logits = (
+            _by_step([row.scores for row in rows]),
+            _by_step([row.logits for row in rows]),
+        )
+        return together
+
+    def output(self, sequences: Tensor, cache: Any = None) -> GenerateDecoderOnlyOutput:
+        """What `generate()` returns."""
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,  # type: ignore[arg-type]  # annotated as the legacy LongTensor
+            scores=self.scores,
+            logits=self.logits,
+            attentions=self.attentions,
+            hidden_states=self.hidden_states,
+            past_key_values=cache,
+        )
 
     @property
     def keeps_logits(self) -> bool:
@@ -65,6 +88,13 @@ class TokenRecords:
                         for layer, window in zip(outputs.attentions, windows, strict=True)
                     ),
                 )
+
+
+def _by_step(records: list[Any]) -> Any:
+    if records[0] is None:
+        return None
+    steps, empty = max(map(len, records)), torch.zeros_like(records[0][0])
+    return tuple(torch.cat([each[step] if step < len(each) else empty for each in records]) for step in range(steps))
 
 
 def _rows(layer: Tensor, rows: slice) -> Tensor:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation import GenerationMode
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from hf_specdecpp.models.checks import check_cache
+from hf_specdecpp.sampling.processors import reads_prefix_only
+
+# Arguments of a forward that are understood for several sequences.
+BATCH_KWARGS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_attentions",
+    "output_hidden_states", "cache_position",
+}  # fmt: skip
 
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -63,3 +72,45 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
             "is rejected. Generate without assistant_model= where the prompt has an image."
         )
     check_cache(model_kwargs.get("past_key_values"))
+
+
+def check_batch(
+    model_kwargs: dict[str, Any],
+    config: GenerationConfig,
+    processors: Iterable[LogitsProcessor],
+    criteria: Any,
+    streamer: Any,
+    has_trees: bool,
+) -> None:
+    """Raise `ValueError` for batches that cannot be assisted. Runs before the first forward."""
+    if in_order := [type(each).__name__ for each in processors if not reads_prefix_only(each)]:
+        raise ValueError(
+            f"{in_order[0]} may keep state from call to call, for all rows of a batch together. If it depends on its "
+            "arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
+            "sequence."
+        )
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise ValueError(
+            "The batch is padded on the right, so rows would go on after padding. Use padding_side='left', as plain "
+            "generate() needs, too."
+        )
+    reason = None
+    if streamer is not None:
+        reason = "a streamer prints one sequence"
+    elif has_trees:
+        reason = "trees are verified for one sequence at a time: set tree=None"
+    elif config.output_attentions or config.output_hidden_states:
+        reason = "attentions and hidden states of a batch are not put together yet"
+    elif config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
+        reason = "rows that end early are padded, and there is no pad_token_id"
+    elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
+        reason = "this target takes no positions of its own for each row, which rows of different length need"
+    elif cache is not None and cache.get_seq_length() > 0:
+        reason = "a cache that is carried on cannot hold rows of different length yet"
+    elif cache is None or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        reason = "this target has layers with a window or a state, which rows of different length cannot share yet"
+    elif others := sorted(set(model_kwargs) - BATCH_KWARGS):
+        reason = f"{', '.join(others)} are for single sequences"
+    if reason is not None:
+        raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")

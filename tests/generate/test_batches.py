@@ -197,7 +197,7 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
     leave, widths, kinds = BatchDecoding._leave, [], set()
 
     def check(self: BatchDecoding, cache: Any, finished: list[bool]) -> None:
-        kinds.add(tuple(sorted(set(self.kept))))
+        kinds.add(tuple(sorted({self.rows[index].kept for index in self.active})))
         leave(self, cache, finished)
         widths.append(self.valid.shape[1])
         for place, index in enumerate(self.active):
@@ -261,7 +261,9 @@ def test_a_hole_that_stays_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
         finished = original(self, *arguments)
-        self.kept = self.kept[1:] + self.kept[:1]
+        counts = [self.rows[index].kept for index in self.active]
+        for index, count in zip(self.active, counts[1:] + counts[:1], strict=True):
+            self.rows[index].kept = count
         return finished
 
     assert wrong(monkeypatch, "_verify", swapped)
