@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
 from hf_specdecpp.config.types import check_arguments
+from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.vocabulary import hash_of, tokenizer_of
 from hf_specdecpp.provenance import commit_of
@@ -153,7 +154,7 @@ class SpecDecPPConfig(PretrainedConfig):
 
 def _check_calibration(calibration: dict[str, list[float]]) -> None:
     for mode, line in calibration.items():
-        if mode not in ("sampled", "greedy") or len(line) != 2:
+        if mode not in MODES or len(line) != 2:
             raise ValueError(
                 f"calibration={calibration} must have two numbers, intercept and slope, for 'sampled' and for "
                 "'greedy' targets: log-odds of estimates are calibrated by them."

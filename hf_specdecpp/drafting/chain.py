@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness
 
 
@@ -24,6 +26,21 @@ class Chain:
 
     tokens: list[int]
     scores: list[Tensor]
+
+
+def stepper(
+    session: DraftSession, processing: Processing, input_ids: Tensor, greedy: bool
+) -> Callable[[list[int]], DraftStep | None]:
+    """`step` of `draft_chain` after the text `input_ids` `[1, length]`."""
+
+    def step(candidates: list[int]) -> DraftStep | None:
+        logits, hidden = session.step(candidates)
+        scores = processing.one(input_ids, candidates, logits)
+        if processing.forbids_all(scores):  # of what the draft can say: the target decides alone
+            return None
+        return session.draft_step(len(candidates), scores, hidden, greedy)
+
+    return step
 
 
 def draft_chain(

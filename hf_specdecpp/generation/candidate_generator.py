@@ -12,10 +12,10 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.chain import Chain, draft_chain
+from hf_specdecpp.drafting.chain import Chain, draft_chain, stepper
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.rules import rule_of
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
@@ -126,13 +126,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         room = self._room(input_ids.shape[1])
         limit = room if max_tokens is None else min(room, max_tokens)
 
-        def step(candidates: list[int]) -> DraftStep | None:
-            logits, hidden = self.session.step(candidates)
-            scores = self.draft_processing.one(input_ids, candidates, logits)
-            if self.draft_processing.forbids_all(scores):  # of what the draft can say: the target decides alone
-                return None
-            return self.session.draft_step(len(candidates), scores, hidden, greedy=self.randomness is None)
-
+        step = stepper(self.session, self.draft_processing, input_ids, greedy=self.randomness is None)
         chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
         self._num_drafted, self._num_accepted = len(chain.tokens), 0
         if chain.tokens:

@@ -16,7 +16,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import FIRST_FITS, NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
 from hf_specdecpp.throughput.solver import solve
-from hf_specdecpp.trees.slots import Growth, SlotValuation
+from hf_specdecpp.trees.slots import CalibratedSlots, Growth
 from hf_specdecpp.trees.tree import DraftTree
 
 SELECTION_DISCOUNT = 0.95  # of the tokens expected at the best of many thresholds (winner's curse)
@@ -28,7 +28,7 @@ THRESHOLDS = np.exp(-0.12 * np.arange(50))  # tried, as shares of the best slot'
 LONGEST_CHAIN = 20  # that the first promise is computed for
 
 
-class TreeThroughput(SlotValuation):
+class TreeThroughput(CalibratedSlots):
     """What the rule knows about one draft and target, and how it grows trees.
 
     The gain of a slot is the expected number of tokens that a draw there adds: v times the chance a that what is drawn
@@ -46,10 +46,10 @@ class TreeThroughput(SlotValuation):
     """
 
     def __init__(self, costs: Costs, most_nodes: int, rates: AcceptanceRates | None = None) -> None:
+        super().__init__(rates or AcceptanceRates())
         self.settings = (costs, most_nodes)
         self.costs, self.verify = costs, costs.verify_seconds(most_nodes)
         self.plain = float(self.verify[0]) + costs.overhead
-        self.rates = rates or AcceptanceRates()
         self.rounds, self.credit = 0, ExplorationBudget(self.plain)
         self.tokens = self.seconds = 0.0
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
@@ -82,9 +82,6 @@ class TreeThroughput(SlotValuation):
             return True
         price = self.costs.read * unread + self.costs.draft + float(self.verify[1] - self.verify[0])
         return self.credit.seconds >= price
-
-    def calibrated(self, estimate: float) -> float:
-        return self.rates.calibrated(estimate)
 
     def expected(self, last: float | None, /) -> float:
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]

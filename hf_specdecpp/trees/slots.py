@@ -147,7 +147,7 @@ class SlotValuation:
 
 
 class CalibratedSlots(SlotValuation):
-    """Estimates count for what rounds have taught of them; trees grow by the paper's algorithms otherwise."""
+    """Estimates count for what rounds have taught of them."""
 
     def __init__(self, rates: AcceptanceRates) -> None:
         self.rates = rates

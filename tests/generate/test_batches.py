@@ -148,8 +148,11 @@ def test_a_pipeline_with_batches() -> None:
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
     target, draft = small(7), small(107)
-    knobs = {"fixed": {"num_tokens": 1}, "threshold": {"threshold": 0.6, "max_tokens": 1}}[rule]
-    speculation = SpeculationConfig(rule=rule, **knobs)  # type: ignore[arg-type]
+    knobs: dict[str, dict[str, Any]] = {
+        "fixed": {"rule": "fixed", "num_tokens": 1},
+        "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 1},
+    }
+    speculation = SpeculationConfig(**knobs[rule])
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
     inputs = {"input_ids": torch.tensor([[1, 0, 2], [1, 0, 2]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
 
@@ -280,18 +283,11 @@ def test_rows_that_share_their_random_numbers_are_noticed(
 
     def program(replay: Replay) -> Tokens:
         enumerate_torch(replay)
-        begin: list[int] = []
+        same = SameDraw(replay)
 
         def shared(self: BatchDecoding, chains: Any, outputs: Any) -> Any:
             for row in self.rows:
-                choose = replay._choose
-
-                def once(weights: list[float], choose: Any = choose) -> int:
-                    if not begin:
-                        begin.append(choose(weights))
-                    return begin[0]
-
-                row.generator.randomness = _Shared(replay, once)  # type: ignore[assignment]
+                row.generator.randomness = same
             return verify(self, chains, outputs)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -303,15 +299,17 @@ def test_rows_that_share_their_random_numbers_are_noticed(
     assert all(first == second for first, second in found), "the enumeration sees that they are not independent"
 
 
-class _Shared:
-    def __init__(self, replay: Replay, choose: Any) -> None:
-        self.choose, self.replay = choose, replay
+class SameDraw(Replay):
+    """Answers every question as another replay answered the first one."""
 
-    def categorical(self, probs: Tensor) -> Tensor:
-        return torch.tensor(self.choose(probs.double().tolist()))
+    def __init__(self, replay: Replay) -> None:
+        super().__init__([])
+        self.replay, self.first = replay, list[int]()
 
-    def bernoulli(self, probability: float) -> bool:
-        return bool(self.choose([1.0 - probability, probability]) == 1)
+    def _choose(self, weights: list[float]) -> int:
+        if not self.first:
+            self.first.append(self.replay._choose(weights))
+        return self.first[0]
 
 
 # What is refused. -----------------------------------------------------------------------------------------------------

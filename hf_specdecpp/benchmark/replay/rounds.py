@@ -23,11 +23,11 @@ from hf_specdecpp.benchmark.replay.record import Text
 from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.chain import draft_chain
+from hf_specdecpp.drafting.chain import draft_chain, stepper
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.rules import make_rule
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -85,11 +85,7 @@ class ChainDrafting:
         self.randomness = TorchRandomness() if sampled else None
 
     def draft(self, input_ids: Tensor, room: int, /) -> DraftTree:
-        def step(candidates: list[int]) -> DraftStep:
-            logits, hidden = self.session.step(candidates)
-            scores = self.processing.one(input_ids, candidates, logits)
-            return self.session.draft_step(len(candidates), scores, hidden, greedy=self.randomness is None)
-
+        step = stepper(self.session, self.processing, input_ids, greedy=self.randomness is None)
         chain = draft_chain(step, self.rule, self.randomness, room, self.eos, self.session.unread)
         return DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores)
 
@@ -256,11 +252,6 @@ def draw(tree: DraftTree, reached: Sequence[float]) -> list[int]:
     return path
 
 
-def can_replay(speculation: SpeculationConfig | None) -> bool:
-    """Whether a contestant's rounds depend on nothing but text, draft and earlier rounds; costs decide others."""
-    return speculation is not None and speculation.rule != "throughput"
-
-
 def replay_rounds(
     config: BenchmarkConfig,
     log: RunLog,
@@ -277,7 +268,8 @@ def replay_rounds(
         log: what has been counted before; grows. A run that goes on learns anew.
         sets: `replay.runner.text_sets`.
     """
-    replayed = [(each, each.speculation) for each in contestants if each.speculation and can_replay(each.speculation)]
+    # `throughput` depends on costs, too.
+    replayed = [(c, c.speculation) for c in contestants if c.speculation and c.speculation.rule != "throughput"]
     counted, learned = {_key(row): row for row in log.rows}, dict[tuple[str, float], AcceptanceRates]()
     wanted = []
     for name, texts, sampling in sets:

@@ -87,11 +87,10 @@ def _outcomes(
             (FIXED, length, None),
             replay_all(replays, partial(make_rule, config, recorded_estimator("q", None, greedy))),
         )
-    for family, rule, field, by in _families(head):
+    for family, rule, field, by, adapts in _families(head):
         for setting in THRESHOLDS:
             settings: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": MAX_TOKENS}
-            # Of online families one memory for all texts, as an assistant has it.
-            rates = AcceptanceRates() if family.endswith("online)") else None
+            rates = AcceptanceRates() if adapts else None  # one for all texts, as an assistant has it
             make = partial(make_rule, SpeculationConfig(**settings), recorded_estimator(by, head, greedy), rates=rates)
             yield (family, setting, None), replay_all(replays, make)
     for name, each in costs.items():
@@ -100,15 +99,15 @@ def _outcomes(
             yield (f"throughput ({by})", None, name), replay_all(replays, _throughput(each, by, head, greedy))
 
 
-def _families(head: AcceptanceHead | None) -> list[tuple[str, str, str, str]]:
-    """Name, rule, which field is its threshold, and who judges."""
+def _families(head: AcceptanceHead | None) -> list[tuple[str, str, str, str, bool]]:
+    """Name, rule, which field is its threshold, who judges, and whether estimates are calibrated while running."""
     threshold = [
-        (f"threshold ({by}{online})", "threshold", "threshold", by)
+        (f"threshold ({by}{' online' if adapts else ''})", "threshold", "threshold", by, adapts)
         for by in _judges(head)
-        for online in ("", " online")
+        for adapts in (False, True)
     ]
-    free = [(rule, rule, f"{rule}_threshold", "q") for rule in ("confidence", "svip", "adaedl")]
-    return [*threshold, *free, (INFORMED, "threshold", "threshold", "truth")]
+    free = [(rule, rule, f"{rule}_threshold", "q", False) for rule in ("confidence", "svip", "adaedl")]
+    return [*threshold, *free, (INFORMED, "threshold", "threshold", "truth", False)]
 
 
 def _judges(head: AcceptanceHead | None) -> Sequence[str]:
