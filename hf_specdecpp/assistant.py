@@ -378,6 +378,7 @@ class SpecDecPPAssistant(ModelInterface):
             config, self.speculation, self.head, self.adapter_folder, self.draft_vocab, self.fusion, learned
         )
 
+    # This and `push_to_hub` take other arguments than transformers' own, which are about shards of a model's weights.
     def save_pretrained(self, folder: str | Path, calibration: bool = False, **_: Any) -> None:  # type: ignore[override]
         """Write the repository of this assistant into `folder`: config, head, adapter, draft vocabulary, card.
 

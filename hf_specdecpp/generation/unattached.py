@@ -270,6 +270,7 @@ class ModelInterface(PreTrainedModel):
             max_new_tokens,
         )  # fmt: skip
 
+    # A property where models have an attribute: transformers' reading it says that its loop begins.
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
         """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule.
