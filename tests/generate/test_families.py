@@ -11,6 +11,8 @@ import accelerate
 import peft
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.families import FAMILIES, IMAGE, VOCAB_SIZE, informed_draft, model_of
 from support.models import prompt, tiny
 from support.outputs import RECORDS, assert_same, assert_same_cache
@@ -30,6 +32,16 @@ DOORS: dict[str, dict[str, Any]] = {
     "unattached": {"rule": "fixed", "num_tokens": 4},
 }
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.1}
+MLLAMA = [
+    pytest.param(
+        family,
+        marks=pytest.mark.skipif(
+            Version(transformers.__version__) < Version("5.22"),
+            reason="transformers itself cannot crop layers that never held a row, as these without an image",
+        ),
+    )
+    for family in ("mllama", "mllama text")
+]
 RECORD = {"return_dict_in_generate": True, **{f"output_{name}": True for name in RECORDS}}
 
 
@@ -103,7 +115,7 @@ def test_text(family: str, door: str) -> None:
     assert_equal(model_of(family, "eager"), door, input_ids=PROMPT, **RECORD)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "lfm3", "mllama", "mllama text"])
+@pytest.mark.parametrize("family", ["lfm2", "lfm3", *MLLAMA])
 def test_chains(family: str) -> None:
     """Layers without keys, which return no attentions; cross-attention layers that read nothing."""
     assert_equal(model_of(family, "eager"), "chain", input_ids=PROMPT, **RECORD)
@@ -297,7 +309,7 @@ def test_offloaded_targets(kind: str) -> None:
 # Drafts ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama4", "mllama text", "lfm2", "granite4 of attention", "idefics3"])
+@pytest.mark.parametrize("family", ["llama4", MLLAMA[1], "lfm2", "granite4 of attention", "idefics3"])
 def test_drafts_of_their_own(family: str) -> None:
     """As an early exit, and as a draft for itself, which always agrees."""
     target = model_of(family)

@@ -6,6 +6,7 @@ import copy
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -225,6 +226,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def model_of(family: str, attn_implementation: str | None = None) -> CausalLM:
     """A random float64 model, the same object for the same arguments: leave it as it was."""
     model_class, config_class, sizes = FAMILIES[family]
+    if not hasattr(transformers, model_class):
+        pytest.skip(f"transformers {transformers.__version__} does not have {model_class}")
     config = getattr(transformers, config_class)(**copy.deepcopy(sizes))
     with torch.random.fork_rng():
         torch.manual_seed(0)
