@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -58,13 +58,22 @@ class Costs:
         return {**asdict(self), "verify": list(self.verify)}
 
     def of_row(self, rows: int, max_tokens: int) -> Costs:
-        """What a round costs one row of a batch, if a pass over n tokens of each row takes as long as one over all.
+        """What a round costs one row of a batch, where that was not measured.
+
+        A pass over n tokens of each row is taken to last as long as one over all of them in one text, and the draft's
+        pass as long as for one row.
 
         Example: passes over 1, 2, 3 and 4 tokens take 10, 10, 12 and 16 ms. With two rows a pass over one token of each
         takes 10 ms, a row's share of which is 5; over two tokens of each 16, so 8.
         """
-        verify = self.verify_seconds(rows * (max_tokens + 1) - 1)[rows - 1 :: rows] / rows
-        return replace(self, verify=tuple(verify.tolist()))
+        verify = self.verify_seconds(rows * (max_tokens + 1) - 1)[rows - 1 :: rows]
+        whole = Costs(self.draft, tuple(verify.tolist()), self.overhead, self.read)
+        return whole.share(rows)
+
+    def share(self, rows: int) -> Costs:
+        """One row's share of the costs of a batch."""
+        verify = tuple(seconds / rows for seconds in self.verify)
+        return Costs(self.draft / rows, verify, self.overhead / rows, self.read / rows)
 
     def round_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain."""

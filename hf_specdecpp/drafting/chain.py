@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.session import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.sampling.processors import Processing
@@ -28,8 +29,11 @@ class Chain:
     scores: list[Tensor]
 
 
+Drafting: TypeAlias = Generator[list[int], bool | None, Chain]
+
+
 def stepper(
-    session: DraftSession, processing: Processing, input_ids: Tensor, greedy: bool
+    session: Reading, processing: Processing, input_ids: Tensor, greedy: bool
 ) -> Callable[[list[int]], DraftStep | None]:
     """`step` of `draft_chain` after the text `input_ids` `[1, length]`."""
 
@@ -43,15 +47,18 @@ def stepper(
     return step
 
 
-def draft_chain(
+def drafting(
     step: Callable[[list[int]], DraftStep | None],
     rule: StoppingRule,
     randomness: Randomness | None,
     max_tokens: int,
     eos_token_ids: Collection[int] = (),
     unread: int = 1,
-) -> Chain:
+) -> Drafting:
     """Draft until the rule stops, an end-of-sequence token is drawn, or `max_tokens` are drafted.
+
+    A coroutine, so that the rows of a batch can draft together (`draft_chains`): it yields the candidates so far before
+    each step, and ends where it is sent `False`.
 
     Args:
         step: runs the draft on the prefix and the candidates so far and returns what it predicts next, `None` where it
@@ -70,7 +77,7 @@ def draft_chain(
     rule.begin_round()
     limit = min(max_tokens, rule.max_tokens) if rule.starts(unread) else 0
     while len(tokens) < limit:
-        if (draft := step(tokens)) is None:
+        if (yield tokens) is False or (draft := step(tokens)) is None:
             break
         draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
         token, signal = _to_host(draft.token, rule.signal(draft))
@@ -80,6 +87,41 @@ def draft_chain(
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
     return Chain(tokens, scores)
+
+
+def draft_chain(
+    step: Callable[[list[int]], DraftStep | None],
+    rule: StoppingRule,
+    randomness: Randomness | None,
+    max_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    unread: int = 1,
+) -> Chain:
+    """Draft one chain, alone: the arguments are those of `drafting`."""
+    row = drafting(step, rule, randomness, max_tokens, eos_token_ids, unread)
+    return draft_chains([row], lambda _: True)[0]
+
+
+def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[int]]], bool]) -> list[Chain]:
+    """Draft the chains of several rows, step by step together.
+
+    Args:
+        rows: one coroutine each.
+        prepare: called before each step with the candidates of those rows that go on, by their places in `rows`; says
+            whether they do.
+    """
+    chains: dict[int, Chain] = {}
+    going, goes_on = list(range(len(rows))), None
+    while going:
+        asking = {}
+        for place in going:
+            try:
+                asking[place] = rows[place].send(goes_on)
+            except StopIteration as end:
+                chains[place] = end.value
+        going = list(asking)
+        goes_on = bool(going) and prepare(asking)
+    return [chains[place] for place in range(len(rows))]
 
 
 def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:

@@ -145,7 +145,7 @@ class AttachedMixin:
         mask = model_kwargs.get("attention_mask")
         if (count := input_ids.shape[0]) > 1:
             has_trees = assistant.speculation.tree is not None
-            check_batch(model_kwargs, generation_config, logits_processor, stopping_criteria, streamer, has_trees)
+            check_batch(self, model_kwargs, generation_config, logits_processor, stopping_criteria, streamer, has_trees)
             masks = [None] * count if mask is None else mask.split(1)
             generators = [
                 assistant.start_generation(self, generation_config, for_row(logits_processor, row, count), own, count)

@@ -12,8 +12,9 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.chain import Chain, draft_chain, stepper
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.batch_session import RowSession
+from hf_specdecpp.drafting.chain import Chain, Drafting, draft_chains, drafting, stepper
+from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.rules import rule_of
@@ -70,7 +71,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             )
         width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
         self.setup = setup
-        self.session = DraftSession(setup.drafter, width or 0)
+        self.vocab_size = width or 0
+        self.session: Reading
+        if setup.rows > 1:
+            self.session = RowSession(setup.drafter)
+        else:
+            self.session = DraftSession(setup.drafter, self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
         self.stats = SpeculationStats()
@@ -97,8 +103,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         check_tree(target, "target")
         check_tree(setup.drafter.model, "draft")
         estimator = setup.head or DraftProbability()
+        session = self.session = DraftSession(setup.drafter, self.vocab_size)
         trees = TreeDrafting(
-            config, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
+            config, estimator, session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
         )
         if config.tree == "dyspec" and config.rule == "throughput":
             trees.throughput = setup.memory.tree_plan(config, setup.drafter, estimator, target, generation_config)
@@ -119,19 +126,26 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         Raises:
             ValueError: this generation drafts trees, which transformers' own loop cannot verify.
         """
+        start = time.perf_counter()
+        (chain,) = draft_chains([self.drafting(input_ids, max_tokens, states)], lambda _: True)
+        self.note(chain, time.perf_counter() - start)
+        return chain
+
+    def drafting(self, input_ids: Tensor, max_tokens: int | None, states: Tensor | None) -> Drafting:
+        """The same as a coroutine, so that the rows of a batch draft together: then `note` the chain."""
         if self.rule is None:
             raise ValueError("This generator drafts trees, which only an attached target verifies. Set tree=None.")
-        start = time.perf_counter()
         self._begin_round(input_ids, states)
         room = self._room(input_ids.shape[1])
         limit = room if max_tokens is None else min(room, max_tokens)
-
         step = stepper(self.session, self.draft_processing, input_ids, greedy=self.randomness is None)
-        chain = draft_chain(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
+        return drafting(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
+
+    def note(self, chain: Chain, seconds: float) -> None:
+        """Take note of what was drafted, and of how long it took."""
         self._num_drafted, self._num_accepted = len(chain.tokens), 0
         if chain.tokens:
-            self.stats.draft_seconds += time.perf_counter() - start
-        return chain
+            self.stats.draft_seconds += seconds
 
     @torch.inference_mode()
     def draft_tree(self, input_ids: Tensor, states: Tensor | None = None) -> DraftTree:
@@ -146,8 +160,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def update_tree(self, tree: DraftTree, path: list[int]) -> None:
         """Learn which nodes of the last tree were accepted."""
-        self.session.keep(path)
         if self.trees is not None:
+            self.trees.session.keep(path)
             self.trees.learn(tree, path)
         self._num_accepted = len(path)
         self.stats.record_tree(tree, path)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.trees.attention import layer_types
+from hf_specdecpp.models.attention_masks import layer_types
 
 
 class TokenRecords:
@@ -107,9 +107,9 @@ def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
 
     Layers of another kind (convolutions) are passed over: they return no attentions.
     """
-    kinds = layer_types(config, len(layers))
+    kinds = layer_types(config, len(layers))  # of layers that share keys, transformers 5.18 has none in the cache
     sizes: dict[str, int | None] = {}
-    for kind, layer in zip(kinds, layers, strict=True):
+    for kind, layer in zip(kinds, layers, strict=False):
         if isinstance(layer, CacheLayerMixin):  # else it shares the keys of another layer, or has none
             sizes[kind] = getattr(layer, "sliding_window", None)
     return [sizes[kind] for kind in kinds if kind in sizes] if any(sizes.values()) else [None] * count

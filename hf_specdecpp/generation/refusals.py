@@ -7,10 +7,13 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode, MaxLengthCriteria
 
+from hf_specdecpp.models.attention_masks import MASKED, counts_rows, layer_types, unknown_window
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_cache
+from hf_specdecpp.models.kv_cache import ATTENTION_LAYERS
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
 # Arguments of a forward that are understood for several sequences.
@@ -75,6 +78,7 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
 
 
 def check_batch(
+    target: CausalLM,
     model_kwargs: dict[str, Any],
     config: GenerationConfig,
     processors: Iterable[LogitsProcessor],
@@ -89,7 +93,7 @@ def check_batch(
             "arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
             "sequence."
         )
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs["past_key_values"]
     if mask is not None and not bool(mask[:, -1].all()):
         raise ValueError(
             "The batch is padded on the right, so rows would go on after padding. Use padding_side='left', as plain "
@@ -106,11 +110,26 @@ def check_batch(
         reason = "rows that end early are padded, and there is no pad_token_id"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
         reason = "this target takes no positions of its own for each row, which rows of different length need"
-    elif cache is not None and cache.get_seq_length() > 0:
+    elif cache.get_seq_length() > 0:
         reason = "a cache that is carried on cannot hold rows of different length yet"
-    elif cache is None or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        reason = "this target has layers with a window or a state, which rows of different length cannot share yet"
+    elif (unfit := _unfit_for_rows(target, cache)) is not None:
+        reason = f"{type(target).__name__} {unfit}, so rows of different length cannot share its cache"
     elif others := sorted(set(model_kwargs) - BATCH_KWARGS):
         reason = f"{', '.join(others)} are for single sequences"
     if reason is not None:
         raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")
+
+
+def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:
+    """What about the target rules out rows that each go at their own pace."""
+    config = target.config.get_text_config(decoder=True)
+    if (reason := counts_rows(config)) is not None:
+        return reason
+    if others := {type(layer).__name__ for layer in cache.layers if type(layer) not in ATTENTION_LAYERS}:
+        return f"keeps {', '.join(sorted(others))} in its cache"
+    kinds = set(layer_types(config, config.num_hidden_layers))
+    if "chunked_attention" in kinds:
+        return "attends in chunks of the cache"
+    if "sliding_attention" in kinds and config._attn_implementation not in MASKED:
+        return f"has windows, and attn_implementation={config._attn_implementation!r} takes no mask that they need"
+    return unknown_window(target, config)

@@ -11,7 +11,7 @@ from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.chains import Throughput, ThroughputState, settings_of
+from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, settings_of
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -60,7 +60,7 @@ def rule_of(setup: DraftSetup, target: CausalLM | None, generation_config: Gener
         )
     if config.rule == "throughput":
         plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config, setup.rows)
-        return make_rule(config, estimator, plan)
+        return BatchThroughput(estimator, plan) if setup.rows > 1 else make_rule(config, estimator, plan)
     if not (config.adapt and config.rule == "threshold"):
         return make_rule(config, estimator)
     learned = setup.memory.recall(setup.drafter if target is None else target, estimator, generation_config)

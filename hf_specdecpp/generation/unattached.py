@@ -130,7 +130,7 @@ def draft_round(
         )
     state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
     if not chain.tokens:
-        chain = _repeat_last(input_ids, generator.session.vocab_size)
+        chain = _repeat_last(input_ids, generator.vocab_size)
     return DraftOutput(
         sequences=torch.cat((input_ids, input_ids.new_tensor([chain.tokens])), dim=1),
         scores=tuple(scores[None] for scores in chain.scores),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeAlias
 
 import torch
@@ -47,6 +48,11 @@ def inner_decoder(model: CausalLM) -> CausalLM:
     if isinstance(decoder, nn.Linear):
         return model.base_model
     return decoder.model if hasattr(decoder, "lm_head") else decoder
+
+
+def takes_positions(model: CausalLM) -> bool:
+    """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def input_device(model: CausalLM) -> torch.device:

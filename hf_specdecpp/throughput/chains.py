@@ -8,6 +8,7 @@ same costs the same calls draft the same candidates; what rounds really took is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
 from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
 
 WRONG = 1.5  # times another price of a draft step, in target passes, than was measured; longer contexts explain less
+LEAST_CRITICAL = 1e-9
 JUDGED = 8  # rounds with candidates before that is said
 
 
@@ -140,7 +142,12 @@ class Throughput(StoppingRule):
             self.estimates.append(signal)
             self.survival *= self.state.rates.calibrated(signal)
             self.row = bin_of(signal)
-        return self.survival <= self.state.plan.critical[self.num_drafted][self.row]
+        return self.survival <= self.critical
+
+    @property
+    def critical(self) -> float:
+        """The survival at which another candidate no longer pays."""
+        return self.state.plan.critical[self.num_drafted][self.row]
 
     def update(self, num_drafted: int, num_accepted: int) -> None:
         self.state.observe(self.estimates, self.unread, num_drafted, num_accepted)
@@ -150,6 +157,30 @@ class Throughput(StoppingRule):
         check.draft_seconds += draft_seconds
         check.target_seconds += target_seconds
         return check.ratio if check.fails else None
+
+
+class BatchThroughput(Throughput):
+    """The rule for a row of a batch. Rows share passes, so they go on together or not at all (`pays_to_go_on`)."""
+
+    def stops(self, signal: float | None) -> bool:
+        super().stops(signal)
+        return False
+
+
+def pays_to_go_on(rules: Sequence[BatchThroughput], rows: int) -> bool:
+    """Whether another candidate for each row that goes on pays for the batch.
+
+    A row alone goes on while its chance S that everything so far is accepted lies above a critical one, c: another
+    candidate is then worth S / c times its price. A further column of a pass has the price of one for every row,
+    whoever fills it, so the batch goes on while these add up to more than its rows.
+
+    Example: two of four rows go on, with S of 0.9 and 0.5, where c is 0.3. 0.9 / 0.3 + 0.5 / 0.3 = 4.7 > 4: they do.
+
+    Args:
+        rules: of the rows that go on.
+        rows: in the batch.
+    """
+    return sum(rule.survival / max(rule.critical, LEAST_CRITICAL) for rule in rules) > rows
 
 
 def settings_of(config: SpeculationConfig, estimator: Estimator) -> tuple[Costs, int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.chain import draft_chain
+from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
+from hf_specdecpp.drafting.chain import draft_chains, drafting
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -60,20 +61,23 @@ def costs_of(
     max_tokens: int,
     trees: bool = False,
     again: bool = False,
+    rows: int = 1,
 ) -> Costs:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
+
+    Of a batch those of one row: its share of passes over all `rows`.
 
     They are those of the matrix products that the layers use now (`models.cpu_products`).
 
     Args:
         again: measure them again, once in this process, for all who ask with `again` and for later processes.
     """
-    of = conditions(target, drafter, estimator, max_tokens, trees)
+    of = conditions(target, drafter, estimator, max_tokens, trees, rows)
     name = json.dumps(of, sort_keys=True), again
     if name not in _known:
         costs = None if again else _stored(of)
         if costs is None:
-            costs = measure(target, drafter, estimator, max_tokens, trees)
+            costs = measure(target, drafter, estimator, max_tokens, trees, rows)
             remember("costs", of, costs.to_dict())
             logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}.")
         _known[name] = costs
@@ -87,7 +91,7 @@ def forget_costs() -> None:
 
 
 def conditions(
-    target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool
+    target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool, rows: int = 1
 ) -> dict[str, Any]:
     """All that the costs depend on; JSON-able."""
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
@@ -99,6 +103,7 @@ def conditions(
         "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
         "max_tokens": max_tokens,
         "trees": trees,
+        "rows": rows,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
@@ -106,7 +111,9 @@ def conditions(
 
 
 @torch.inference_mode()
-def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False) -> Costs:
+def measure(
+    target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False, rows: int = 1
+) -> Costs:
     """Time the draft and the target, in under two seconds unless they are slow themselves.
 
     Everything that a round does for a candidate is included: its estimate, its draw and its verification. Each number
@@ -116,10 +123,11 @@ def measure(target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
-        draft, read = _time_draft(target, drafter, estimator)
-        verify = _time_target(target, max_tokens)
+        draft, read = _time_draft(target, drafter, estimator, rows)
+        verify = _time_target(target, max_tokens, rows)
         branch = _time_branch(target, drafter, estimator, draft) if trees else 0.0
-    return Costs(draft=draft, verify=verify, read=read, branch=branch)
+    costs = Costs(draft=draft, verify=verify, read=read, branch=branch)
+    return costs if rows == 1 else costs.share(rows)
 
 
 class _FixedAndJudged(StoppingRule):
@@ -131,31 +139,56 @@ class _FixedAndJudged(StoppingRule):
         return self.estimator.estimate(step)
 
 
-def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator) -> tuple[float, float]:
-    """Seconds of a draft step, and of reading a token among many."""
-    session = DraftSession(drafter, _vocab_size(target))
+def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator, rows: int = 1) -> tuple[float, float]:
+    """Seconds of a draft step, and of reading a token among many, for all rows together."""
     rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
     count = int(min(READ, drafter.max_length))
 
-    def step(candidates: list[int]) -> DraftStep:
+    def step(session: Reading, candidates: list[int]) -> DraftStep:
         return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
 
     def draft() -> None:
-        _begin(session, 1)
-        draft_chain(step, rule, randomness, DRAFTED)
+        drafted = [drafting(partial(step, each), rule, randomness, DRAFTED) for each in _begun(sessions, 1)]
+        draft_chains(drafted, prepare)
 
     def read() -> None:
-        session = DraftSession(drafter, _vocab_size(target))
-        _begin(session, count)
-        session.step([])[0].argmax().item()
+        sessions, prepare = _sessions(drafter, _vocab_size(target), rows)
+        _begun(sessions, count)
+        prepare({place: [] for place in range(rows)})
+        for session in sessions:
+            session.step([])[0].argmax().item()
 
-    _begin(session, _context(drafter.model))
+    sessions, prepare = _sessions(drafter, _vocab_size(target), rows)
+    _begun(sessions, _context(drafter.model))
     clock = computing_clock(target.device, drafter.device)
     times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS, clock, _turns(drafter))
     return times[DRAFTED] / DRAFTED, times[READ] / count
 
 
-def _begin(session: DraftSession, count: int) -> None:
+def _sessions(
+    drafter: Drafter, vocab_size: int, rows: int
+) -> tuple[Sequence[Reading], Callable[[dict[int, list[int]]], bool]]:
+    """The draft's sides of some texts, and what is called before each of their steps (`draft_chains`)."""
+    if rows == 1:
+        return [DraftSession(drafter, vocab_size)], lambda _: True
+    sessions = [RowSession(drafter) for _ in range(rows)]
+    batch = BatchSession(sessions, vocab_size)
+
+    def prepare(asking: dict[int, list[int]]) -> bool:
+        batch.step(asking)
+        return True
+
+    return sessions, prepare
+
+
+def _begun(sessions: Sequence[Reading], count: int) -> Sequence[Reading]:
+    """The sessions, each in a round of the draft after so many further tokens."""
+    for session in sessions:
+        _begin(session, count)
+    return sessions
+
+
+def _begin(session: Reading, count: int) -> None:
     """A round of the draft after so many further tokens."""
     drafter = session.drafter
     width = 0 if drafter.fusion is None else drafter.fusion.width
@@ -188,23 +221,23 @@ def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft
     return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
 
 
-def _time_target(target: CausalLM, max_tokens: int) -> tuple[float, ...]:
-    """Seconds of verifying 1 to `max_tokens` + 1 tokens; those that there is no time for are interpolated.
+def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[float, ...]:
+    """Seconds of verifying 1 to `max_tokens` + 1 tokens of each row; those that there is no time for are interpolated.
 
     Fewer where the target has no positions for so many after the context; `Costs` extrapolates.
     """
     context = _context(target)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=_tokens(context, target.device), past_key_values=cache, use_cache=True)
+    target(input_ids=_tokens(context, target.device).expand(rows, -1), past_key_values=cache, use_cache=True)
     cache.activate_past_recording()
     randomness = TorchRandomness()
 
     def verify(count: int) -> None:
-        tokens = _tokens(count, target.device)
-        scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0].float()
+        tokens = _tokens(count, target.device).expand(rows, -1)
+        scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits.float()
         cache.crop(-count)
-        p = scores.softmax(dim=-1)
-        verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")
+        for p in scores.softmax(dim=-1):
+            verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")
 
     most = int(min(max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.

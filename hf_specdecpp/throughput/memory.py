@@ -105,12 +105,11 @@ class Memory:
         if config.costs is None and target is not None:
             # For greedy texts only: a sampled one would not repeat with other costs.
             again = known is not None and (known.again or known.check.fails) and learned.greedy
-            costs = costs_of(target, drafter, estimator, config.max_tokens, again=again)
-            config = replace(config, costs=costs.to_dict())
-        settings = settings_of(config, estimator)
-        if rows > 1:
-            costs, max_tokens, lag = settings
-            settings = costs.of_row(rows, max_tokens), max_tokens, lag
+            costs = costs_of(target, drafter, estimator, config.max_tokens, again=again, rows=rows)
+            settings = settings_of(replace(config, costs=costs.to_dict()), estimator)
+        else:
+            costs, max_tokens, lag = settings_of(config, estimator)
+            settings = costs if rows == 1 else costs.of_row(rows, max_tokens), max_tokens, lag
         if known is None or known.settings != settings:
             known = learned.plan = ThroughputState(*settings, learned.rates)
         known.again = again

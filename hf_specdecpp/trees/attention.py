@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_specdecpp.models.attention_masks import as_mask, layer_types
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.kv_cache import grow_in, shown_rows
 
@@ -78,16 +79,6 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
     return kinds
 
 
-def layer_types(config: Any, num_layers: int) -> list[str]:
-    """The kind of each layer, as transformers' caches infer it."""
-    if (types := getattr(config, "layer_types", None)) is not None:
-        return types
-    if getattr(config, "sliding_window", None) is not None:
-        return ["sliding_attention"] * num_layers
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    return ["chunked_attention" if chunked else "full_attention"] * num_layers
-
-
 def _seen(ancestors: Tensor, num_prefix: int, num_rows: int, prefix_mask: Tensor | None) -> Tensor:
     """Bool `[n_query, num_rows]`: what each query would see without any window."""
     num_queries, num_nodes = ancestors.shape
@@ -115,14 +106,3 @@ def _restrict(
         padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
         size = config.attention_chunk_size
         seen &= (places - padding) // size == (queries - padding) // size
-
-
-def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
-    """`[1, 1, n_query, kv]` of bool `[n_query, kv]`: additive where the attention is eager.
-
-    Eager attention adds its mask to the scores: a bool one would hide nothing.
-    """
-    if model.config.get_text_config(decoder=True)._attn_implementation != "eager":
-        return seen[None, None]
-    mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(model.dtype).min)[None, None]

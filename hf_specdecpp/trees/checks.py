@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, cache_utils
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
+from hf_specdecpp.models.attention_masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, takes_positions
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.trees.attention import layer_types, tree_inputs
+from hf_specdecpp.models.kv_cache import ATTENTION_LAYERS
+from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import relations
 
 CHAIN = "Draft chains instead (tree=None)"
-TREE_ATTENTION = ("sdpa", "eager")
-# Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
-TREE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Relative error of the logits that rounding alone does not reach; wrong masks and positions are far above it. Some
 # families compute partly in float32 whatever their dtype.
 TREE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 HALF_TREE_TOLERANCE = 0.1
-# Config fields of families that attend to a choice of earlier tokens, made over rows or blocks of rows of the cache.
-SPARSE = ("keep_window_size", "index_topk_blocks", "num_random_blocks")
-# Kinds of layer with a window, the config field of its size, and transformers' function that makes its mask.
-WINDOWS = (
-    ("sliding_attention", "sliding_window", "create_sliding_window_causal_mask"),
-    ("chunked_attention", "attention_chunk_size", "create_chunked_causal_mask"),
-)
 
 # Attention implementation and dtype with which a model has passed the test of `tree_error`.
 _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionary()
@@ -53,7 +39,7 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
     """
     check_target(target)
     subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
-    if (implementation := config._attn_implementation) not in TREE_ATTENTION:
+    if (implementation := config._attn_implementation) not in MASKED:
         raise ValueError(
             f"{subject} runs attn_implementation={implementation!r}, which takes no mask of a tree's shape. Load it "
             f'with attn_implementation="sdpa", or call its set_attn_implementation("sdpa"). {CHAIN} otherwise.'
@@ -82,14 +68,10 @@ def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
         return "reads its prompt in both directions and counts positions from 1"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "measures distances along the rows of its cache (ALiBi)"
-    if "position_ids" not in inspect.signature(target.forward).parameters:
+    if not takes_positions(target):
         return "takes no position_ids, but siblings in a tree stand at one position"
-    if getattr(config, "attn_temperature_tuning", False):
-        return "scales its attention by the row of the cache that a token lies in (attn_temperature_tuning)"
-    if name := next((name for name in SPARSE if hasattr(config, name)), None):
-        return f"chooses by their place which rows of its cache it reads ({name})"
-    if "local" in getattr(config, "attention_layers", ()):
-        return "measures its local attention along the rows of its cache"
+    if (reason := counts_rows(config)) is not None:
+        return reason
     if getattr(config, "cross_attention_layers", None):
         return "keeps rows of another length in its cache (cross-attention)"
     rope = getattr(config, "rope_parameters", None) or {}
@@ -98,24 +80,9 @@ def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
     types = set(getattr(config, "layer_types", None) or ())
     if unknown := types - TREE_LAYER_TYPES:
         return f"has layers of type {', '.join(sorted(unknown))}"
-    if unknown := {type(layer).__name__ for layer in layers if type(layer) not in TREE_LAYERS}:
+    if unknown := {type(layer).__name__ for layer in layers if type(layer) not in ATTENTION_LAYERS}:
         return f"keeps {', '.join(sorted(unknown))} in its cache"
-    return _unknown_window(target, config)
-
-
-def _unknown_window(target: CausalLM, config: Any) -> str | None:
-    """Whether some window may be measured in another way than `tree_inputs` does: no short test reaches past it."""
-    module = sys.modules[type(inner_decoder(target)).__module__]
-    layers = DynamicCache(config=config).layers
-    for kind, size, maker in WINDOWS:
-        windows = {
-            layer.sliding_window
-            for layer, layer_type in zip(layers, layer_types(config, len(layers)), strict=True)
-            if layer_type == kind and isinstance(layer, DynamicSlidingWindowLayer)
-        }
-        if windows and (windows != {getattr(config, size, None)} or not hasattr(module, maker)):
-            return f"has {kind.replace('_', ' ')} over {sorted(windows)} tokens whose mask hf_specdecpp does not know"
-    return None
+    return unknown_window(target, config)
 
 
 # The tree of `tree_error`: each node's parent, in depth-first order, and the paths to its leaves, equally long.

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution
+from support.families import informed_draft, model_of
 from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
 from support.stock_rounds import small, target_distribution
 from support.watchers import tokenizer
+from support.zoo import WINDOW as ZOO_WINDOW
+from support.zoo import families, tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.generation.batch import BatchDecoding, compact
+from hf_specdecpp.generation.batch import BatchDecoding
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.models import kv_cache
+from hf_specdecpp.models.attention_masks import row_masks
 
-FAMILIES = ["llama", "qwen3", "gpt2", "opt"]
-OTHERS = ["qwen2", "phi3", "granite", "cohere"]
+FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
+OTHERS = ["qwen2", "qwen3", "phi3", "granite", "cohere", "gemma2", "cohere2"]
 LENGTHS = [3, 12, 7, 20]
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -59,6 +66,33 @@ def test_greedy_equality(family: str) -> None:
     assert [row.accepted + row.rounds + row.plain_passes >= row.generated for row in stats.rows] == [True] * 4
 
 
+@pytest.mark.slow
+def test_no_family_is_silently_wrong() -> None:
+    """Every causal LM of transformers: refused, or its rows are right, beyond its windows too."""
+    unbuilt = set[str]()
+    right, refused, wrong = set[str](), set[str](), set[str]()
+    for family in families():
+        try:
+            target = tiny_of(family)
+            inputs = padded([5, 2 * ZOO_WINDOW, 11])
+            plain = generate(target, inputs, eos_token_id=None)
+            if bool(target(**inputs).logits.isnan().any()):
+                raise ValueError("Eager attention over padding only is NaN in float64, in plain generation, too.")
+        except Exception:  # noqa: BLE001 - whatever a family's config, constructor or forward raises
+            unbuilt.add(family)
+            continue
+        draft = informed_draft(plain[1:2], target.config.get_text_config().vocab_size)
+        try:
+            assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**RULES["fixed"]))
+            ours = generate(target, inputs, assistant, eos_token_id=None)
+        except ValueError:
+            refused.add(family)
+            continue
+        (right if torch.equal(ours, plain) else wrong).add(family)
+    assert not wrong
+    assert len(right) > 90, (refused, unbuilt)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 2, pytest.param(5, marks=pytest.mark.slow), 9])
 def test_batches_of_every_size(size: int, rule: str) -> None:
@@ -90,6 +124,34 @@ def test_every_kind_of_draft(kind: str) -> None:
     assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
     assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
     assert assistant.stats.accepted > 10
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "mpt", "gemma3_text", *drafts()])
+def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without positions (MPT), and with a window."""
+    target = quiet_later_layers(tiny("llama"))
+    if kind in drafts():
+        assistant = drafts()[kind](target)
+    else:
+        # MPT itself says NaN after padding in float64.
+        draft = copy.deepcopy(model_of("mpt")).float() if kind == "mpt" else partly_agreeing(tiny(kind), 0.9)
+        assistant = SpecDecPPAssistant.from_draft(draft, target)
+    assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
+    drafted: dict[Any, list[list[int]]] = {}
+    note = SpecDecPPCandidateGenerator.note
+
+    def spy(self: SpecDecPPCandidateGenerator, chain: Any, seconds: float) -> None:
+        drafted.setdefault(self, []).append(chain.tokens)
+        note(self, chain, seconds)
+
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "note", spy)
+    inputs = padded([3, 7, 5, 14])
+    generate(target, inputs, assistant, max_new_tokens=8)
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        generate(target, {"input_ids": ids[None, mask.bool()]}, assistant, max_new_tokens=8)
+    texts = list(drafted.values())
+    assert texts[:4] == texts[4:]
+    assert len({str(text) for text in texts}) == 4
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -144,13 +206,15 @@ def test_a_pipeline_with_batches() -> None:
 # Sampled rows are independent, and each follows p. --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+@pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
     target, draft = small(7), small(107)
     knobs: dict[str, dict[str, Any]] = {
         "fixed": {"rule": "fixed", "num_tokens": 1},
         "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 1},
+        # Whether a second candidate is drafted depends on the first of both rows.
+        "throughput": {"rule": "throughput", "max_tokens": 2, "costs": {"draft": 0.2, "verify": [1.0, 1.0, 1.0, 1.0]}},
     }
     speculation = SpeculationConfig(**knobs[rule])
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
@@ -199,12 +263,13 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
     assistant = assistant_for(target, mix=0.9)
     leave, widths, kinds = BatchDecoding._leave, [], set()
 
-    def check(self: BatchDecoding, cache: Any, finished: list[bool]) -> None:
+    def check(self: BatchDecoding, finished: list[bool]) -> None:
         kinds.add(tuple(sorted({self.rows[index].kept for index in self.active})))
-        leave(self, cache, finished)
-        widths.append(self.valid.shape[1])
+        leave(self, finished)
+        valid, cache = self.cache.valid, self.cache.cache
+        widths.append(valid.shape[1])
         for place, index in enumerate(self.active):
-            text, own = self.texts[index][:, :-1], self.valid[place]
+            text, own = self.texts[index][:, :-1], valid[place]
             real = text[:, text.shape[1] - int(own.sum()) :]
             with torch.no_grad():
                 expected = target(real, use_cache=True).past_key_values
@@ -218,35 +283,26 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
     assert len(kinds) > 3, "rows accepted different numbers in the same round"
 
 
-def test_columns_are_moved_together() -> None:
-    cache, target = DynamicCache(), tiny("llama")
-    layers: list[Any] = cache.layers
-    target(torch.arange(10).view(2, 5), past_key_values=cache, use_cache=True)
-    before = [layer.keys.clone() for layer in layers]
-    valid = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
-    assert compact(cache, valid, 3).tolist() == [[False, True, True], [True, True, True]]
-    for layer, keys in zip(layers, before, strict=True):
-        assert torch.equal(layer.keys[0, :, 1:], keys[0][:, [0, 2]])
-        assert torch.equal(layer.keys[1], keys[1][:, :3])
-
-
 # Mutants. Each has one mistake that other implementations have made. --------------------------------------------------
+
+
+def changes_texts(family: str = "llama") -> bool:
+    target, inputs = tiny(family), padded(LENGTHS)
+    return not torch.equal(generate(target, inputs, assistant_for(target, mix=0.9)), generate(target, inputs))
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> bool:
     """Whether a change of a method of `BatchDecoding` gives other texts."""
-    target, inputs = tiny("llama"), padded(LENGTHS)
-    plain = generate(target, inputs)
     original = getattr(BatchDecoding, name)
     monkeypatch.setattr(BatchDecoding, name, lambda self, *arguments: change(self, original, *arguments))
-    return not torch.equal(generate(target, inputs, assistant_for(target, mix=0.9)), plain)
+    return changes_texts()
 
 
 def test_positions_that_count_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
         inputs = original(self, *arguments)
         columns = inputs["position_ids"].shape[1]
-        inputs["position_ids"] = self.valid.shape[1] + torch.arange(columns).expand(len(self.valid), -1)
+        inputs["position_ids"] = self.cache.valid.shape[1] + torch.arange(columns).expand(len(self.active), -1)
         return inputs
 
     assert wrong(monkeypatch, "_inputs", shifted)
@@ -259,6 +315,16 @@ def test_a_hole_that_stays_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         return inputs
 
     assert wrong(monkeypatch, "_inputs", visible)
+
+
+def test_a_window_that_counts_holes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_columns(model: Any, valid: Tensor, count: int) -> Any:
+        near = row_masks(model, torch.ones_like(valid), count)
+        return near & row_masks(tiny("llama"), valid, count)[:, None, None].bool()
+
+    assert not changes_texts("mistral")
+    monkeypatch.setattr(kv_cache, "row_masks", by_columns)
+    assert changes_texts("mistral")
 
 
 def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,15 +435,21 @@ def test_processors_that_know_the_row() -> None:
         generate(target, inputs, assistant_for(target), logits_processor=LogitsProcessorList([Counts()]))
 
 
-def test_right_padding_windows_and_caches_are_refused() -> None:
+def test_what_rows_cannot_share_is_refused() -> None:
     target, inputs = tiny("llama"), padded([3, 5])
     assistant = assistant_for(target)
     flipped = {name: value.flip(1) for name, value in inputs.items()}
     with pytest.raises(ValueError, match="padded on the right"):
         generate(target, flipped, assistant)
-    window = tiny("mistral")
-    with pytest.raises(ValueError, match="layers with a window or a state"):
-        generate(window, inputs, assistant_for(window))
+    local = tiny_of("gpt_neo")
+    with pytest.raises(ValueError, match="local attention along the rows of its cache, so rows of different length"):
+        generate(local, inputs, SpecDecPPAssistant.from_draft(tiny("llama"), local))
+    window = tiny("mistral", attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="takes no mask that they need"):
+        generate(window, inputs, SpecDecPPAssistant.from_draft(tiny("llama"), window))
+    state = model_of("lfm2")
+    with pytest.raises(ValueError, match="keeps LinearAttentionLayer in its cache"):
+        generate(target, inputs, SpecDecPPAssistant.from_draft(state, target))
     cache = DynamicCache(config=target.config)
     generate(target, inputs, assistant, past_key_values=cache)
     with pytest.raises(ValueError, match="cannot be carried on"):

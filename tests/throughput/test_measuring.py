@@ -34,7 +34,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each measurement; they take no time here."""
     measured: list[int] = []
 
-    def measure(target: CausalLM, drafter: Drafter, estimator: Any, max_tokens: int, trees: bool = False) -> Costs:
+    def measure(_target: CausalLM, _drafter: Drafter, _estimator: Any, max_tokens: int, *_: Any) -> Costs:
         measured.append(max_tokens)
         return Costs(0.1, (1.0, 1.1), read=0.01)
 
@@ -56,6 +56,15 @@ def test_measuring_is_quick_and_leaves_no_trace(family: str) -> None:
     assert 0.0 < measured.read < measured.draft
     assert 0.0 <= measured.branch < measured.draft
     assert all(seconds > 0.0 for seconds in measured.verify)
+
+
+def test_a_row_of_a_batch_pays_its_share() -> None:
+    target = tiny("llama", hidden_size=256, intermediate_size=512)
+    drafter = Drafter(target)
+    one, four = (costs.measure(target, drafter, DraftProbability(), 4, rows=rows) for rows in (1, 4))
+    assert four.verify[0] < one.verify[0]
+    assert 0.0 < four.read < four.draft < one.draft
+    assert len(four.verify) == 5
 
 
 def test_a_slower_target_and_a_slower_draft_cost_more() -> None:

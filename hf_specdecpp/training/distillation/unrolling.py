@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.models.attention_masks import as_mask, layer_types
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.attention import as_mask, layer_types
 
 ROUND = 5  # candidates of the rounds that a head learns from
 

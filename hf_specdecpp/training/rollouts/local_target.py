@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from hf_specdecpp.models.causal_lm import takes_positions
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.randomness import draw_rows, seed_of
 from hf_specdecpp.texts.encoding import Codec, Encoded
@@ -33,7 +33,7 @@ class LocalTarget:
         self.settings, self.codec = config.rollouts, codec
         self.model = load_target(config)
         check_target(self.model)
-        self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        self.takes_positions = takes_positions(self.model)
 
     def __call__(
         self, items: list[Encoded], temperature: float, seed: int, done: Set[int] = frozenset()

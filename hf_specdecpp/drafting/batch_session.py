@@ -1,0 +1,118 @@
+"""The draft's side of a batch: one forward a step for all rows that go on (`BatchSession`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.session import Reading
+from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
+from hf_specdecpp.models.kv_cache import BatchCache
+
+
+class RowSession(Reading):
+    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step finds.
+
+    Attributes:
+        found: logits `[vocab_size]` and hidden state after what was fed last.
+        forgotten: tokens to take out of the row's part of the cache.
+    """
+
+    found: tuple[Tensor, Tensor]
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self.forgotten = 0
+        self._num_read = 0
+
+    @property
+    def length(self) -> int:
+        return self._num_read + self.unread
+
+    def _forget(self, count: int) -> None:
+        self.forgotten += count
+        self._num_read -= count
+
+    def feed(self, candidates: list[int]) -> tuple[Tensor, Tensor | None]:
+        """The tokens `[1, n]` that the row reads next, and a conditioned draft's states `[1, n, size]` before them."""
+        tokens, states = self._take(candidates)
+        self._num_read += tokens.shape[1]
+        return tokens, states
+
+    def leave(self, logits: Tensor, hidden: Tensor) -> None:
+        """What the draft said after them."""
+        self.found, self._own_states = (logits, hidden), {0: hidden}
+
+    def step(self, _candidates: list[int]) -> tuple[Tensor, Tensor]:
+        """As in `DraftSession`: the batch has run the draft for these candidates."""
+        return self.found
+
+
+class BatchSession:
+    """The draft's cache for all rows of a batch.
+
+    Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
+    dummies stand before the shorter ones; a row that does not draft is fed dummies only.
+
+    Args:
+        rows: of the batch.
+        vocab_size: width of the target's logits.
+
+    Raises:
+        ValueError: the draft has layers that are not attention.
+    """
+
+    def __init__(self, rows: Sequence[RowSession], vocab_size: int) -> None:
+        self.rows, self.vocab_size, self.drafter = list(rows), vocab_size, rows[0].drafter
+        cache = DynamicCache(config=self.drafter.text_config)
+        self.cache = BatchCache(self.drafter.model, cache, len(rows))
+        self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
+
+    def step(self, asking: dict[int, list[int]]) -> None:
+        """Run the draft for the rows that go on: each finds in its session what comes after its candidates.
+
+        Args:
+            asking: their candidates, by place in the batch: none of them has any in a round's first step.
+        """
+        if not any(asking.values()):
+            self.cache.forget([row.forgotten for row in self.rows])
+            self.cache.close_up()
+            for row in self.rows:
+                row.forgotten = 0
+        fed = {place: self.rows[place].feed(candidates) for place, candidates in asking.items()}
+        hidden = self._read(fed)
+        places = list(fed)
+        logits = self.drafter.logits(hidden[places], self.vocab_size)
+        for place, of_row in zip(places, logits, strict=True):
+            self.rows[place].leave(of_row, hidden[place])
+
+    def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
+        """Feed tokens and states by row: the draft's hidden state after the last of each, `[rows, hidden_size]`."""
+        device, dtype = self.drafter.device, self.drafter.dtype
+        width = max(tokens.shape[1] for tokens, _ in fed.values())
+        all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)
+        all_states, is_token = None, torch.zeros(len(self.rows), width, dtype=torch.bool)
+        for place, (tokens, states) in fed.items():
+            begin = width - tokens.shape[1]
+            all_tokens[place, begin:] = tokens[0]
+            is_token[place, begin:] = True
+            if states is not None:
+                if all_states is None:
+                    all_states = torch.zeros(len(self.rows), width, states.shape[2], dtype=dtype, device=device)
+                all_states[place, begin:] = states[0]
+        inputs = {"attention_mask": self.cache.mask(is_token)}
+        if self._takes_positions:
+            positions = self.cache.lengths[:, None] + is_token.cumsum(dim=1) - 1
+            inputs["position_ids"] = positions.where(is_token, 0).to(device)
+        hidden = self.drafter.hidden_states(all_tokens, self.cache.cache, all_states, **inputs)[:, -1]
+        self.cache.note(is_token)
+        return hidden
+
+    def select(self, places: Sequence[int]) -> None:
+        """The batch goes on with these rows."""
+        self.rows = [self.rows[place] for place in places]
+        self.cache.select(places)

@@ -1,0 +1,99 @@
+"""Who sees whom: the masks that models take, by kind of attention layer, and which windows are understood."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+
+MASKED = ("sdpa", "eager")  # implementations of attention that take a mask of any shape
+# Config fields of families that attend to a choice of earlier tokens, made over rows or blocks of rows of the cache.
+SPARSE = ("keep_window_size", "index_topk_blocks", "num_random_blocks")
+# Kinds of layer with a window, the config field of its size, and transformers' function that makes its mask.
+WINDOWS = (
+    ("sliding_attention", "sliding_window", "create_sliding_window_causal_mask"),
+    ("chunked_attention", "attention_chunk_size", "create_chunked_causal_mask"),
+)
+
+
+def counts_rows(config: Any) -> str | None:
+    """What about a model depends on the rows of its cache rather than on positions, so that holes would change it."""
+    if getattr(config, "attn_temperature_tuning", False):
+        return "scales its attention by the row of the cache that a token lies in (attn_temperature_tuning)"
+    if name := next((name for name in SPARSE if hasattr(config, name)), None):
+        return f"chooses by their place which rows of its cache it reads ({name})"
+    if "local" in getattr(config, "attention_layers", ()):
+        return "measures its local attention along the rows of its cache"
+    return None
+
+
+def row_masks(model: CausalLM, valid: Tensor, count: int) -> Any:
+    """The attention mask of a pass over the last `count` columns of a batch whose rows have holes.
+
+    Windows are measured between places in a row's text. A dummy sees itself, so that no query sees nothing at all.
+
+    Example: a row 1 0 1 1 whose last column is fed, with a window of 2: the token sees columns 2 and 3, its own.
+
+    Args:
+        valid: `[rows, columns]` bool: which columns are tokens of a row, those of the pass included.
+
+    Returns:
+        `[rows, columns]` int64, from which transformers makes the mask, where no layer has a window; else masks as
+        `as_mask` makes them, by kind of layer where there are several.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(layer_types(config, config.num_hidden_layers))
+    if "sliding_attention" not in kinds or config._attn_implementation not in MASKED:
+        return valid.long()
+    columns = torch.arange(valid.shape[1], device=valid.device)
+    key, query = columns[None, :], columns[-count:, None]
+    seen = (valid[:, None, :] & (key < query)) | (key == query)
+    places = valid.cumsum(dim=1)
+    near = places[:, None, :] > places[:, -count:, None] - config.sliding_window
+    masks = {kind: as_mask(seen & near if kind == "sliding_attention" else seen, model) for kind in kinds}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def layer_types(config: Any, num_layers: int) -> list[str]:
+    """The kind of each layer, as transformers' caches infer it."""
+    if (types := getattr(config, "layer_types", None)) is not None:
+        return types
+    if getattr(config, "sliding_window", None) is not None:
+        return ["sliding_attention"] * num_layers
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return ["chunked_attention" if chunked else "full_attention"] * num_layers
+
+
+def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
+    """`[rows, 1, n_query, kv]` of bool `[rows, n_query, kv]`, or of one row without that dimension.
+
+    Additive where the attention is eager.
+
+    Eager attention adds its mask to the scores: a bool one would hide nothing.
+    """
+    seen = seen.view(-1, 1, *seen.shape[-2:])
+    if model.config.get_text_config(decoder=True)._attn_implementation != "eager":
+        return seen
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(model.dtype).min)
+
+
+def unknown_window(target: CausalLM, config: Any) -> str | None:
+    """What about a model's windows may be measured in another way than here: no short test reaches past them."""
+    module = sys.modules[type(inner_decoder(target)).__module__]
+    layers = DynamicCache(config=config).layers
+    for kind, size, maker in WINDOWS:
+        windows = {
+            layer.sliding_window
+            for layer, layer_type in zip(layers, layer_types(config, len(layers)), strict=False)
+            if layer_type == kind and isinstance(layer, DynamicSlidingWindowLayer)
+        }
+        if windows and (windows != {getattr(config, size, None)} or not hasattr(module, maker)):
+            return f"has {kind.replace('_', ' ')} over {sorted(windows)} tokens whose mask hf_specdecpp does not know"
+    return None
