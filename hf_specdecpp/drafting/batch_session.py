@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_specdecpp.caches.batches import BatchCache
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import Reading
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
-from hf_specdecpp.models.kv_cache import BatchCache
 
 
 class RowSession(Reading):

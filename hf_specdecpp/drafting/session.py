@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_specdecpp.caches.paths import keep_path
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftStep
-from hf_specdecpp.models.kv_cache import keep_path
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 

@@ -1,6 +1,6 @@
 """Assisted decoding of several sequences at once: the rows share the draft's steps and the target's passes.
 
-Each keeps its own pace, in caches with holes (`models.kv_cache`). A row that ends leaves the batch and is padded,
+Each keeps its own pace, in caches with holes (`caches.batches`). A row that ends leaves the batch and is padded,
 also where plain `generate()`, for want of an id that ends texts, would go on in it until all rows have ended.
 """
 
@@ -17,6 +17,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from hf_specdecpp.caches.batches import BatchCache
 from hf_specdecpp.drafting.batch_session import BatchSession
 from hf_specdecpp.drafting.chain import Chain, draft_chains
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -24,7 +25,6 @@ from hf_specdecpp.generation.decoding import AssistedDecoding, pass_seconds, sec
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.conditioning import TargetStates
-from hf_specdecpp.models.kv_cache import BatchCache
 from hf_specdecpp.throughput.chains import BatchThroughput, pays_to_go_on
 
 

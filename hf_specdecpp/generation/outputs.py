@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.models.attention_masks import layer_types
+from hf_specdecpp.caches.masks import layer_types
 
 
 class TokenRecords:

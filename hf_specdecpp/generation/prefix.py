@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdecpp.caches.paths import keep_path
+from hf_specdecpp.caches.rollback import roll_back
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.kv_cache import keep_path, roll_back
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 

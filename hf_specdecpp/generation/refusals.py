@@ -10,10 +10,10 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode, MaxLengthCriteria
 
-from hf_specdecpp.models.attention_masks import MASKED, counts_rows, layer_types, unknown_window
+from hf_specdecpp.caches.batches import ATTENTION_LAYERS
+from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_cache
-from hf_specdecpp.models.kv_cache import ATTENTION_LAYERS
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
 # Arguments of a forward that are understood for several sequences.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.attention_masks import as_mask, layer_types
+from hf_specdecpp.caches.masks import as_mask, layer_types
+from hf_specdecpp.caches.paths import grow_in, shown_rows
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
-from hf_specdecpp.models.kv_cache import grow_in, shown_rows
 
 
 def tree_inputs(

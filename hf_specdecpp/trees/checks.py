@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.attention_masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.caches.batches import ATTENTION_LAYERS
+from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, takes_positions
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.models.kv_cache import ATTENTION_LAYERS
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import relations
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.caches import batches
+from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.models import kv_cache
-from hf_specdecpp.models.attention_masks import row_masks
 
 FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
 OTHERS = ["qwen2", "qwen3", "phi3", "granite", "cohere", "gemma2", "cohere2"]
@@ -323,7 +323,7 @@ def test_a_window_that_counts_holes_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         return near & row_masks(tiny("llama"), valid, count)[:, None, None].bool()
 
     assert not changes_texts("mistral")
-    monkeypatch.setattr(kv_cache, "row_masks", by_columns)
+    monkeypatch.setattr(batches, "row_masks", by_columns)
     assert changes_texts("mistral")
 
 

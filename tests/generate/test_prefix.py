@@ -11,9 +11,9 @@ from support.tree_generation import TREES, target_of
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_specdecpp.caches.rollback import roll_back
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.kv_cache import roll_back
 
 PAD = 0
 KINDS: dict[str, dict[str, Any]] = {"chain": {"rule": "fixed", "num_tokens": 4}, **TREES}

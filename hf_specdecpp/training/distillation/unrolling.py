@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
+from hf_specdecpp.caches.masks import as_mask, layer_types
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.models.attention_masks import as_mask, layer_types
 from hf_specdecpp.models.causal_lm import CausalLM
 
 ROUND = 5  # candidates of the rounds that a head learns from

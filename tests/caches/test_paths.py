@@ -1,4 +1,4 @@
-"""Keeping a path of a tree in the cache, what remains and what it costs; the cache and masks of a batch."""
+"""Keeping a path of a tree in the cache: what remains, and what it costs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tiny
 from support.token_trees import LEVELS, PARENTS, PATH, cache_gap, prefill, read_tree, tokens_for
 from support.zoo import WINDOW, tiny_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from hf_specdecpp.models.attention_masks import row_masks
-from hf_specdecpp.models.kv_cache import BatchCache, GrowingTreeLayer, compact, keep_path
+from hf_specdecpp.caches.paths import GrowingTreeLayer, keep_path
 
 FAMILIES = ["llama", "gemma3_text", "mistral", "gpt_oss", "gemma4_text"]
 PREFIX = 2 * WINDOW
@@ -166,42 +164,3 @@ def test_moving_the_path_costs_the_path_and_not_the_context(window: int | None, 
     moved = (len(path) - 1) * 2 * 4 * 2 * 8
     assert written[0] == written[1] == written[2]
     assert moved <= written[0] <= 2 * moved + len(path)
-
-
-def test_columns_are_moved_together() -> None:
-    cache, target = DynamicCache(), tiny("llama")
-    layers: list[Any] = cache.layers
-    target(torch.arange(10).view(2, 5), past_key_values=cache, use_cache=True)
-    before = [layer.keys.clone() for layer in layers]
-    valid = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
-    assert compact(cache, valid, 3).tolist() == [[False, True, True], [True, True, True]]
-    for layer, keys in zip(layers, before, strict=True):
-        assert torch.equal(layer.keys[0, :, 1:], keys[0][:, [0, 2]])
-        assert torch.equal(layer.keys[1], keys[1][:, :3])
-
-
-def test_a_batch_at_two_paces() -> None:
-    """The example of `BatchCache`."""
-    target = tiny("llama")
-    cache = BatchCache(target, DynamicCache(config=target.config), rows=2)
-    for width, fed in ((4, [4, 4]), (3, [3, 2])):
-        target(torch.ones(2, width, dtype=torch.long), past_key_values=cache.cache, use_cache=True)
-        cache.note(torch.arange(width) < torch.tensor(fed)[:, None])
-    layers: list[Any] = cache.cache.layers
-    keys = layers[0].keys
-    cache.forget([2, 0])
-    assert cache.valid.tolist() == [[True] * 5 + [False], [True] * 6]
-    assert cache.lengths.tolist() == [5, 6]
-    assert torch.equal(layers[0].keys, keys[:, :, :6])
-    cache.select([0])
-    cache.forget([0])
-    assert layers[0].keys.shape[:3] == (1, 2, 5)
-
-
-def test_masks_of_rows_with_holes() -> None:
-    """The example of `row_masks`, and a dummy, which sees itself."""
-    model = tiny("mistral", sliding_window=2)
-    valid = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
-    masks = row_masks(model, valid, 1)
-    assert masks[:, 0, 0].tolist() == [[False, False, True, True], [False, True, True, True]]
-    assert torch.equal(row_masks(tiny("llama"), valid, 1), valid.long())

@@ -1,0 +1,111 @@
+"""A key-value cache that several sequences share, each at its own pace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_specdecpp.caches.masks import row_masks
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
+
+# Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
+ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+MOST_HOLES = 0.2  # of the columns that the longest row needs
+
+
+class BatchCache:
+    """The cache of a batch, whose rows each go at their own pace: it is appended to with holes.
+
+    Each pass feeds every row the same number of columns; a row with fewer tokens gets dummies, and what it forgets
+    stays in its place. `valid` says which columns are tokens of a row. They are in the order of the text, so that the
+    mask hides holes as it hides padding, and positions count a row's own tokens. Columns that are holes in every row
+    are cropped at the end, and once a fifth of the longest row's columns are holes, all are moved together.
+
+    Example: two rows hold 4 tokens each, and are fed 3 columns: the first its last token and two candidates, the second
+    its last token, one candidate and a dummy. The first then forgets both candidates, the second none. Both keep two
+    columns: `valid` gets 1 0 for the first, and 1 1 for the second.
+
+    Args:
+        model: that reads the rows.
+        cache: its own, still empty. Layers with a window keep every column from now on.
+        rows: sequences in the batch.
+
+    Attributes:
+        valid: `[rows, columns]` bool, on the host as all bookkeeping is.
+
+    Raises:
+        ValueError: the model has layers that are not attention.
+    """
+
+    def __init__(self, model: CausalLM, cache: DynamicCache, rows: int) -> None:
+        if others := {type(layer).__name__ for layer in cache.layers if type(layer) not in ATTENTION_LAYERS}:
+            raise ValueError(
+                f"A batch of sequences cannot be assisted here: {type(model).__name__} keeps "
+                f"{', '.join(sorted(others))} in its cache, which rows of different length cannot share. Call "
+                "generate() once a sequence."
+            )
+        windows = (type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
+        layers: list[Any] = cache.layers
+        cache.layers = [DynamicLayer() if slides else layer for slides, layer in zip(windows, layers, strict=True)]
+        self.model, self.cache = model, cache
+        self.valid = torch.zeros(rows, 0, dtype=torch.bool)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens that each row holds, `[rows]`."""
+        return self.valid.sum(dim=1)
+
+    def mask(self, fed: Tensor) -> Any:
+        """The attention mask of a pass over n further columns, of which `fed` `[rows, n]` are tokens."""
+        valid = torch.cat((self.valid, fed), dim=1).to(input_device(self.model))
+        return row_masks(self.model, valid, fed.shape[1])
+
+    def note(self, fed: Tensor) -> None:
+        """Such a pass has been made."""
+        self.valid = torch.cat((self.valid, fed), dim=1)
+
+    def forget(self, counts: Sequence[int]) -> None:
+        """Drop the last tokens of each row, `counts` of them."""
+        from_the_end = self.valid.flip(1).cumsum(dim=1).flip(1)
+        self.valid = self.valid & (from_the_end > torch.tensor(counts)[:, None])
+        used = self.valid.any(dim=0).nonzero()
+        width = int(used[-1]) + 1 if len(used) else 0
+        self.cache.crop(width - self.valid.shape[1])
+        self.valid = self.valid[:, :width]
+
+    def select(self, places: Sequence[int]) -> None:
+        """Keep these rows only."""
+        self.valid = self.valid[list(places)]
+        if places and self.valid.shape[1]:
+            self.cache.batch_select_indices(torch.tensor(places))
+
+    def close_up(self) -> None:
+        """Move the columns together where there are many holes."""
+        needed = int(self.lengths.max()) if len(self.valid) else 0
+        if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
+            self.valid = compact(self.cache, self.valid, needed)
+
+
+def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
+    """Move each row's tokens to the right end of `width` columns, in place.
+
+    Example: rows 1 0 1 and 1 1 1 of `valid` become 0 1 1 and 1 1 1 where the width is 3, their tokens in the old order.
+
+    Returns:
+        `valid` `[rows, width]`.
+    """
+    order = valid.long().argsort(dim=1, stable=True)[:, -width:]
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.keys is None:  # it shares another layer's
+            continue
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            index = order[:, None, :, None].to(held.device).expand(-1, held.shape[1], -1, held.shape[3])
+            setattr(layer, name, held.gather(2, index))
+    return valid.gather(1, order)
