@@ -1,10 +1,28 @@
-"""Take a key-value cache back to where it was."""
+"""Take a cache back to where it was: keys and values by dropping rows, recurrent states by a copy of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
+
+# Relative error of the logits that rounding does not reach: states are computed in float32 whatever the dtype is.
+STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
+HALF_STATE_TOLERANCE = 0.1
 
 
 def roll_back(cache: Cache, num_tokens: int) -> None:
@@ -21,6 +39,10 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
         for layer, count in zip(layers, surplus, strict=True):
             if count > 0:
                 layer.crop(-count)
+    if num_tokens == 0:
+        for layer in layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.reset()
 
 
 def _surplus(layer: Any, num_tokens: int) -> int:
@@ -40,3 +62,108 @@ def _can_crop(layer: Any) -> bool:
         or layer.record_past
         or (layer.get_seq_length() < layer.sliding_window)
     )
+
+
+class Mark:
+    """A place that a cache with recurrent layers can go back to: they cannot drop tokens, so their states are copied.
+
+    Example: a cache of 10 tokens is marked, and a pass over 5 more is made, of which 3 stand. `back()` leaves the 10
+    tokens; the 3 are read again, before whatever comes next.
+
+    Args:
+        cache: that has read something.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        layers: list[Any] = cache.layers
+        self.recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self.others = [layer for layer in layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
+        for layer in self.recurrent:
+            layer.record_past = False  # which serves layers that keep nothing but a convolution's inputs
+        self.copies = [[state.clone() for state in _states(layer)] for layer in self.recurrent]
+        self.lengths = [layer.get_seq_length() for layer in self.others]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        return sum(copy.numel() * copy.element_size() for copies in self.copies for copy in copies)
+
+    def back(self) -> None:
+        """Leave the cache as it was marked, wherever a pass was interrupted."""
+        for layer, copies in zip(self.recurrent, self.copies, strict=True):
+            for state, copy in zip(_states(layer), copies, strict=True):
+                state.copy_(copy)
+        for attention, length in zip(self.others, self.lengths, strict=True):
+            # Of a layer that has both, this part only.
+            kind: Any = DynamicSlidingWindowLayer if isinstance(attention, DynamicSlidingWindowLayer) else DynamicLayer
+            kind.crop(attention, length - attention.get_seq_length())
+
+
+def undoing(cache: Cache, count: int) -> Callable[[], None]:
+    """What takes back the next `count` tokens that `cache` reads."""
+    return Mark(cache).back if is_recurrent(cache) else partial(cache.crop, -count)
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Whether a cache holds states that cannot drop tokens."""
+    layers: list[Any] = cache.layers
+    recurrent = (layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin))
+    return any(any(layer.is_recurrent_states_initialized.values()) for layer in recurrent)
+
+
+def _states(layer: Any) -> list[Tensor]:
+    """A recurrent layer's states, those of its convolutions included."""
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if state is not None]
+
+
+# Families whose forward over several tokens begins anew instead of going on from their state, by model.
+_states_go_on: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
+
+
+def no_way_back(model: CausalLM) -> str | None:
+    """Why the recurrent states of a model, if it has any, cannot be taken back and gone on from.
+
+    Tried on the model itself, once: some families read several tokens at once only at the beginning of a text.
+    """
+    if not keeps_recurrent_state(model):
+        return None
+    if model not in _states_go_on:
+        try:
+            _states_go_on[model] = state_error(model) <= STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
+        except Exception:  # noqa: BLE001 - whatever goes wrong in a foreign forward, the model is refused
+            _states_go_on[model] = False
+    if _states_go_on[model]:
+        return None
+    return (
+        "keeps a recurrent state that, in this version of transformers, cannot be taken back when a candidate is "
+        "rejected, or does not go on from there over several tokens at once"
+    )
+
+
+def check_states(target: CausalLM) -> None:
+    """Raise `ValueError` if the target's recurrent states cannot be taken back."""
+    if (reason := no_way_back(target)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT}.")
+
+
+@torch.no_grad()
+def state_error(model: CausalLM) -> float:
+    """How far a model's logits are, over tokens that it reads after taking others back, from those of reading the text
+    at once, relative to how much the logits vary."""
+    device = input_device(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        vocab = model.get_input_embeddings().weight.shape[0]
+        text = (11 + 7 * torch.arange(14, device=device)[None]) % vocab
+        other = (text + 3) % vocab
+        expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].double()
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        model(input_ids=text[:, :5], past_key_values=cache, use_cache=True, return_dict=True)
+        mark, parts = Mark(cache), []
+        model(input_ids=other[:, :4], past_key_values=cache, use_cache=True, return_dict=True)
+        mark.back()
+        for begin, end in ((5, 8), (8, 9), (9, 14)):
+            outputs = model(input_ids=text[:, begin:end], past_key_values=cache, use_cache=True, return_dict=True)
+            parts.append(outputs.logits[0].double())
+    difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()
+    return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from hf_specdecpp.caches.rollback import no_way_back
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.reader import Reader
 
@@ -81,11 +81,8 @@ def check_can_draft(model: CausalLM) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
-    if keeps_recurrent_state(model):
-        raise ValueError(
-            f"{name} keeps a recurrent state that cannot be rolled back to the accepted tokens, so it cannot draft. "
-            "Use a draft whose layers all use attention."
-        )
+    if (reason := no_way_back(model)) is not None:
+        raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
 
 
 def _check_draft_vocab(token_ids: Tensor | None, model: CausalLM) -> Tensor | None:

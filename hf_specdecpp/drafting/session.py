@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.paths import keep_path
+from hf_specdecpp.caches.rollback import Mark, is_recurrent
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.trees.attention import tree_inputs
@@ -22,7 +23,7 @@ class Reading(ABC):
 
     A conditioned draft reads each token together with a state of the target at the token before it; the first token of
     the text has none, and is left out. What it read of candidates with states of its own is read again with the
-    target's once they are accepted.
+    target's once they are accepted. A draft with recurrent layers, too, goes back to where the round began.
 
     Attributes:
         unread: how many tokens the draft is about to read.
@@ -56,6 +57,11 @@ class Reading(ABC):
     def is_conditioned(self) -> bool:
         return self.drafter.fusion is not None
 
+    @property
+    def reads_again(self) -> bool:
+        """Whether candidates that were accepted are read once more."""
+        return self.is_conditioned
+
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         """Take note of what the last round emitted.
 
@@ -64,7 +70,7 @@ class Reading(ABC):
             num_accepted: how many of them were candidates of the last round.
             states: `[1, m, size]`, for a conditioned draft: the target's, at the tokens before the last m of these.
         """
-        keep = 0 if self.is_conditioned else min(num_accepted, self._fed_candidates)
+        keep = 0 if self.reads_again else min(num_accepted, self._fed_candidates)
         self._forget(self._fed_candidates - keep)
         new_tokens = new_tokens[:, keep:]
         if states is not None:
@@ -98,13 +104,21 @@ class DraftSession(Reading):
         self.cache = DynamicCache(config=drafter.text_config)
         self._recording = False
         self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
+        self._mark: Mark | None = None  # of a draft with recurrent layers, before the round's candidates
+
+    @property
+    def reads_again(self) -> bool:
+        return self.is_conditioned or self._mark is not None
 
     @property
     def length(self) -> int:
         return self.cache.get_seq_length() + self.unread
 
     def _forget(self, count: int) -> None:
-        if self._recording and not self.unread:  # something was fed in the last round
+        if self._mark is not None:
+            if count:
+                self._mark.back()
+        elif self._recording and not self.unread:  # something was fed in the last round
             # Also with nothing to remove: sliding-window layers shrink back to their window here.
             self.cache.crop(-count)
 
@@ -117,6 +131,8 @@ class DraftSession(Reading):
             # sliding-window layers would keep all of it.
             self.cache.activate_past_recording()
             self._recording = True
+        if not candidates and is_recurrent(self.cache):
+            self._mark = Mark(self.cache)
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:

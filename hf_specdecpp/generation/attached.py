@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from hf_specdecpp.caches.rollback import check_states
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -54,7 +55,8 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
     Raises:
         ValueError: the target cannot be assisted.
     """
-    check_target(target)
+    check_target(target, recurrent=True)
+    check_states(target)
     if not isinstance(target, AttachedMixin):
         original = type(target)
         names: dict[str, Any] = {
@@ -112,7 +114,8 @@ class AttachedMixin:
         original: Any = super()
         assistant: Any = mode_kwargs.get("assistant_model")
         if is_attached(assistant, self):
-            check_target(self)
+            check_target(self, recurrent=True)
+            check_states(self)
             check_mode(mode, config, mode_kwargs)
             # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
             mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdecpp.caches.rollback import undoing
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
@@ -35,6 +36,8 @@ from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block, verify_tree_greedy
+
+MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
 
 # How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
 TIMED_PASSES = 3
@@ -102,6 +105,7 @@ class AssistedDecoding:
                 input_ids, finished = self._round(input_ids)
                 spent = self.stats.draft_seconds + self.stats.target_seconds - spent
                 self.stats.overhead_seconds += time.perf_counter() - begin - spent
+            self.prefix.read_pending(input_ids)
         return input_ids
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
@@ -119,10 +123,14 @@ class AssistedDecoding:
         """Draft, one target pass, verify, emit."""
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
-        chain = self.generator.draft(input_ids, states=self.states)
+        # Tokens that are read again with every round cost more than one round without candidates, which settles them.
+        most = 0 if self.prefix.pending >= MOST_PENDING else None
+        chain = self.generator.draft(input_ids, max_tokens=most, states=self.states)
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.tokens), return_dict=True)
         self.stats.target_seconds += seconds_since(begin, self.device)
+        if self.prefix.mark is not None:
+            self.stats.state_bytes = self.prefix.mark.num_bytes
         return self._select(input_ids, chain.tokens, chain.scores, outputs)
 
     def _select(
@@ -258,7 +266,7 @@ class AssistedDecoding:
         input_ids = torch.cat((input_ids, torch.tensor([emitted], device=input_ids.device)), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
         input_ids = input_ids[:, : before + kept]
-        self.records.add_states(outputs, kept, count, path)
+        self.records.add_states(outputs, kept, count, path, again=self.prefix.pending)
         self._settle(outputs, kept, count, path)
         self.stats.generated += kept
         if self.streamer is not None:
@@ -268,7 +276,8 @@ class AssistedDecoding:
     def _settle(self, outputs: Any, kept: int, num_candidates: int, path: list[int] | None) -> None:
         """Take what a conditioned draft reads of the pass, and leave the cache at what was emitted."""
         # All of the prompt; later the last token before the round and the accepted candidates.
-        self.states = self.caught.take((path or list(range(kept)))[:kept] if self.stats.generated else slice(None))
+        rows = [self.prefix.pending + row for row in (path or list(range(kept)))[:kept]]
+        self.states = self.caught.take(rows if self.stats.generated else slice(None))
         self.prefix.settle(outputs, kept, num_candidates, path)
 
     def _first_stop(
@@ -320,11 +329,12 @@ def time_passes(target: CausalLM, inputs: dict[str, Any], products: FasterProduc
     device = input_device(target)
     for _ in range(TIMED_PASSES):
         for name, context in (("plain", nullcontext()), ("same", products)):
+            undo = undoing(inputs["past_key_values"], 1)
             begin = time.perf_counter()
             with context:
-                outputs = target(**inputs, return_dict=True)
+                target(**inputs, return_dict=True)
             times[name].append(seconds_since(begin, device))
-            outputs.past_key_values.crop(-1)
+            undo()
     return PassSeconds(median(times["plain"]), median(times["same"]))
 
 

@@ -64,28 +64,31 @@ class TokenRecords:
         if self.logits is not None:
             self.logits += tuple(logits[i : i + 1] for i in range(count))
 
-    def add_states(self, outputs: Any, count: int, num_candidates: int, path: list[int] | None = None) -> None:
+    def add_states(
+        self, outputs: Any, count: int, num_candidates: int, path: list[int] | None = None, again: int = 0
+    ) -> None:
         """Add the states that produced the first `count` emitted tokens.
 
         The pass over the prompt (the first call) produced one token from all of its positions; a later pass fed the
         last token and `num_candidates` candidates and produced a token from each position, or from those of `path`
-        where the candidates were a tree.
+        where the candidates were a tree. Before them it may have fed some tokens `again`.
         """
         path = list(range(count)) if path is None else path[:count]
         if self.hidden_states is not None:
-            first = not self.hidden_states
-            rows = [slice(None)] if first else [slice(i, i + 1) for i in path]
-            self.hidden_states += tuple(tuple(_rows(layer, row) for layer in outputs.hidden_states) for row in rows)
+            first, hidden_states = not self.hidden_states, [_rows(each, again) for each in outputs.hidden_states]
+            rows = [(0, None)] if first else [(i, i + 1) for i in path]
+            self.hidden_states += tuple(tuple(_rows(layer, *row) for layer in hidden_states) for row in rows)
         if self.attentions is not None:
+            attentions = tuple(layer[:, :, again:] for layer in outputs.attentions)
             if not self.attentions:
-                self.attentions += (tuple(outputs.attentions),)
+                self.attentions += (attentions,)
                 return
-            windows = _windows(outputs.past_key_values.layers, self._text_config, len(outputs.attentions))
+            windows = _windows(outputs.past_key_values.layers, self._text_config, len(attentions))
             for i in range(count):
                 self.attentions += (
                     tuple(
                         _attention_row(layer, path[: i + 1], num_candidates, window)
-                        for layer, window in zip(outputs.attentions, windows, strict=True)
+                        for layer, window in zip(attentions, windows, strict=True)
                     ),
                 )
 
@@ -97,9 +100,9 @@ def _by_step(records: list[Any]) -> Any:
     return tuple(torch.cat([each[step] if step < len(each) else empty for each in records]) for step in range(steps))
 
 
-def _rows(layer: Tensor, rows: slice) -> Tensor:
+def _rows(layer: Tensor, begin: int, end: int | None = None) -> Tensor:
     """Some tokens' states of a layer: `[1, length, ...]`, or `[streams, 1, length, size]` in Gemma 3n."""
-    return layer[:, rows] if layer.shape[0] == 1 else layer[..., rows, :]
+    return layer[:, begin:end] if layer.shape[0] == 1 else layer[..., begin:end, :]
 
 
 def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:

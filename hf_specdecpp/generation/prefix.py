@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.caches.paths import keep_path
-from hf_specdecpp.caches.rollback import roll_back
+from hf_specdecpp.caches.rollback import Mark, is_recurrent, roll_back
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
@@ -20,6 +20,9 @@ class Prefix:
     The prompt may be padded, masked in its middle, given with position ids, end in a masked token, or lie partly in the
     cache of an earlier turn. So neither rows of the cache nor positions are counted anew: both are taken from what
     `generate()` prepared, by chains and by trees alike.
+
+    A target with recurrent layers goes back to where it was before a pass of which a candidate was rejected, and reads
+    the tokens that stand again with the next pass: they are `pending`.
 
     Example: the prompt `[pad, pad, 5, 6]` has the mask `[0, 0, 1, 1]` and the positions `[0, 0, 0, 1]`. Once it has
     been read and 7 has been emitted, the cache holds 4 rows, of which 2 are hidden, and 7 stands at position 2.
@@ -35,6 +38,9 @@ class Prefix:
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
         self.num_settled = self._rows(model_kwargs.get("past_key_values"))
+        self.pending = 0
+        # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
+        self.mark = Mark(self.cache) if self.num_settled and is_recurrent(self.cache) else None
 
     @staticmethod
     def _rows(cache: Any) -> int:
@@ -55,13 +61,19 @@ class Prefix:
             )
 
     def chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
-        """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it."""
+        """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
+        what is pending."""
+        if not self.pending and is_recurrent(self.cache):
+            self.mark = Mark(self.cache)
         count = len(candidates)
         tokens = input_ids
         if candidates:
             tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
         inputs = self.target.prepare_inputs_for_generation(
-            tokens, next_sequence_length=count + 1, is_first_iteration=False, **_extend(self.model_kwargs, count)
+            tokens,
+            next_sequence_length=self.pending + count + 1,
+            is_first_iteration=False,
+            **_extend(self.model_kwargs, count),
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count + 1
@@ -88,7 +100,9 @@ class Prefix:
             path: rows of the root and the accepted candidates in the pass, where they were a tree.
         """
         cache = outputs.past_key_values
-        if path is None:
+        if self.mark is not None:
+            self._settle_marked(self.mark, kept, num_candidates + 1)
+        elif path is None:
             cache.crop(kept - 1 - num_candidates)
         else:
             keep_path(cache, cache.get_seq_length() - num_candidates - 1, path[:kept])
@@ -97,10 +111,36 @@ class Prefix:
             outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
         )
 
+    def _settle_marked(self, mark: Mark, kept: int, fed: int) -> None:
+        if kept == fed:
+            self.pending, self.mark = 0, None
+        else:
+            mark.back()
+            self.pending += kept
+
+    def read_pending(self, input_ids: Tensor) -> None:
+        """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
+        if self.pending:
+            shorter = {name: self.model_kwargs[name][..., :-1] for name in GROWING if name in self.model_kwargs}
+            inputs = self.target.prepare_inputs_for_generation(
+                input_ids[:, :-1],
+                next_sequence_length=self.pending,
+                is_first_iteration=False,
+                **{**self.model_kwargs, **shorter},
+            )
+            self.target(**inputs, return_dict=True)
+            self.pending, self.mark = 0, None
+
     def roll_back(self) -> None:
         """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
-        if self.cache is not None:
+        if self.mark is not None:
+            self.mark.back()
+        elif self.cache is not None:
             roll_back(self.cache, self.num_settled)
+
+
+# Arguments of a forward that grow with the text.
+GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
 def _extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:

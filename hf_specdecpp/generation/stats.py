@@ -48,6 +48,7 @@ class SpeculationStats:
         same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
         cost_ratio: for `rule="throughput"` with chains: how many times what the rule reckons with a candidate costs, in
             target passes, where that is far from 1; else `None`.
+        state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         rows: of a batch, each sequence's; everything else here is their sum.
         complete: False on an unattached target, where transformers does not report the last round and the
@@ -74,6 +75,7 @@ class SpeculationStats:
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
     cost_ratio: float | None = None
+    state_bytes: int = 0
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
     rows: list[SpeculationStats] = field(default_factory=list, compare=False, repr=False)
     complete: bool = True
@@ -246,10 +248,11 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "cost_ratio", "rows"):
+            if item.name not in ("last_tree", "cost_ratio", "state_bytes", "rows"):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
         total.cost_ratio = other.cost_ratio or self.cost_ratio
+        total.state_bytes = max(self.state_bytes, other.state_bytes)
         total.complete = self.complete and other.complete
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))

@@ -17,29 +17,37 @@ WITHOUT = "Generate without assistant_model="
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
-def check_target(target: CausalLM) -> None:
-    """Raise `ValueError` if nothing that `target` generates can be assisted."""
+def check_target(target: CausalLM, recurrent: bool = False) -> None:
+    """Raise `ValueError` if nothing that `target` generates can be assisted.
+
+    Args:
+        recurrent: whether the caller takes recurrent states back (`caches.rollback`).
+    """
     name = type(target).__name__
     if not target.can_generate():
         raise ValueError(f"{name} cannot generate, so there is nothing to assist. Load it with AutoModelForCausalLM.")
     # A PEFT model generates through the model inside it, on which it sets its own method for the time being.
     base_model(getattr(target.prepare_inputs_for_generation, "__self__", target))
-    if (reason := _no_assistance(target)) is not None:
+    if (reason := _no_assistance(target, recurrent)) is not None:
         raise ValueError(f"{name} {reason}. {WITHOUT}.")
 
 
-def _no_assistance(target: CausalLM) -> str | None:
+def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
     """What about the model rules out assistance."""
     config = target.config
     if config.is_encoder_decoder:
         return "is an encoder-decoder model; hf_specdecpp assists decoder-only models"
-    if keeps_recurrent_state(target):
+    if not recurrent and keeps_recurrent_state(target):
         return "keeps a recurrent state, which cannot be rolled back when a candidate is rejected"
     takes_cache = "past_key_values" in inspect.signature(type(target).forward).parameters
     if not takes_cache or not target._supports_default_dynamic_cache():
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if config.model_type == "blt":
         return "reads bytes in patches, which rejected candidates would change"
+    if getattr(config, "attention_type", None) == "block_sparse":  # BigBird
+        return (
+            'attends to blocks that depend on how many tokens a pass reads; load it with attention_type="original_full"'
+        )
     if config.model_type == "moshi":  # the only one whose cache slides while its mask is `create_causal_mask`'s
         return "has an attention window in its cache but not in its mask, so candidates would see more tokens"
     width = config.get_text_config().vocab_size

@@ -31,7 +31,7 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
         ValueError: the target cannot be assisted, `layers` does not name layers of it, its layers cannot be taken
             apart, or the chosen ones keep no keys.
     """
-    check_target(target)
+    check_target(target, recurrent=True)
     decoder = inner_decoder(target)
     kept = check_layers(layers, len(layer_stack(decoder, target)[1]))
     if (reason := _no_early_exit(target, decoder.config)) is not None:

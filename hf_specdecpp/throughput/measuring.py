@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils import logging
 
+from hf_specdecpp.caches.rollback import undoing
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
 from hf_specdecpp.drafting.chain import draft_chains, drafting
@@ -29,6 +30,7 @@ from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
+from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.models.product_times import computing_clock
 from hf_specdecpp.provenance import device_name
@@ -127,6 +129,8 @@ def measure(
         verify = _time_target(target, max_tokens, rows)
         branch = _time_branch(target, drafter, estimator, draft) if trees else 0.0
     costs = Costs(draft=draft, verify=verify, read=read, branch=branch)
+    if keeps_recurrent_state(target):
+        costs = costs.read_twice(max_tokens)
     return costs if rows == 1 else costs.share(rows)
 
 
@@ -234,8 +238,9 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
 
     def verify(count: int) -> None:
         tokens = _tokens(count, target.device).expand(rows, -1)
+        undo = undoing(cache, count)
         scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits.float()
-        cache.crop(-count)
+        undo()
         for p in scores.softmax(dim=-1):
             verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")
 

@@ -37,7 +37,7 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
         role: what to call it in messages.
         cache: the one that it will use, where it is not the model's own kind.
     """
-    check_target(target)
+    check_target(target, recurrent=True)
     subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
     if (implementation := config._attn_implementation) not in MASKED:
         raise ValueError(

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution
-from support.families import informed_draft, model_of
+from support.families import model_of
 from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
 from support.stock_rounds import small, target_distribution
 from support.watchers import tokenizer
-from support.zoo import WINDOW as ZOO_WINDOW
-from support.zoo import families, tiny_of
+from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -64,33 +63,6 @@ def test_greedy_equality(family: str) -> None:
     assert stats.accepted > 10
     assert stats.generated == sum(row.generated for row in stats.rows)
     assert [row.accepted + row.rounds + row.plain_passes >= row.generated for row in stats.rows] == [True] * 4
-
-
-@pytest.mark.slow
-def test_no_family_is_silently_wrong() -> None:
-    """Every causal LM of transformers: refused, or its rows are right, beyond its windows too."""
-    unbuilt = set[str]()
-    right, refused, wrong = set[str](), set[str](), set[str]()
-    for family in families():
-        try:
-            target = tiny_of(family)
-            inputs = padded([5, 2 * ZOO_WINDOW, 11])
-            plain = generate(target, inputs, eos_token_id=None)
-            if bool(target(**inputs).logits.isnan().any()):
-                raise ValueError("Eager attention over padding only is NaN in float64, in plain generation, too.")
-        except Exception:  # noqa: BLE001 - whatever a family's config, constructor or forward raises
-            unbuilt.add(family)
-            continue
-        draft = informed_draft(plain[1:2], target.config.get_text_config().vocab_size)
-        try:
-            assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**RULES["fixed"]))
-            ours = generate(target, inputs, assistant, eos_token_id=None)
-        except ValueError:
-            refused.add(family)
-            continue
-        (right if torch.equal(ours, plain) else wrong).add(family)
-    assert not wrong
-    assert len(right) > 90, (refused, unbuilt)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -84,7 +84,7 @@ EQUAL_HEADS = {"num_key_value_heads": 4}  # of multi-head latent attention
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), EQUAL_HEADS),
     "big_bird": {"block_size": 2, "num_random_blocks": 1, "attention_type": "block_sparse"},
-    "bamba": MAMBA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"layer_types": MIXED},
     "doge": {"keep_window_size": WINDOW},
     "dots1": {**EQUAL_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -98,7 +98,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": None,
     },
     "gemma4_unified_text": {"layer_types": MIXED},
-    "granitemoehybrid": {**MAMBA, "shared_intermediate_size": 24},
+    "granitemoehybrid": {
+        **MAMBA,
+        "mamba_chunk_size": 8,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention"] * (LAYERS // 2),
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**EQUAL_HEADS, "linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},

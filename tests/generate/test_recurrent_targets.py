@@ -1,0 +1,262 @@
+"""Targets and drafts with recurrent layers: their states go back after a rejection, and texts are plain ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.families import informed_draft
+from support.models import VOCAB_SIZE, prompt, random_fusion, tiny
+from support.outputs import RECORDS, assert_same
+from support.zoo import tiny_of
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.caches.rollback import Mark
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.models.causal_lm import CausalLM
+
+FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1"]
+FAST = ("granitemoehybrid", "zaya")
+PROMPT = prompt(10)
+PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+# States are computed in float32.
+ROUNDING = 1e-3
+
+
+def assistant_of(target: CausalLM, text: Tensor, **speculation: Any) -> SpecDecPPAssistant:
+    """With a draft that knows three quarters of `text`."""
+    speculation = speculation or {"rule": "fixed", "num_tokens": 4}
+    draft = informed_draft(text, target.config.get_text_config().vocab_size)
+    return SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**speculation))
+
+
+def states_of(cache: Any) -> list[Any]:
+    """Keys, values and recurrent states, layer by layer."""
+    found: list[Any] = []
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            found += [layer.keys, layer.values]
+        for name in ("conv_states", "recurrent_states"):
+            found += [state for state in getattr(layer, name, {}).values() if state is not None]
+    return found
+
+
+def assert_same_states(cache: Any, expected: Any) -> None:
+    for ours, theirs in zip(states_of(cache), states_of(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
+
+
+# Texts. ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [
+        *((family, 200) for family in FAST),
+        ("qwen3_5_text", 24),
+        *(pytest.param(family, 200, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST),
+    ],
+)
+def test_texts_and_all_that_goes_with_them(family: str, length: int) -> None:
+    """Hundreds of tokens, in rounds that accept none, some and all of their candidates."""
+    target = tiny_of(family)
+    options = {**PLAIN, "max_new_tokens": length, "return_dict_in_generate": True, "repetition_penalty": 1.1}
+    options |= {f"output_{name}": True for name in RECORDS if name != "attentions"}
+    plain = target.generate(PROMPT, **options)
+    assistant = assistant_of(target, plain.sequences)
+    ours = target.generate(PROMPT, assistant_model=assistant, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert length // 4 < assistant.stats.accepted < assistant.stats.drafted
+    for name in ("scores", "logits", "hidden_states"):
+        assert_same(getattr(ours, name), getattr(plain, name), tolerance=ROUNDING)
+    assert_same_states(ours.past_key_values, plain.past_key_values)
+    assert assistant.stats.state_bytes > 0
+    assistant.detach()
+
+
+@pytest.mark.parametrize("rule", ["threshold", "throughput", "svip"])
+def test_every_rule(rule: str) -> None:
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=60)
+    costs = {"costs": {"draft": 0.01, "verify": [1.0, 1.0, 1.0]}} if rule == "throughput" else {}
+    assistant = assistant_of(target, plain, rule=rule, **costs)
+    assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=60, assistant_model=assistant), plain)
+    assert assistant.stats.accepted > 0
+    for options in ({"top_k": 1, "do_sample": True}, {"stop_strings": None, "repetition_penalty": 1.2}):
+        settings = {**PLAIN, "max_new_tokens": 30, **options}
+        plain = target.generate(PROMPT, **settings)
+        assert torch.equal(target.generate(PROMPT, **settings, assistant_model=assistant), plain)
+
+
+def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=60)
+    settle, pending = Prefix.settle, set()
+
+    def check(self: Prefix, *arguments: Any) -> None:
+        settle(self, *arguments)
+        pending.add(self.pending)
+        held = self.cache.get_seq_length()
+        expected = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(plain[:, :held], past_key_values=expected, use_cache=True)
+        assert_same_states(self.cache, expected)
+
+    monkeypatch.setattr(Prefix, "settle", check)
+    assert torch.equal(
+        target.generate(PROMPT, **PLAIN, max_new_tokens=60, assistant_model=assistant_of(target, plain)), plain
+    )
+    assert 0 in pending
+    assert max(pending) > 4, "rejections followed one another"
+
+
+def test_a_cache_is_carried_on_and_goes_back_after_an_interruption() -> None:
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
+    assistant = assistant_of(target, plain)
+    for layer in (None, target.model.layers[-1]):
+        cache = DynamicCache(config=target.config)
+        first = {**PLAIN, "max_new_tokens": 30, "past_key_values": cache}
+        text = target.generate(PROMPT, **first, assistant_model=assistant)
+        if layer is not None:
+            handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                target.generate(text, **{**first, "max_new_tokens": 10}, assistant_model=assistant)
+            handle.remove()
+        rest = {**first, "max_new_tokens": 50}
+        assert torch.equal(target.generate(text, **rest, assistant_model=assistant), plain)
+
+
+def test_what_is_pending_is_settled_in_time() -> None:
+    """A draft that is always wrong: every round is read again, until one without candidates settles all."""
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
+    assistant = assistant_of(target, (plain + 1) % VOCAB_SIZE, rule="fixed", num_tokens=3)
+    assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=80, assistant_model=assistant), plain)
+    assert assistant.stats.idle_rounds >= 80 // (decoding.MOST_PENDING + 1) - 1
+
+
+# Drafts. --------------------------------------------------------------------------------------------------------------
+
+
+def shaken(model: CausalLM) -> CausalLM:
+    """A copy that agrees now and then."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.numel() > 1:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(0.05 * parameter.std() * noise)
+    return other
+
+
+@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned"])
+def test_drafts_with_recurrent_layers(kind: str) -> None:
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
+    speculation = SpeculationConfig("fixed", num_tokens=3)
+    assistant = {
+        "independent": lambda: SpecDecPPAssistant.from_draft(shaken(target), target),
+        "early exit": lambda: SpecDecPPAssistant.from_early_exit(target, [0, 3]),
+        "conditioned": lambda: SpecDecPPAssistant.from_conditioned(target, [0, 3], fusion=random_fusion(target)),
+    }[kind]()
+    assistant.speculation = speculation
+    assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=80, assistant_model=assistant), plain)
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_recurrent_draft_for_a_transformer(attached: bool) -> None:
+    """It drafts after every round what it would draft after reading the text anew."""
+    target, draft = tiny("llama"), tiny_of("granitemoehybrid")
+    assistant = SpecDecPPAssistant.from_draft(draft, target if attached else None)
+    assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=30)
+    assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=30, assistant_model=assistant), plain)
+
+
+def test_a_recurrent_draft_goes_back() -> None:
+    target = tiny_of("granitemoehybrid")
+    assistant = SpecDecPPAssistant.from_draft(copy.deepcopy(target), target)
+    assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=41)
+    forbidden = {"bad_words_ids": [[int(plain[0, 25])]], "suppress_tokens": None}
+    for options in ({}, forbidden):
+        settings = {**PLAIN, "max_new_tokens": 41, **options}
+        expected = target.generate(PROMPT, **settings)
+        assert torch.equal(target.generate(PROMPT, **settings, assistant_model=assistant), expected)
+        assert assistant.stats.accepted == assistant.stats.drafted, "it is the target"
+
+
+# Mutants. -------------------------------------------------------------------------------------------------------------
+
+
+def changes_texts(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutant: Any) -> bool:
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
+    assistant = assistant_of(target, plain)
+    monkeypatch.setattr(owner, name, mutant)
+    return not torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=80, assistant_model=assistant), plain)
+
+
+def test_states_that_do_not_go_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    back = Mark.back
+
+    def only_rows(self: Mark) -> None:
+        self.recurrent, self.copies = [], []
+        back(self)
+
+    assert changes_texts(monkeypatch, Mark, "back", only_rows)
+
+
+def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = Prefix._settle_marked
+
+    def forgets(self: Prefix, mark: Mark, kept: int, fed: int) -> None:
+        settle(self, mark, kept, fed)
+        self.pending = max(self.pending - 1, 0)
+
+    assert changes_texts(monkeypatch, Prefix, "_settle_marked", forgets)
+
+
+# What is refused, and costs. ------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_does_not_go_on_is_refused() -> None:
+    """Bamba reads several tokens at once only at the beginning of a text."""
+    target = tiny_of("bamba")
+    with pytest.raises(
+        ValueError, match="keeps a recurrent state that.*cannot be taken back.*Generate without assistant_model"
+    ):
+        SpecDecPPAssistant.from_draft(tiny("llama"), target)
+    with pytest.raises(ValueError, match="cannot be taken back.*so it cannot draft"):
+        SpecDecPPAssistant.from_draft(target, tiny("llama"))
+
+
+def test_trees_and_batches_are_refused() -> None:
+    target = tiny_of("granitemoehybrid")
+    assistant = SpecDecPPAssistant.from_draft(tiny("llama"), target)
+    with pytest.raises(ValueError, match="LinearAttentionLayer in its cache"):
+        target.generate(PROMPT.expand(2, -1), assistant_model=assistant, **PLAIN, max_new_tokens=5)
+    assistant.speculation = SpeculationConfig(tree="dyspec")
+    with pytest.raises(ValueError, match="layers of type linear_attention, so it cannot read a token tree"):
+        target.generate(PROMPT, assistant_model=assistant, **PLAIN, max_new_tokens=5)
+
+
+def test_unattached_is_refused_by_transformers() -> None:
+    target = tiny_of("granitemoehybrid")
+    assistant = SpecDecPPAssistant.from_draft(tiny("llama"))
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        target.generate(PROMPT, assistant_model=assistant, **PLAIN, max_new_tokens=5)
+
+
+def test_a_candidate_is_read_twice() -> None:
+    """The example of the docstring."""
+    assert Costs(1.0, (10.0, 11.0, 12.0, 13.0, 14.0)).read_twice(2).verify == (10.0, 12.0, 14.0)
