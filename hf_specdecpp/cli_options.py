@@ -32,6 +32,14 @@ def parse_temperatures(temperatures: str) -> list[float]:
         raise ValueError(f"--temperatures {temperatures!r} must be numbers such as 0 or 0,1.") from None
 
 
+def parse_sizes(sizes: str) -> list[int]:
+    """`"1,4,8"` as a list, empty text as none; `ValueError` for anything else."""
+    try:
+        return [int(part) for part in sizes.split(",") if sizes]
+    except ValueError:
+        raise ValueError(f"--batch_size {sizes!r} must be whole numbers such as 4 or 1,4,8.") from None
+
+
 def parse_names(names: str) -> list[str]:
     """`"fixed*, svip"` as `["fixed*", "svip"]`."""
     return [name.strip() for name in names.split(",") if name.strip()]

@@ -11,7 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_specdecpp.cli_options import options_of, parse_layers, parse_names, parse_temperatures, settings_from
+from hf_specdecpp.cli_options import (
+    options_of,
+    parse_layers,
+    parse_names,
+    parse_sizes,
+    parse_temperatures,
+    settings_from,
+)
 
 
 @dataclass
@@ -92,9 +99,13 @@ def test_help_is_the_entry_of_the_docstring() -> None:
 def test_parsing() -> None:
     assert (parse_layers("4"), parse_layers("0,1,29")) == (4, [0, 1, 29])
     assert parse_temperatures("0,0.7") == [0.0, 0.7]
+    assert parse_sizes("1,4,8") == [1, 4, 8]
+    assert parse_sizes("") == []
     assert parse_names("fixed*, svip") == ["fixed*", "svip"]
     assert parse_names("") == []
     with pytest.raises(ValueError, match="--layers 'four' must be a number"):
         parse_layers("four")
     with pytest.raises(ValueError, match="--temperatures 'hot' must be numbers"):
         parse_temperatures("hot")
+    with pytest.raises(ValueError, match="whole numbers such as 4 or 1,4,8"):
+        parse_sizes("4.5")

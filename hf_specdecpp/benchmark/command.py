@@ -24,12 +24,13 @@ from hf_specdecpp.benchmark.contestants import (
     quick_contestants,
     untuned_contestants,
 )
+from hf_specdecpp.benchmark.live.batches import BatchBenchmark, summarise_batches
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, neutralise
 from hf_specdecpp.benchmark.live.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.replay.rounds import replay_rounds
 from hf_specdecpp.benchmark.replay.runner import replay, text_sets
 from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
-from hf_specdecpp.benchmark.run_log import RESULTS, ROUNDS, SETTINGS, RunLog, environment
+from hf_specdecpp.benchmark.run_log import BATCHES, RESULTS, ROUNDS, SETTINGS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, speed_table, summarise
 from hf_specdecpp.files import read_json, save_text
@@ -70,7 +71,12 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     if config.live:
         live = LiveBenchmark(target, assistant, log, config.max_new_tokens, config.seed, config.attempts)
         live.run(questions, contestants, config.temperatures)
+    batches = RunLog(config.output, settings, BATCHES)
+    if config.batch_size:
+        timed = BatchBenchmark(target, assistant, batches, config.max_new_tokens, config.seed, config.attempts)
+        timed.run(questions, contestants, config.temperatures, config.batch_size)
     results = _results(config, settings, log, contestants, target, assistant, questions)
+    results["batches"] = summarise_batches(batches.rows)
     write(results, config.output)
     report.print_report(results, console)
     console.print(f"Written to {config.output}: {RESULTS}, report.md, pictures.")

@@ -22,6 +22,11 @@ _ESTIMATES = (
     "that these had. `online` contestants learned from text to text and from set to set, in this order of the sets."
 )
 
+_BATCHES = (
+    "Several prompts in one `generate()`, padded on the left. Both baselines are plain `generate()` on the same batch. "
+    "The last column counts greedy texts that are not those of plain generation."
+)
+
 
 def print_report(results: dict[str, Any], console: Console) -> None:
     """For each temperature the best setting of each family, the fastest marked, and the verdict."""
@@ -32,6 +37,9 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         if rows:
             console.print(_table(best_of_families(rows), f"{_mode(temperature)}, prompts: {rows[0]['prompts']}"))
             console.print(verdict(rows), "")
+    for temperature, size in dict.fromkeys((row["temperature"], row["size"]) for row in results["batches"]):
+        rows = [row for row in results["batches"] if (row["temperature"], row["size"]) == (temperature, size)]
+        console.print(_terminal_batches(rows, f"{_mode(temperature)}, rows in a batch: {size}"), "")
     for mismatch in results["mismatches"]:
         console.print(describe_mismatch(mismatch), style="bold red" if counts(mismatch, results) else "yellow")
     if not lossless(results):
@@ -105,7 +113,9 @@ def describe_mismatch(found: dict[str, Any]) -> str:
 
 def lossless(results: dict[str, Any]) -> bool:
     """Whether all texts of ours were those of plain generation."""
-    return not any(counts(found, results) for found in results["mismatches"])
+    in_batches = any(row["different"] for row in results["batches"] if row["contestant"] in results["ours"])
+    half = results["settings"]["dtype"] in ("bfloat16", "float16")  # where near-ties fall either way
+    return not any(counts(found, results) for found in results["mismatches"]) and (half or not in_batches)
 
 
 def counts(mismatch: dict[str, Any], results: dict[str, Any]) -> bool:
@@ -125,6 +135,8 @@ def markdown(results: dict[str, Any]) -> str:
             parts += [f"## {_mode(temperature)}, measured", verdict(rows), _picture("speed-up", temperature)]
             parts += [_live_tables(results["summary"], temperature)]
             parts += [_picture("tokens-per-pass", temperature), _picture("time", temperature)]
+    if results["batches"]:
+        parts += ["## Batches", _BATCHES, _batch_table(results["batches"])]
     parts += [_checks(results)]
     for each in results["replays"]:
         parts.append(f"## {each['set']}, {_mode(each['temperature'])}, replayed")
@@ -210,6 +222,33 @@ def _estimate_table(rows: Sequence[dict[str, Any]]) -> str:
             cells = f"{auc(estimate, label):.4f}", f"{ece(estimate, label):.4f}", f"{ece(*later):.4f}", len(judged)
             lines.append((name, _mode(temperature), contestant, *cells))
     return _rows(header, sorted(lines))
+
+
+def _terminal_batches(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH)
+    table.add_column("contestant", ratio=1, no_wrap=True)
+    for column in ("x plain", "x plain,\nsame passes", "tokens/s", "tokens/pass\nand row", "batches"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        name = f"{row['contestant']}{' *' if row['disturbed'] else ''}"
+        speed, passes = f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_pass']:.2f}"
+        table.add_row(name, *_batch_ratios(row), speed, passes, str(row["batches"]))
+    return table
+
+
+def _batch_ratios(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{each[0]:.2f} ({each[1]:.2f}-{each[2]:.2f})" for each in (row["speedup"], row["same_passes"]))
+
+
+def _batch_table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ("decoding", "rows", "contestant", "x plain (95 %)", "x plain, same passes (95 %)", "tokens/s",
+              "tokens/pass and row", "batches", "disturbed", "other texts")  # fmt: skip
+    lines = []
+    for row in rows:
+        lines.append((_mode(row["temperature"]), row["size"], row["contestant"], *_batch_ratios(row),
+                      f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_pass']:.2f}", row["batches"],
+                      row["disturbed"], "" if row["different"] is None else row["different"]))  # fmt: skip
+    return _rows(header, lines)
 
 
 def _grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, float, str], list[dict[str, Any]]]:

@@ -16,7 +16,8 @@ from hf_specdecpp.files import differences, read_json, save_text
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.version import __version__
 
-RUNS, ROUNDS, SETTINGS, RESULTS = "runs.jsonl", "rounds.jsonl", "settings.json", "results.json"
+RUNS, ROUNDS, BATCHES = "runs.jsonl", "rounds.jsonl", "batches.jsonl"
+SETTINGS, RESULTS = "settings.json", "results.json"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

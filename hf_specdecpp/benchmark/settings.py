@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_specdecpp.cli_options import parse_layers, parse_names, parse_temperatures
+from hf_specdecpp.cli_options import parse_layers, parse_names, parse_sizes, parse_temperatures
 
 
 def _parsed(default: Any, parse: Callable[[str], Any]) -> Any:
@@ -47,6 +47,7 @@ class BenchmarkConfig:
         live: time generations.
         replay: compare all rules on recorded texts.
         replay_rounds: count the tokens per target pass of trees and chains along the texts, by both ways to verify.
+        batch_size (prompts): also time several prompts in one generate(), chains only: sizes such as 1,4,8.
         draws (records): how many are made of each sampled text.
         attempts (generations): how often one that other load disturbs is tried at most; the quietest is kept.
         quick: take a few contestants, prompts and tokens: two minutes.
@@ -75,6 +76,7 @@ class BenchmarkConfig:
     live: bool = True
     replay: bool = True
     replay_rounds: bool = False
+    batch_size: list[int] = _parsed([], parse_sizes)
     draws: int = _at_least_one(1)
     attempts: int = _at_least_one(3)
     quick: bool = False
@@ -86,6 +88,8 @@ class BenchmarkConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if any(temperature < 0.0 for temperature in self.temperatures) or not self.temperatures:
             raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0 (greedy).")
+        if any(size < 1 for size in self.batch_size):
+            raise ValueError(f"batch_size={self.batch_size} must be numbers of prompts, at least 1.")
         if self.cost_ratio is not None and not 0.0 < self.cost_ratio < 1.0:
             raise ValueError(
                 f"cost_ratio={self.cost_ratio} must be between 0 and 1: the price of a draft step in passes."

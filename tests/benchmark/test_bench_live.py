@@ -28,6 +28,7 @@ from hf_specdecpp.benchmark.contestants import (
     untuned_contestants,
 )
 from hf_specdecpp.benchmark.live import clock, runner
+from hf_specdecpp.benchmark.live.batches import padded, summarise_batches, until_end
 from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, rotated
@@ -378,6 +379,57 @@ def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
         if line.startswith("!["):
             assert (tmp_path / "bench" / line.partition("(")[2][:-1]).is_file()
     assert "| oracle |" in text
+
+
+def test_batches(target: PreTrainedModel, tmp_path: Path) -> None:
+    options = ("--max_new_tokens", "12", "--contestants", "fixed 3,dyspec 4*,prompt*", "--temperatures", "0,0.7")
+    alone = ("--no-replay", "--no-live", "--batch_size")
+    result = run_command(target, tmp_path, *options, *alone, "1,2")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 100 or "Written to" in result.output
+    assert "rows in a batch: 2" in result.output
+    found = json.loads((tmp_path / "bench/results.json").read_text())["batches"]
+    contestants = {"plain", "plain, same passes", "fixed 3"}  # trees and transformers' own take single texts
+    assert {(row["temperature"], row["size"], row["contestant"]) for row in found} == {
+        (temperature, size, name) for temperature in (0.0, 0.7) for size in (1, 2) for name in contestants
+    }
+    assert {row["batches"] for row in found if row["size"] == 1} == {2}
+    assert all(
+        row["speedup"][0] == 1.0 and row["tokens_per_pass"] == 1.0 for row in found if row["contestant"] == "plain"
+    )
+    assert all(row["tokens_per_pass"] > 1.0 for row in found if row["contestant"] == "fixed 3")
+    assert [row["different"] for row in found if row["temperature"] == 0.0] == [0] * 6
+    assert "| greedy | 2 | fixed 3 |" in (tmp_path / "bench/report.md").read_text()
+    lines = len((tmp_path / "bench/batches.jsonl").read_text().splitlines())
+    assert run_command(target, tmp_path, *options, *alone, "1,2").exit_code == 0
+    assert len((tmp_path / "bench/batches.jsonl").read_text().splitlines()) == lines == 18, "nothing is timed again"
+    result = run_command(target, tmp_path, *options, *alone, "9")
+    assert result.exit_code == 1, result.output
+    assert "batch_size=9, and there are 2 prompts" in result.output
+
+
+def test_batches_that_part_from_plain_generation_are_counted() -> None:
+    rows = [
+        {"temperature": 0.0, "size": 2, "batch": 0, "session": 1, "contestant": name, "seconds": seconds, "tokens": 4,
+         "tokens_per_pass": 1.0, "disturbed": False, "texts": texts}
+        for name, seconds, texts in (
+            ("plain", 1.0, [[1, 2], [3, 4]]), ("plain, same passes", 0.8, [[1, 2], [3, 4]]),
+            ("fixed 3", 0.5, [[1, 2], [3, 5]]),
+        )
+    ]  # fmt: skip
+    ours, same, plain = summarise_batches(rows)
+    assert (ours["contestant"], ours["different"]) == ("fixed 3", 1)
+    assert (ours["speedup"][0], ours["same_passes"][0]) == pytest.approx((2.0, 1.6))
+    assert plain["different"] == same["different"] == 0
+    assert summarise_batches(rows[:1]) == [], "a session that was killed before its second baseline"
+
+
+def test_padding_and_ends_of_rows() -> None:
+    inputs = padded([[5, 6, 7], [8]], pad=0)
+    assert inputs["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert until_end([1, 7, 0, 0], frozenset({7})) == [1, 7]
+    assert until_end([1, 2], frozenset({7})) == [1, 2]
 
 
 def test_slow_target_is_labelled(target: PreTrainedModel, tmp_path: Path) -> None:

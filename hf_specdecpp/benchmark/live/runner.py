@@ -125,15 +125,18 @@ def answer(
 ) -> list[int]:
     """The whole text that `generate()` returns."""
     inputs = torch.tensor([ids], device=target.device)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0.0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options = {"max_new_tokens": max_new_tokens, **sampling_at(temperature), **arguments}
     torch.manual_seed(seed)
-    output = target.generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, **sampling, **arguments
-    )
+    output = target.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
     found: list[int] = output[0].tolist()
     return found
+
+
+def sampling_at(temperature: float) -> dict[str, Any]:
+    """Arguments of `generate()` that sample from the target's own distribution; 0 is greedy."""
+    if temperature > 0.0:
+        return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return {"do_sample": False}
 
 
 def neutralise(target: CausalLM) -> None:
