@@ -121,7 +121,8 @@ class Prefix:
     def read_pending(self, input_ids: Tensor) -> None:
         """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
         if self.pending:
-            shorter = {name: self.model_kwargs[name][..., :-1] for name in GROWING if name in self.model_kwargs}
+            known = {name: self.model_kwargs[name] for name in GROWING if self.model_kwargs.get(name) is not None}
+            shorter = {name: each[..., :-1] for name, each in known.items()}
             inputs = self.target.prepare_inputs_for_generation(
                 input_ids[:, :-1],
                 next_sequence_length=self.pending,
