@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device
 # Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
 ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 MOST_HOLES = 0.2  # of the columns that the longest row needs
+
+
+def other_layers(layers: Iterable[object]) -> str:
+    """The kinds of layer in a cache that are not attention, by name; empty where there are none."""
+    return ", ".join(sorted({type(layer).__name__ for layer in layers if type(layer) not in ATTENTION_LAYERS}))
 
 
 class BatchCache:
@@ -43,11 +48,10 @@ class BatchCache:
     """
 
     def __init__(self, model: CausalLM, cache: DynamicCache, rows: int) -> None:
-        if others := {type(layer).__name__ for layer in cache.layers if type(layer) not in ATTENTION_LAYERS}:
+        if others := other_layers(cache.layers):
             raise ValueError(
-                f"A batch of sequences cannot be assisted here: {type(model).__name__} keeps "
-                f"{', '.join(sorted(others))} in its cache, which rows of different length cannot share. Call "
-                "generate() once a sequence."
+                f"A batch of sequences cannot be assisted here: {type(model).__name__} keeps {others} in its cache, "
+                "which rows of different length cannot share. Call generate() once a sequence."
             )
         windows = (type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
         layers: list[Any] = cache.layers

@@ -73,9 +73,7 @@ def layer_types(config: Any, num_layers: int) -> list[str]:
 def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
     """`[rows, 1, n_query, kv]` of bool `[rows, n_query, kv]`, or of one row without that dimension.
 
-    Additive where the attention is eager.
-
-    Eager attention adds its mask to the scores: a bool one would hide nothing.
+    Additive where the attention is eager, which adds its mask to the scores: a bool one would hide nothing.
     """
     seen = seen.view(-1, 1, *seen.shape[-2:])
     if model.config.get_text_config(decoder=True)._attn_implementation != "eager":

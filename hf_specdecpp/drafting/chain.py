@@ -98,7 +98,11 @@ def draft_chain(
     unread: int = 1,
 ) -> Chain:
     """Draft one chain, alone: the arguments are those of `drafting`."""
-    row = drafting(step, rule, randomness, max_tokens, eos_token_ids, unread)
+    return drafted_alone(drafting(step, rule, randomness, max_tokens, eos_token_ids, unread))
+
+
+def drafted_alone(row: Drafting) -> Chain:
+    """The chain of one coroutine, for which nothing is prepared."""
     return draft_chains([row], lambda _: True)[0]
 
 

@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.batch_session import RowSession
-from hf_specdecpp.drafting.chain import Chain, Drafting, draft_chains, drafting, stepper
+from hf_specdecpp.drafting.chain import Chain, Drafting, drafted_alone, drafting, stepper
 from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -127,7 +127,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             ValueError: this generation drafts trees, which transformers' own loop cannot verify.
         """
         start = time.perf_counter()
-        (chain,) = draft_chains([self.drafting(input_ids, max_tokens, states)], lambda _: True)
+        chain = drafted_alone(self.drafting(input_ids, max_tokens, states))
         self.note(chain, time.perf_counter() - start)
         return chain
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode, MaxLengthCriteria
 
-from hf_specdecpp.caches.batches import ATTENTION_LAYERS
+from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_cache
@@ -125,8 +125,8 @@ def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:
     config = target.config.get_text_config(decoder=True)
     if (reason := counts_rows(config)) is not None:
         return reason
-    if others := {type(layer).__name__ for layer in cache.layers if type(layer) not in ATTENTION_LAYERS}:
-        return f"keeps {', '.join(sorted(others))} in its cache"
+    if others := other_layers(cache.layers):
+        return f"keeps {others} in its cache"
     kinds = set(layer_types(config, config.num_hidden_layers))
     if "chunked_attention" in kinds:
         return "attends in chunks of the cache"

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.caches.batches import ATTENTION_LAYERS
+from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, takes_positions
 from hf_specdecpp.models.checks import check_target
@@ -80,8 +80,8 @@ def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
     types = set(getattr(config, "layer_types", None) or ())
     if unknown := types - TREE_LAYER_TYPES:
         return f"has layers of type {', '.join(sorted(unknown))}"
-    if unknown := {type(layer).__name__ for layer in layers if type(layer) not in ATTENTION_LAYERS}:
-        return f"keeps {', '.join(sorted(unknown))} in its cache"
+    if others := other_layers(layers):
+        return f"keeps {others} in its cache"
     return unknown_window(target, config)
 
 

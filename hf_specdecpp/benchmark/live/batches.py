@@ -9,35 +9,16 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, SAME_PASSES, Contestant
 from hf_specdecpp.benchmark.live.clock import Disturbance
-from hf_specdecpp.benchmark.live.runner import WARM_UP_TOKENS, Question, neutralise, rotated, sampling_at
-from hf_specdecpp.benchmark.run_log import RunLog
+from hf_specdecpp.benchmark.live.runner import WARM_UP_TOKENS, Benchmark, Question, rotated, sampling_at
 from hf_specdecpp.intervals import median_of_ratios
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.models.causal_lm import eos_ids
 from hf_specdecpp.sampling.randomness import seed_of
 
 
-class BatchBenchmark:
-    """Times generations of several prompts at once.
-
-    Args:
-        target, assistant, log, max_new_tokens, seed, attempts: as in `LiveBenchmark`.
-    """
-
-    def __init__(
-        self,
-        target: CausalLM,
-        assistant: SpecDecPPAssistant,
-        log: RunLog,
-        max_new_tokens: int,
-        seed: int,
-        attempts: int = 3,
-    ) -> None:
-        self.target, self.assistant, self.log = target, assistant, log
-        self.max_new_tokens, self.seed, self.attempts = max_new_tokens, seed, attempts
-        neutralise(target)
+class BatchBenchmark(Benchmark):
+    """Times generations of several prompts at once."""
 
     def run(
         self,

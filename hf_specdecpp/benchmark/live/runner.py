@@ -31,8 +31,8 @@ class Question:
     ids: list[int]
 
 
-class LiveBenchmark:
-    """Times generations.
+class Benchmark:
+    """What is timed, how, and where it is written down.
 
     Args:
         target: its generation config is replaced by a neutral one: contestants sample from its own distribution.
@@ -53,6 +53,10 @@ class LiveBenchmark:
         self.target, self.assistant, self.log = target, assistant, log
         self.max_new_tokens, self.seed, self.attempts = max_new_tokens, seed, attempts
         neutralise(target)
+
+
+class LiveBenchmark(Benchmark):
+    """Times generations of one prompt after the other."""
 
     def run(
         self, questions: Sequence[Question], contestants: Sequence[Contestant], temperatures: Sequence[float]
