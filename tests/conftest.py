@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,20 @@ from support.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp.models import vocabulary
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.every(5)`: of a test's fast cases, numbers 0, 5, 10, ... stay fast, and the others become slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("every")
+        if mark is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker("slow")
+        seen[test] += 1
 
 
 @pytest.fixture(autouse=True, scope="session")

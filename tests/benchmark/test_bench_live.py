@@ -126,6 +126,7 @@ def test_patterns() -> None:
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("answers", [3, 8, 12, 13])  # the baselines come last for the second prompt
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     live, left = benchmark(tmp_path), [answers + len(some_contestants())]  # the warm-up counts, too
@@ -517,6 +518,7 @@ def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str
     assert results["replay_agreement"]["compared"] == results["replay_agreement"]["equal"] == 2 * 2
 
 
+@pytest.mark.slow
 def test_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
     some = ("--contestants", "fixed 3,dyspec 8*", "--max_new_tokens", "16", "--dtype", "bfloat16")
     result = run_command(target, tmp_path, *some, "--no-replay")

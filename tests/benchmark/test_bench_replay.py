@@ -101,6 +101,7 @@ def live_rounds(
     return ids, rounds.outcomes
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("judged_by", ["q", "before", "after"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +128,7 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     assert len(lengths) > 2
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("judged_by", ["q", "before", "after"])
 def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")

@@ -42,6 +42,7 @@ def text_of(target: Any, **sampling: Any) -> Text:
     return Text(ids, LENGTH, LENGTH + NEW_TOKENS)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
@@ -106,6 +107,7 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
     assert len(accepted) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "static" else [pytest.mark.slow]) for kind in KINDS]
 )

@@ -88,6 +88,7 @@ def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]
     )
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_reads_the_states_of_the_verified_text(
@@ -128,6 +129,7 @@ def test_a_cache_that_is_carried_on() -> None:
     assert assistant.stats.drafted > 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["throughput", "threshold"])
 def test_rounds_without_candidates(drafted: list[Drafted], rule: Any, target: CausalLM) -> None:
     """What was not drafted at is read later, with the states of its own passes."""

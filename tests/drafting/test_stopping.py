@@ -193,6 +193,7 @@ def two_logits(head: Any, x: Tensor) -> Tensor:
     return head.output(x)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("scenario", ["plain", "end of sequence"])
 @pytest.mark.parametrize("bounds", [(1, 4), (2, 4), (3, 4), (4, 4), (1, 1), (2, 2)])
 @pytest.mark.parametrize("h", [0.0, 0.3, 0.5, 0.7, 1.0])

@@ -81,6 +81,7 @@ def test_the_formulas_are_right_with_all_parts(rule: str) -> None:
     assert max(errors_of(Block, rule)) < TOLERANCE
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 @pytest.mark.parametrize("mutant", [ResidualOfTheTokenRule, ForgetsToCarry, LastLikeTheOthers, FromTheLeft])
 def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
@@ -98,6 +99,7 @@ def accepted_in(toy: ToyRound) -> float:
     return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("rule", "thorough"),
     [

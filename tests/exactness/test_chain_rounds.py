@@ -29,6 +29,7 @@ def test_every_rule_is_covered() -> None:
     assert {name.split("/")[0] for name in RULES} == set(RULE_NAMES)
 
 
+@pytest.mark.every(11)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -46,12 +47,14 @@ def test_a_round_emits_exactly_p(verifier: str, rule: str, scenario: str, thorou
         assert error < TOLERANCE, f"seed {seed}: off by {error}"
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_emits_exactly_p_with_four_tokens(rule: str) -> None:
     models = Models("plain", 4, seed=0)
     assert worst_error(exact_distribution(ToyRound(models, rule)), models.p, 4) < TOLERANCE
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_of_several_lengths_occur(rule: str) -> None:
     """Otherwise the tests above would say little about stopping."""
@@ -184,6 +187,7 @@ MUTANTS = [
 RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 @pytest.mark.parametrize(
     ("mutant", "verifier"), [(m, v) for m in MUTANTS for v in ("block", "token")] + [(m, "token") for m in RESIDUALS]

@@ -54,6 +54,7 @@ def plain_text(family: str) -> Tensor:
     return text
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("family", "rule", "attached"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
@@ -68,6 +69,7 @@ def test_independent_draft(family: str, rule: str, attached: bool, rounds: Round
     assert assistant.stats.complete is attached
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("family", "layers"),
     [
@@ -128,6 +130,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processors(name: str, attached: bool, rounds: Rounds) -> None:

@@ -93,6 +93,7 @@ def test_the_formulas_are_right_with_all_parts(algorithm: str) -> None:
     assert max(errors_of(Traversal, algorithm)) < TOLERANCE
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mutant", [ForgetsToCarry, KeepsItsChance, StaleQ, DrawsFromP])
 def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
@@ -110,6 +111,7 @@ def accepted_in(toy: ToyTree) -> float:
     return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_round_accepts_no_fewer_than_with_algorithm_3(algorithm: str) -> None:
     more = 0.0

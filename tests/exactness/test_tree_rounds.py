@@ -36,6 +36,7 @@ def error_of(program: ToyTree, vocab: int = 3) -> float:
     return worst_error(probs, program.models.p, vocab)
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(
     ("algorithm", "estimator"), [(a, e) for a in EVERY for e in ESTIMATORS if a != "static" or e == ESTIMATORS[0]]
@@ -248,6 +249,7 @@ MUTANTS = [
 WALKS = [StaleQ, ForgetsTheRejected]  # written anew on Algorithm 3; `test_tree_blocks.py` has those of the other
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize(
     ("mutant", "verifier"), [(m, "token") for m in MUTANTS] + [(m, "block") for m in MUTANTS if m not in WALKS]
@@ -261,6 +263,7 @@ def test_mutants_are_caught(mutant: type[ToyTree], verifier: str, algorithm: str
     assert max(errors) > VISIBLE, errors
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
 def test_what_is_drawn_must_not_decide(algorithm: str) -> None:
     errors = []

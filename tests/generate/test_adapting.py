@@ -26,6 +26,7 @@ def generate(target: Any, assistant: SpecDecPPAssistant | None, seed: int | None
     return text
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_from_generation_to_generation_and_the_greedy_text_is_the_same(kind: str) -> None:
     target = tiny("llama")
@@ -50,6 +51,7 @@ def test_a_draft_that_is_better_than_it_says_is_believed_more() -> None:
     assert assistant.stats.drafted / assistant.stats.rounds > before + 0.5
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_repeats_a_text_without_it_or_after_clearing_the_memory(kind: str) -> None:
     target = tiny("llama")

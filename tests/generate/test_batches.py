@@ -53,6 +53,7 @@ def generate(target: Any, inputs: dict[str, Tensor], assistant: Any = None, **op
 # Greedy text is plain text. -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
 def test_greedy_equality(family: str) -> None:
     target, inputs = tiny(family), padded(LENGTHS)
@@ -65,6 +66,7 @@ def test_greedy_equality(family: str) -> None:
     assert [row.accepted + row.rounds + row.plain_passes >= row.generated for row in stats.rows] == [True] * 4
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 2, pytest.param(5, marks=pytest.mark.slow), 9])
 def test_batches_of_every_size(size: int, rule: str) -> None:
@@ -98,6 +100,7 @@ def test_every_kind_of_draft(kind: str) -> None:
     assert assistant.stats.accepted > 10
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "mpt", "gemma3_text", *drafts()])
 def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without positions (MPT), and with a window."""
@@ -178,6 +181,7 @@ def test_a_pipeline_with_batches() -> None:
 # Sampled rows are independent, and each follows p. --------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""

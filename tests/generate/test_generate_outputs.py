@@ -110,6 +110,7 @@ def test_records_are_refused_without_attaching() -> None:
 # Caches ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("end", ["max length", "eos", "stop string"])
 def test_the_cache_holds_the_text_but_its_last_token(family: str, end: str) -> None:
@@ -130,6 +131,7 @@ def test_the_cache_holds_the_text_but_its_last_token(family: str, end: str) -> N
         assert_same_cache(ours.past_key_values, prefill(target, emitted[:, :-1]))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("style", ["full ids", "new ids"])
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "opt"])
 def test_a_second_turn(family: str, style: str) -> None:
@@ -165,6 +167,7 @@ def test_a_second_turn_is_refused_without_attaching(max_new_tokens: int) -> None
         generate(target, first.sequences, assistant_model=assistant, **arguments)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "opt"])
 def test_a_left_padded_prompt(family: str, is_attached: bool) -> None:
@@ -205,6 +208,7 @@ def test_a_padded_second_turn_with_only_new_ids() -> None:
     assert lengths[0] == new.shape[1] + 1, "the new tokens and the first answer: nothing of it is padding"
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [1, 5, WINDOW, 100])

@@ -40,6 +40,7 @@ def assistant(request: pytest.FixtureRequest) -> Any:
     assistant.detach()
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_sampling(name: str, assistant: Any) -> None:
     arguments = PROCESSORS[name]
@@ -50,6 +51,7 @@ def test_sampling(name: str, assistant: Any) -> None:
     assert torch.equal(generate(assistant_model=assistant, **arguments), text), "a seed fixes the run"
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_a_point_law_gives_the_plain_text(name: str, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = Rounds(monkeypatch)
@@ -85,6 +87,7 @@ def test_constraints_hold(assistant: Any) -> None:
     assert len(set(pairs)) == len(pairs)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["threshold", "confidence", "svip", "adaedl"])
 def test_every_rule_samples(rule: str, assistant: Any) -> None:
     assistant.speculation.rule, assistant.speculation.adapt = rule, False

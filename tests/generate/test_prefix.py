@@ -55,6 +55,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_prompt_goes_on_as_in_plain_generation(family: str, case: str) -> None:

@@ -42,6 +42,7 @@ def reads_of_rounds(monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any]
     return found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("verification", ["block", "token"])
 @pytest.mark.parametrize("processing", PROCESSING)
 @pytest.mark.parametrize("speculation", [CHAIN, *TREES])

@@ -56,6 +56,7 @@ def assert_same_states(cache: Any, expected: Any) -> None:
 # Texts. ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "length"),
     [
@@ -93,6 +94,7 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     assert_same_states(ours.past_key_values, plain.past_key_values)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["threshold", "throughput", "svip"])
 def test_every_rule(rule: str) -> None:
     target = tiny_of("granitemoehybrid")
@@ -169,6 +171,7 @@ def shaken(model: CausalLM) -> CausalLM:
     return other
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
     target = tiny_of("granitemoehybrid")

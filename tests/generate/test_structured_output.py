@@ -55,6 +55,7 @@ def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecD
     )
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "top 1"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[str, Any]) -> None:

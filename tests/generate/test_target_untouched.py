@@ -104,6 +104,7 @@ def break_target(target: CausalLM, call: int) -> Any:
     return target.get_decoder().layers[-1].register_forward_pre_hook(hook)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("where", ["draft", "target", "streamer"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 @pytest.mark.parametrize("style", ["full ids", "new ids"])

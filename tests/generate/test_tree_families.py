@@ -29,6 +29,7 @@ NOT_BUILT = {
 CAUTIOUS = {"doge", "hy_v4", "minimax_m3_vl_text", "llama4", "mllama"}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", MUST_WORK)
 def test_trees_are_read_as_their_paths(family: str) -> None:
     for attention in ("eager",) if family in EAGER_ONLY else ("sdpa", "eager"):

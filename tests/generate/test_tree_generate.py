@@ -33,6 +33,7 @@ from hf_specdecpp.caches.paths import held_rows
 # Greedy equality. -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "family",
     [
@@ -50,6 +51,7 @@ def test_greedy_equality(family: str) -> None:
         assert assistant.stats.tree_passes == passes, "a draft pass a level"
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("kind", TREES)
@@ -59,6 +61,7 @@ def test_attention_implementations(kind: str, family: str, implementation: str) 
     assert torch.equal(generate(target, assistant, **ARGUMENTS), plain_text(family))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", NEWER)
 def test_more_families(family: str) -> None:
     target = tiny(family)
@@ -104,6 +107,7 @@ def test_a_head_values_slots() -> None:
     assert assistant.stats.tree_widths != with_head, "the head had nothing to say"
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("processors", [
     {"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": [3, 5, 7]},
     {"min_new_tokens": 30, "eos_token_id": list(range(8)), "pad_token_id": 0},
@@ -116,6 +120,7 @@ def test_processors(kind: str, processors: dict[str, Any]) -> None:
     assert assistant.stats.accepted > 0
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", ["none", "temperature", "top_p", "repetition_penalty", "no_repeat_ngram_size", "many"])
 def test_sampling(name: str) -> None:
     """The distribution is tested in `test_tree_distribution.py`; with top_k=1 it is a point."""
@@ -203,6 +208,7 @@ def test_a_streamer_gets_the_tokens_once_and_in_order() -> None:
 # Records and caches. --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_records_equal_those_of_plain_generate(family: str, kind: str) -> None:

@@ -13,6 +13,7 @@ from support.watchers import tokenizer
 from hf_specdecpp.generation import rules
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact"])
 @pytest.mark.parametrize("family", NEWER)
 def test_dynamic_trees_on_more_families(family: str, kind: str) -> None:
@@ -23,6 +24,7 @@ def test_dynamic_trees_on_more_families(family: str, kind: str) -> None:
     assert_trees_mattered(assistant.stats)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("index", [5, 18])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("kind", TREES)
@@ -37,6 +39,7 @@ def test_stop_strings(kind: str, family: str, index: int) -> None:
     assert torch.equal(generate(target, assistant, **arguments), expected)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("processors", [
     {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, {"bad_words_ids": [[3, 5], [7]]},
     {"min_length": 45, "eos_token_id": list(range(0, 48, 3)), "pad_token_id": 0},

@@ -53,6 +53,7 @@ QUICK = [
 CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "early exit"]))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "rule", "kind"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],

@@ -22,6 +22,7 @@ from hf_specdecpp.models.early_exit import early_exit
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("source", ["folder", "id", "object"])
 def test_adapter(hub: HubServer, target: PreTrainedModel, draft: str, tmp_path: Path, source: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(draft)
@@ -54,6 +55,7 @@ def test_peft_model(target: PreTrainedModel, draft: str, tmp_path: Path) -> None
         SpecDecPPAssistant.from_draft(wrapped, target, folder)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_adapter_on_an_early_exit(family: str, merge: bool, tmp_path: Path) -> None:

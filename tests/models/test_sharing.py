@@ -28,6 +28,7 @@ def make(target: CausalLM, kind: str) -> Any:
     return assistant_for(target, kind == "attached")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "adaedl"])
 def test_repeated_calls(kind: str, rule: str) -> None:
@@ -102,6 +103,7 @@ def test_the_stats_of_a_call_stay_as_they_are() -> None:
     assert str(first) == kept
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_threads(family: str, kind: str) -> None:

@@ -158,6 +158,7 @@ def dear() -> dict[str, Any]:
     return cheap(costs={"draft": 2.0, "verify": [1.0]})
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("knobs", [cheap(), dear()], ids=["cheap", "dear"])
 def test_greedy_equality(knobs: dict[str, Any], attached: bool) -> None:

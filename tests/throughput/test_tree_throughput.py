@@ -136,6 +136,7 @@ def test_where_verifying_costs_nothing_the_budget_is_used_up_and_where_it_costs_
     assert np.mean(sizes[1][20:]) < 2.0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("seconds", [CPU, STEP, Costs(1.5, (1.0,), read=0.01)])
 def test_a_useless_draft_costs_little(seconds: Costs, greedy: bool) -> None:
@@ -188,6 +189,7 @@ def knobs(**changes: Any) -> dict[str, Any]:
     return {"rule": "throughput", "tree": "dyspec", "costs": CHEAP, **changes}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seconds", [CHEAP, DEAR], ids=["cheap", "dear"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_greedy_equality(family: str, seconds: dict[str, Any]) -> None:

@@ -145,6 +145,7 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
 # The stage -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "family", "vocab_size", "gain"),
     [

@@ -121,6 +121,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_chains_stop_where_generation_would(fitted: Any, name: str) -> None:
     """Greedy drafts of both: same tokens, so the lengths must agree."""
