@@ -12,7 +12,8 @@ from support.models import prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
@@ -105,6 +106,24 @@ def test_reads_the_states_of_the_verified_text(
     assert worst(assistant, target, drafted) < 1e-4
     accepted = assistant.stats.accepted
     assert 0 < accepted < assistant.stats.drafted, "rounds that accept some and reject some"
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+def test_layers_of_its_own(llama: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig) -> None:
+    """One layer with weights of its own between the target's embeddings and LM head, as in EAGLE-3."""
+    own = tiny("llama", num_hidden_layers=1)  # of the same seed, so that it agrees with the target in part
+    own.set_input_embeddings(llama.get_input_embeddings())
+    own.set_output_embeddings(llama.get_output_embeddings())
+    fusion = random_fusion(llama).double()
+    assistant = SpecDecPPAssistant(
+        SpecDecPPConfig(draft_kind="independent"), Drafter(own, fusion=fusion), fusion=fusion, speculation=speculation
+    )
+    assistant.attach(llama)
+    plain = llama.generate(prompt(), max_new_tokens=24, do_sample=False)
+    output = llama.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
+    assert torch.equal(output, plain)
+    assert worst(assistant, llama, drafted) < 1e-4
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
 
 
 def test_padding_is_not_shown(drafted: list[Drafted]) -> None:
