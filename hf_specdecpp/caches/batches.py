@@ -15,6 +15,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
 # Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
 ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+KeysValues = tuple[Tensor, Tensor]
 MOST_HOLES = 0.2  # of the columns that the longest row needs
 
 
@@ -42,6 +43,7 @@ class BatchCache:
 
     Attributes:
         valid: `[rows, columns]` bool, on the host as all bookkeeping is.
+        layers: of `cache`, as they were made.
 
     Raises:
         ValueError: the model has layers that are not attention.
@@ -54,8 +56,8 @@ class BatchCache:
                 "which rows of different length cannot share. Call generate() once a sequence."
             )
         windows = (type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
-        layers: list[Any] = cache.layers
-        cache.layers = [DynamicLayer() if slides else layer for slides, layer in zip(windows, layers, strict=True)]
+        self.layers: list[Any] = cache.layers
+        cache.layers = [DynamicLayer() if slides else layer for slides, layer in zip(windows, self.layers, strict=True)]
         self.model, self.cache = model, cache
         self.valid = torch.zeros(rows, 0, dtype=torch.bool)
 
@@ -88,11 +90,48 @@ class BatchCache:
         if places and self.valid.shape[1]:
             self.cache.batch_select_indices(torch.tensor(places))
 
+    def held(self, place: int) -> list[KeysValues]:
+        """A row's keys and values in each layer that holds any, `[heads, n, size]`."""
+        layers: list[Any] = self.cache.layers
+        both = [(layer.keys[place], layer.values[place]) for layer in layers if layer.keys is not None]
+        valid = self.valid[place]
+        return [(keys[:, valid.to(keys.device)], values[:, valid.to(values.device)]) for keys, values in both]
+
+    def restore(self, held: list[list[KeysValues]], shown: Tensor) -> None:
+        """Once all rows have left: make `cache` an ordinary one again that holds the first columns of all of them.
+
+        Example: rows of 3 and 5 tokens, and `shown` is 0 1 1 1 and 1 1 1 1. The cache gets four columns, of which the
+        first row fills the last three, and the second row all with its first four tokens.
+
+        Args:
+            held: by each row when it left.
+            shown: `[rows, columns]` bool, which columns are tokens.
+        """
+        layers: list[Any] = self.cache.layers
+        holding = [layer for layer, ours in zip(self.layers, layers, strict=True) if ours.keys is not None]
+        for number, layer in enumerate(holding):
+            pairs = [_spread(row[number], its) for row, its in zip(held, shown, strict=True)]
+            keys, values = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+            if layer in layers:
+                layer.keys, layer.values = keys, values
+            else:  # cuts it to its window
+                layer.update(keys, values)
+        self.cache.layers = self.layers
+
     def close_up(self) -> None:
         """Move the columns together where there are many holes."""
         needed = int(self.lengths.max()) if len(self.valid) else 0
         if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
             self.valid = compact(self.cache, self.valid, needed)
+
+
+def _spread(held: KeysValues, shown: Tensor) -> KeysValues:
+    """The first keys and values of `[heads, n, size]` in the columns that are `shown` `[columns]`, zeros elsewhere."""
+    columns, count = len(shown), int(shown.sum())
+    keys, values = (each.new_zeros(each.shape[0], columns, each.shape[2]) for each in held)
+    for place, each in ((keys, held[0]), (values, held[1])):
+        place[:, shown.to(each.device)] = each[:, :count]
+    return keys, values
 
 
 def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:

@@ -54,15 +54,23 @@ class BatchDecoding:
         self.drafts = BatchSession(sessions, generators[0].vocab_size)
         self.cache = BatchCache(target, model_kwargs["past_key_values"], len(generators))
         self.products = generators[0].products
+        self.held: dict[int, Any] = {}  # what the cache held of rows that have left
+        self.carries_cache = config.return_dict_in_generate or model_kwargs["past_key_values"].get_seq_length() > 0
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[batch, length]`, padded on the left: what `generate()` returns."""
         try:
             with self.caught:
                 self._generate(input_ids)
-        finally:
+            sequences = self._sequences()
+            if self.carries_cache:
+                self._restore_cache(sequences)
+        except BaseException:
             self.cache.cache.layers = [_UsedUp()]
-        return self._output()
+            raise
+        if not self.carries_cache:
+            self.cache.cache.layers = [_UsedUp()]
+        return self._output(sequences)
 
     def _generate(self, input_ids: Tensor) -> None:
         """The prompts' pass, then rounds until all rows have ended."""
@@ -70,7 +78,8 @@ class BatchDecoding:
         with self.products:
             outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
             mask = self.model_kwargs.get("attention_mask")
-            self.cache.note((torch.ones_like(input_ids) if mask is None else mask).bool().cpu())
+            self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
+            self.cache.note(self.prompt_mask)
             self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
             self.texts, self.active = list(input_ids.split(1)), list(range(len(self.rows)))
             finished = self._verify([Chain([], []) for _ in self.rows], outputs)
@@ -160,32 +169,98 @@ class BatchDecoding:
         width = max(len(chain.tokens) for chain in chains) + 1
         for place, (index, chain) in enumerate(zip(self.active, chains, strict=True)):
             logits = outputs.logits[place : place + 1, -width:][:, : len(chain.tokens) + 1]
-            own = None if states is None else states[place : place + 1]
-            self.texts[index], ends = self.rows[index].verify(self.texts[index], chain, logits, own)
+            own = SimpleNamespace(
+                logits=logits,
+                states=None if states is None else states[place : place + 1],
+                hidden_states=self._hidden_states(outputs, place),
+                attentions=self._attentions(outputs, place, len(chain.tokens)),
+                past_key_values=SimpleNamespace(layers=self.cache.layers),
+            )
+            self.texts[index], ends = self.rows[index].verify(self.texts[index], chain, own)
             finished.append(ends)
         return finished
+
+    def _hidden_states(self, outputs: Any, place: int) -> Any:
+        """A row's part of the pass's hidden states, where they are asked for."""
+        if not self.config.output_hidden_states:
+            return None
+        if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
+            raise ValueError(
+                f"{type(self.target).__name__} returns {several[0]}-dimensional hidden states, several for each token, "
+                "which are not put together for a batch. Leave output_hidden_states out."
+            )
+        return tuple(layer[place : place + 1] for layer in outputs.hidden_states)
+
+    def _attentions(self, outputs: Any, place: int, num_candidates: int) -> Any:
+        """A row's part of the pass's attentions, as if the row had been read alone, padding included."""
+        if not self.config.output_attentions:
+            return None
+        attentions = [layer[place : place + 1] for layer in outputs.attentions]
+        index = self.active[place]
+        further = self.texts[index].shape[1] - self.prompt_mask.shape[1]
+        if not further:
+            return tuple(attentions)
+        # The columns of the cache that are the row's, and their places in its text.
+        count, fed = num_candidates + 1, attentions[0].shape[2]
+        held = self.cache.valid[place].clone()
+        held[held.shape[0] - fed + count :] = False
+        shown = functional.pad(self.prompt_mask[index], (0, further + num_candidates), value=True)
+        rows = []
+        for layer in attentions:
+            row = layer.new_zeros(*layer.shape[:2], count, len(shown))
+            row[..., shown.to(layer.device)] = layer[:, :, :count][..., held.to(layer.device)]
+            rows.append(row)
+        return tuple(rows)
 
     def _leave(self, finished: list[bool]) -> None:
         """Take the rows that have ended out of the batch."""
         if any(finished):
             places = [place for place, ends in enumerate(finished) if not ends]
+            if self.carries_cache:
+                self.held |= {self.active[place]: self.cache.held(place) for place, ends in enumerate(finished) if ends}
             self.active = [self.active[place] for place in places]
             self.positions = self.positions[places]
             self.cache.select(places)
             self.drafts.select(places)
         self.cache.close_up()
 
-    def _output(self) -> Tensor | GenerateDecoderOnlyOutput:
+    def _sequences(self) -> Tensor:
+        """The texts `[batch, length]`, those that ended early padded on the right."""
         longest = max(text.shape[1] for text in self.texts)
         pad = self.config._pad_token_tensor
         texts = [
             functional.pad(text, (0, longest - text.shape[1]), value=0 if pad is None else int(pad))
             for text in self.texts
         ]
-        sequences = torch.cat(texts)
+        return torch.cat(texts)
+
+    def _restore_cache(self, sequences: Tensor) -> None:
+        """Leave the cache as plain generation leaves it: all but the last column, padding after a text included.
+
+        What all rows hold is put together. The columns after that, where some texts had ended, are read again.
+        """
+        columns, shortest = sequences.shape[1] - 1, min(text.shape[1] for text in self.texts) - 1
+        further = columns - self.prompt_mask.shape[1]
+        mask = functional.pad(self.prompt_mask, (0, further), value=True)
+        self.cache.restore([held for _, held in sorted(self.held.items())], mask[:, :shortest])
+        if columns == shortest:
+            return
+        positions = self.model_kwargs["position_ids"]
+        after = positions[:, -1:] + torch.arange(1, further + 1, device=positions.device)
+        kwargs = {
+            **self.model_kwargs,
+            "attention_mask": mask.to(self.device),
+            "position_ids": torch.cat((positions, after), dim=1),
+        }
+        inputs: dict[str, Any] = self.target.prepare_inputs_for_generation(
+            sequences[:, :-1], next_sequence_length=columns - shortest, is_first_iteration=False, **kwargs
+        )
+        self.target(**inputs, return_dict=True)
+
+    def _output(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
             return sequences
-        return TokenRecords.of_batch([row.records for row in self.rows]).output(sequences)
+        return TokenRecords.of_batch([row.records for row in self.rows]).output(sequences, self.cache.cache)
 
 
 class _Row(AssistedDecoding):
@@ -197,16 +272,17 @@ class _Row(AssistedDecoding):
 
     kept = 0
 
-    def verify(self, text: Tensor, chain: Chain, logits: Tensor, states: Tensor | None) -> tuple[Tensor, bool]:
+    def verify(self, text: Tensor, chain: Chain, outputs: Any) -> tuple[Tensor, bool]:
         """The text after a pass, and whether it has ended.
 
         Args:
             text: `[1, length]`.
             chain: k candidates.
-            logits: `[1, k + 1, vocab]`; after the prompt those at its last token.
-            states: `[1, n, width]` of the target at what it read, for a conditioned draft.
+            outputs: the row's part of the pass's: `logits` `[1, k + 1, vocab]`, after the prompt those at its last
+                token; `states` `[1, n, width]` of the target at what it read, for a conditioned draft; hidden states
+                and attentions where they are asked for.
         """
-        return self._select(text, chain.tokens, chain.scores, SimpleNamespace(logits=logits, states=states))
+        return self._select(text, chain.tokens, chain.scores, outputs)
 
     def _settle(self, outputs: Any, kept: int, _num_candidates: int, _path: list[int] | None) -> None:
         self.kept = kept
@@ -219,8 +295,8 @@ class _UsedUp(DynamicLayer):
 
     def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(
-            "This cache was filled by an assisted batch, whose rows ended at different lengths, so it cannot be "
-            "carried on. Pass the whole text without it."
+            "This cache was used by an assisted batch, whose rows have lost their places. To carry a cache on, pass "
+            "return_dict_in_generate=True and take past_key_values from what generate() returns."
         )
 
     def get_seq_length(self) -> int:

@@ -34,12 +34,10 @@ class TokenRecords:
 
     @classmethod
     def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
-        """Scores and logits of several sequences, `[batch, vocab]` a token; zeros where a row has ended."""
+        """Records of several sequences, `[batch, ...]` a token; zeros where a row has ended."""
         together = copy.copy(rows[0])
-        together.scores, together.logits = (
-            _by_step([row.scores for row in rows]),
-            _by_step([row.logits for row in rows]),
-        )
+        for name in ("scores", "logits", "hidden_states", "attentions"):
+            setattr(together, name, _by_step([getattr(row, name) for row in rows]))
         return together
 
     def output(self, sequences: Tensor, cache: Any = None) -> GenerateDecoderOnlyOutput:
@@ -94,10 +92,18 @@ class TokenRecords:
 
 
 def _by_step(records: list[Any]) -> Any:
+    """Put rows together: for each token a tensor `[batch, ...]`, or a tuple of one for each layer."""
     if records[0] is None:
         return None
-    steps, empty = max(map(len, records)), torch.zeros_like(records[0][0])
-    return tuple(torch.cat([each[step] if step < len(each) else empty for each in records]) for step in range(steps))
+    longest = max(records, key=len)
+    return tuple(_together([each[step : step + 1] for each in records], like) for step, like in enumerate(longest))
+
+
+def _together(rows: list[Any], like: Any) -> Any:
+    """One entry of several rows, of which those that have ended have none: a tensor or a tuple, as in `like`."""
+    if isinstance(like, tuple):
+        return tuple(_together([tuple(each[i] for each in row) for row in rows], layer) for i, layer in enumerate(like))
+    return torch.cat([row[0] if row else torch.zeros_like(like) for row in rows])
 
 
 def _rows(layer: Tensor, begin: int, end: int | None = None) -> Tensor:
