@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import ModelOutput
 
@@ -202,6 +203,12 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
         raise ValueError(
             "past_key_values holds an earlier turn, and transformers' assisted generation would feed the whole prompt "
             "on top of it and answer wrongly. " + ATTACH
+        )
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in model_kwargs["past_key_values"].layers):
+        raise ValueError(
+            f"{type(target).__name__} keeps states of convolutions in its cache, which transformers' assisted "
+            "generation leaves too short after short prompts, and gets wrong after padding that is read in chunks. "
+            + ATTACH
         )
     if target.config.model_type in PREFIX_ATTENTION and model_kwargs.get("token_type_ids") is not None:
         raise ValueError(

@@ -215,6 +215,11 @@ def test_unattached_targets(family: str) -> None:
     assert_refused(model_of(family), "unattached", KEEPS_NO_CACHE + "|predicts 47", input_ids=PROMPT)
 
 
+@pytest.mark.parametrize("family", ["lfm2", "lfm3"])
+def test_convolutions(family: str) -> None:
+    assert_refused(model_of(family), "unattached", "keeps states of convolutions in its cache", input_ids=PROMPT)
+
+
 @pytest.mark.parametrize("door", ["chain", "unattached"])
 def test_an_image_in_cross_attention(door: str) -> None:
     assert_refused(model_of("mllama"), door, "keeps its image in cross-attention layers", **IMAGES["mllama"])
