@@ -27,6 +27,7 @@ from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_confi
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.cpu_products import PackedWeights
 from hf_specdecpp.models.early_exit import check_layers, early_exit
@@ -258,6 +259,7 @@ class SpecDecPPAssistant(ModelInterface):
     ) -> Self:
         """What the two above have in common."""
         target = causal_lm.base_model(target)
+        check_target(target, recurrent=True)
         chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
         config = SpecDecPPConfig(draft_kind="conditioned" if fusion else "early_exit", draft_layers=chosen)
         folder = Repository(str(adapter)).adapter(None) if adapter is not None else None

@@ -86,7 +86,7 @@ class Prefix:
             return inputs
         num_rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
         prefix_mask = mask[0, :num_rows].bool() if mask is not None and self.is_masked else None
-        position = self.model_kwargs["position_ids"][0, -1]
+        position = inputs["position_ids"][..., 0]
         ancestors, depths = Lineage().feed(tree, order)
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, num_rows, prefix_mask, position)
 

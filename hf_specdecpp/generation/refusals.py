@@ -106,14 +106,14 @@ def check_batch(
         reason = "trees are verified for one sequence at a time: set tree=None"
     elif config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
+    elif others := sorted(set(model_kwargs) - BATCH_KWARGS):
+        reason = f"{', '.join(others)} are for single sequences"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
         reason = "this target takes no positions of its own for each row, which rows of different length need"
     elif cache.get_seq_length() > 0 and any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         reason = "a cache with windows that is carried on has dropped tokens, and the rows need them"
     elif (unfit := _unfit_for_rows(target, cache)) is not None:
         reason = f"{type(target).__name__} {unfit}, so rows of different length cannot share its cache"
-    elif others := sorted(set(model_kwargs) - BATCH_KWARGS):
-        reason = f"{', '.join(others)} are for single sequences"
     if reason is not None:
         raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")
 

@@ -24,7 +24,7 @@ def tree_inputs(
     depths: Tensor,
     num_prefix: int,
     prefix_mask: Tensor | None = None,
-    position: int | Tensor | None = None,
+    position: Tensor | None = None,
 ) -> dict[str, Any]:
     """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
 
@@ -40,12 +40,13 @@ def tree_inputs(
             and not yet in the cache, has depth 0.
         num_prefix: tokens of text in the cache, masked ones included.
         prefix_mask: bool `[num_prefix]`: false where a token is padding, which nobody sees. `None` if none is.
-        position: the root's position id; `num_prefix` by default. They differ where tokens are masked.
+        position: the root's position id `[1]`, or `[d, 1]` where a model has positions in d dimensions, which text
+            advances alike; `num_prefix` by default. They differ where tokens are masked, and after images.
 
     Returns:
         `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
         model's dtype where it is eager; or a dict of such masks by layer type where layers differ.
-        `position_ids`: `[1, n_query]`.
+        `position_ids`: `[1, n_query]` or `[d, 1, n_query]`.
     """
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
@@ -61,10 +62,10 @@ def tree_inputs(
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
         masks[kind] = as_mask(seen, model)
-    root = num_prefix if position is None else position
+    root = depths.new_tensor([num_prefix]) if position is None else position
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": (root + depths[-num_queries:])[None],
+        "position_ids": root[..., None] + depths[-num_queries:],
     }
 
 

@@ -74,9 +74,6 @@ def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
         return reason
     if getattr(config, "cross_attention_layers", None):
         return "keeps rows of another length in its cache (cross-attention)"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if any("mrope_section" in part for part in (rope, *rope.values()) if isinstance(part, dict)):
-        return "has positions in several dimensions (mrope)"
     types = set(getattr(config, "layer_types", None) or ())
     if unknown := types - TREE_LAYER_TYPES:
         return f"has layers of type {', '.join(sorted(unknown))}"

@@ -57,7 +57,7 @@ def read_tree(
     nodes: Tensor,
     groups: list[list[int]] | None = None,
     prefix_mask: Tensor | None = None,
-    position: int | None = None,
+    position: Tensor | None = None,
 ) -> Tensor:
     """Logits `[nodes, vocab]` of the tree, in one pass or in one pass a group of nodes."""
     ancestors, depths = relations(PARENTS)

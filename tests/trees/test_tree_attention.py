@@ -112,7 +112,9 @@ def test_padding_before_the_prompt_changes_nothing(family: str, attention: str, 
                 use_cache=True,
             )
         cache.activate_past_recording()
-        logits = read_tree(model, cache, PREFIX, nodes, groups, prefix_mask=mask, position=PREFIX - padding)
+        logits = read_tree(
+            model, cache, PREFIX, nodes, groups, prefix_mask=mask, position=torch.tensor([PREFIX - padding])
+        )
         assert gap(logits, one_by_one(model, text[padding:], nodes)) < 1e-4
 
 
@@ -212,7 +214,6 @@ def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
         ("llama4_text", {}, "attn_temperature_tuning"),
         ("minimax_m3_vl_text", {}, "index_topk_blocks"),
         ("moshi", {}, "in its cache but not in its mask"),
-        ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "mrope"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(family: str, overrides: dict[str, Any], reason: str) -> None:
