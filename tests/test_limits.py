@@ -22,8 +22,11 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
 TREE = SpeculationConfig(tree="static", tree_shape=[2, 2, 1])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-TINY: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "vocab_size": 48,
-        "decoder_attention_heads": 2, "num_heads": 2, "num_layers": 2, "d_ff": 32, "d_kv": 16}  # fmt: skip
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_heads"), 2),
+    **{"d_model": 32, "d_ff": 32, "d_kv": 16, "vocab_size": 48},
+}
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 Built = tuple[Any, dict[str, Tensor]]
 
