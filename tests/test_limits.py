@@ -25,7 +25,10 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_
 TINY: dict[str, Any] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_layers"), 2),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_heads"), 2),
-    **{"d_model": 32, "d_ff": 32, "d_kv": 16, "vocab_size": 48},
+    "d_model": 32,
+    "d_ff": 32,
+    "d_kv": 16,
+    "vocab_size": 48,
 }
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 Built = tuple[Any, dict[str, Tensor]]
