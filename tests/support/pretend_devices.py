@@ -1,0 +1,285 @@
+"""Pretend accelerators, for machines without one: `cuda:0` and `cuda:1` exist, compute on the CPU, and count.
+
+Tensors say that they lie there and refuse to mix with others, as real ones do. What an accelerator is slow at is counted:
+kernel launches, uploads from the host, reads by the host (each waits for all that is queued), and synchronisations. Time,
+memory, streams and other rounding are not pretended.
+
+    with pretend_devices() as counts:
+        model = on_device(model, "cuda:0")
+        model.generate(on_device(ids, "cuda:0"), assistant_model=assistant)
+        counts["read"]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+Placed = TypeVar("Placed", Tensor, nn.Module)
+CPU = torch.device("cpu")
+counts: Counter[str] = Counter()  # launch, upload, read, sync
+# Tensors of indices may lie on the host, from where they are uploaded.
+INDEXED = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"}
+SHAPED_BY_NUMBERS = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::equal",
+                     "aten::repeat_interleave"}  # fmt: skip
+
+
+class DeviceTensor(Tensor):
+    """A tensor of the host that says that it lies on a device.
+
+    Attributes:
+        host: the numbers.
+    """
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor, device: torch.device) -> DeviceTensor:
+        made: DeviceTensor = Tensor._make_wrapper_subclass(
+            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
+            device=device,
+        )  # fmt: skip
+        made.host = host
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    # What Python asks of a tensor beside the dispatcher. Reads by the host first.
+
+    def _read(self) -> Tensor:
+        counts["read"] += 1
+        return self.host
+
+    def item(self) -> Any:
+        return self._read().item()
+
+    def tolist(self) -> Any:
+        return self._read().tolist()
+
+    def cpu(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        return self._read()
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __index__(self) -> int:
+        return int(self._read())
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
+    def numpy(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+
+    __array__ = numpy
+
+    def __repr__(self, **_kwargs: Any) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.host!r}, {self.device})"
+
+    # What torch does without the dispatcher, or only after asking for a real device.
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __invert__(self) -> Any:
+        return self.bitwise_not()
+
+    def contiguous(self, *_args: Any, **_kwargs: Any) -> Any:
+        if self.host.is_contiguous():
+            return self
+        counts["launch"] += 1
+        return DeviceTensor(self.host.contiguous(), self.device)
+
+    def new_tensor(self, data: Any, dtype: Any = None, device: Any = None, **_kwargs: Any) -> Any:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+
+    def copy_(self, source: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return _copy(self, source)
+
+    def __getitem__(self, index: Any) -> Any:
+        return DeviceTensor(self.host[_index(index)], self.device)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        counts["launch"] += 1
+        if isinstance(value, Tensor) and value.dim():
+            _check_devices("__setitem__", [self, value])
+        self.host[_index(index)] = _host(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), DeviceTensor(self.host.clone(), self.device))
+
+
+class _Dispatch(TorchDispatchMode):
+    """Operations that make a tensor on a device out of none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_device(_wanted(args, kwargs)) or _placed(args, kwargs):
+            return _run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _Functions(TorchFunctionMode):
+    """`torch.tensor` and `copy_` into a tensor of the host do not pass through the dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and _is_device(kwargs.get("device")):
+            device, data = torch.device(kwargs["device"]), args[0] if args else kwargs["data"]
+            if isinstance(data, Tensor):
+                return data.to(device, kwargs.get("dtype") or data.dtype)
+            counts["upload"] += 1
+            return DeviceTensor(torch.tensor(data, dtype=kwargs.get("dtype")), device)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def pretend_devices() -> Iterator[Counter[str]]:
+    """Within it the devices exist; yields what is counted."""
+    torch._C._ensureCUDADeviceGuardSet()
+
+    def synchronize(*_args: Any, **_kwargs: Any) -> None:
+        counts["sync"] += 1
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "torch.cuda._lazy_init": lambda: None,
+        "torch.cuda.get_device_name": lambda *_: "a pretend device",
+        "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.get_rng_state": lambda *_: torch.get_rng_state(),
+        "torch.cuda.set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "torch.cuda.synchronize": synchronize,
+        "torch.accelerator.synchronize": synchronize,
+    }
+    counts.clear()
+    with pytest.MonkeyPatch.context() as patch, _Dispatch(), _Functions():
+        for name, function in replaced.items():
+            patch.setattr(name, function)
+        yield counts
+
+
+def on_device(what: Placed, device: str = "cuda:0") -> Placed:
+    """A tensor, or in place all of a module's: what they share they share there, too."""
+    place = torch.device(device)
+    if isinstance(what, Tensor):
+        return DeviceTensor(what.detach(), place)  # type: ignore[return-value]
+    moved: dict[int, nn.Parameter] = {}
+    for module in what.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in moved:
+                on_it = DeviceTensor(parameter.detach(), place)
+                moved[id(parameter)] = nn.Parameter(on_it, requires_grad=False)
+            module._parameters[name] = None if parameter is None else moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else DeviceTensor(buffer, place)
+    return what
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One operation of which a tensor is on a device, or shall be."""
+    name = func._schema.name
+    if name == "aten::copy_":
+        return _copy(args[0], args[1])
+    if name in ("aten::to", "aten::_to_copy"):
+        return _moved(func, args, kwargs)
+    if name == "aten::_local_scalar_dense":
+        counts["read"] += 1
+        return func(_host(args[0]))
+    placed = _placed(args, kwargs)
+    if name not in INDEXED:
+        _check_devices(name, [each for each in _tensors(args, kwargs) if each.dim()])
+    counts["read"] += name in SHAPED_BY_NUMBERS
+    device = placed[0].device if placed else torch.device(_wanted(args, kwargs))
+    out = func(*_on_host(args), **_on_host(kwargs))
+    if not any(returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns):
+        counts["launch"] += 1  # else it is a view
+    by_host = {id(each.host): each for each in placed}  # what an operation in place returns
+    return tree_map(lambda each: by_host[id(each)] if id(each) in by_host else _wrap(each, device), out)
+
+
+def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    source, others = args[0], [each for each in args[1:] if isinstance(each, Tensor)]
+    wanted = others[0].device if others else _wanted(args, kwargs) or source.device
+    out = func(*_on_host(args), **_on_host(kwargs))
+    if not _is_device(wanted):
+        counts["read"] += isinstance(source, DeviceTensor)
+        return out
+    if isinstance(source, DeviceTensor) and out is source.host and source.device == torch.device(wanted):
+        return source
+    counts["launch" if isinstance(source, DeviceTensor) else "upload"] += 1
+    return DeviceTensor(out, torch.device(wanted))
+
+
+def _copy(into: Tensor, source: Any) -> Tensor:
+    kind = {(True, True): "launch", (True, False): "upload", (False, True): "read"}
+    counts[kind[isinstance(into, DeviceTensor), isinstance(source, DeviceTensor)]] += 1
+    _host(into).copy_(_host(source))
+    return into
+
+
+def _check_devices(name: str, tensors: list[Tensor]) -> None:
+    devices = sorted({str(each.device) for each in tensors})
+    if len(devices) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {' and '.join(devices)} ({name}).")
+
+
+def _tensors(*trees: Any) -> list[Tensor]:
+    return [each for each in tree_flatten(trees)[0] if isinstance(each, Tensor)]
+
+
+def _placed(*trees: Any) -> list[DeviceTensor]:
+    return [each for each in _tensors(*trees) if isinstance(each, DeviceTensor)]
+
+
+def _wanted(args: Any, kwargs: dict[str, Any]) -> Any:
+    """The device that an operation is asked for."""
+    return kwargs.get("device") or next((each for each in args if isinstance(each, torch.device)), None)
+
+
+def _is_device(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _host(each: Any) -> Any:
+    if isinstance(each, DeviceTensor):
+        return each.host
+    return CPU if isinstance(each, torch.device) else each
+
+
+def _on_host(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: CPU if name == "device" and value is not None else _on_host(value) for name, value in tree.items()}
+    return tree_map(_host, tree)
+
+
+def _wrap(each: Any, device: torch.device) -> Any:
+    return DeviceTensor(each, device) if isinstance(each, Tensor) and not isinstance(each, DeviceTensor) else each
+
+
+def _index(index: Any) -> Any:
+    """An index of Python's: a mask makes the shape depend on numbers, and indices of the host are uploaded."""
+    if isinstance(index, DeviceTensor):
+        counts["read"] += index.dtype == torch.bool
+        return index.host
+    if isinstance(index, Tensor):
+        counts["upload"] += 1
+        return index
+    return type(index)(_index(each) for each in index) if isinstance(index, tuple | list) else index
