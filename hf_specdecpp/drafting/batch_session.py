@@ -37,7 +37,7 @@ class RowSession(Reading):
         self.forgotten += count
         self._num_read -= count
 
-    def feed(self, candidates: list[int]) -> tuple[Tensor, Tensor | None]:
+    def feed(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` that the row reads next, and a conditioned draft's states `[1, n, size]` before them."""
         tokens, states = self._take(candidates)
         self._num_read += tokens.shape[1]
@@ -47,7 +47,7 @@ class RowSession(Reading):
         """What the draft said after them."""
         self.found, self._own_states = (logits, hidden), {0: hidden}
 
-    def step(self, _candidates: list[int]) -> tuple[Tensor, Tensor]:
+    def step(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         """As in `DraftSession`: the batch has run the draft for these candidates."""
         return self.found
 
@@ -72,7 +72,7 @@ class BatchSession:
         self.cache = BatchCache(self.drafter.model, cache, len(rows))
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
-    def step(self, asking: dict[int, list[int]]) -> None:
+    def step(self, asking: dict[int, list[Tensor]]) -> None:
         """Run the draft for the rows that go on: each finds in its session what comes after its candidates.
 
         Args:

@@ -13,7 +13,7 @@ from hf_specdecpp.drafting.session import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import Randomness
+from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads
 
 
 @dataclass
@@ -23,21 +23,29 @@ class Chain:
     Attributes:
         tokens: the candidates.
         scores: for each candidate, `[vocab]` float32 logits whose softmax q it was drawn from.
+        drawn: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
     """
 
     tokens: list[int]
     scores: list[Tensor]
+    drawn: Tensor | None = None
+
+    def ids(self, device: torch.device) -> Tensor:
+        """The candidates `[k]` on a device."""
+        if self.drawn is not None:
+            return self.drawn.to(device)
+        ids = torch.tensor(self.tokens, dtype=torch.long)
+        return ids.to(device) if self.tokens else torch.empty_like(ids, device=device)
 
 
-Drafting: TypeAlias = Generator[list[int], bool | None, Chain]
+Drafting: TypeAlias = Generator[list[Tensor], bool | None, Chain]
+Step: TypeAlias = Callable[[list[Tensor]], DraftStep | None]
 
 
-def stepper(
-    session: Reading, processing: Processing, input_ids: Tensor, greedy: bool
-) -> Callable[[list[int]], DraftStep | None]:
+def stepper(session: Reading, processing: Processing, input_ids: Tensor, greedy: bool) -> Step:
     """`step` of `draft_chain` after the text `input_ids` `[1, length]`."""
 
-    def step(candidates: list[int]) -> DraftStep | None:
+    def step(candidates: list[Tensor]) -> DraftStep | None:
         logits, hidden = session.step(candidates)
         scores = processing.one(input_ids, candidates, logits)
         if processing.forbids_all(scores):  # of what the draft can say: the target decides alone
@@ -48,7 +56,7 @@ def stepper(
 
 
 def drafting(
-    step: Callable[[list[int]], DraftStep | None],
+    step: Step,
     rule: StoppingRule,
     randomness: Randomness | None,
     max_tokens: int,
@@ -60,9 +68,12 @@ def drafting(
     A coroutine, so that the rows of a batch can draft together (`draft_chains`): it yields the candidates so far before
     each step, and ends where it is sent `False`.
 
+    The candidates stay on the device that they are drawn on. The host reads each as it is drawn, together with what the
+    rule looks at; under a rule that looks at nothing, those of a device all at the end, since each read waits.
+
     Args:
-        step: runs the draft on the prefix and the candidates so far and returns what it predicts next, `None` where it
-            can propose no token: then the round ends, which is known before anything is drawn.
+        step: runs the draft on the prefix and the candidates so far (0-d int64 each) and returns what it predicts next,
+            `None` where it can propose no token: then the round ends, which is known before anything is drawn.
         rule: the stopping rule; its own bounds apply too.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
         max_tokens: how many candidates there is room for.
@@ -72,25 +83,34 @@ def drafting(
     would bias the output. (The forward that judges it "after" has also drawn its successor: the paper's one un-judged
     token of a round.)
     """
+    drawn: list[Tensor] = []
     tokens: list[int] = []
     scores: list[Tensor] = []
     rule.begin_round()
     limit = min(max_tokens, rule.max_tokens) if rule.starts(unread) else 0
-    while len(tokens) < limit:
-        if (yield tokens) is False or (draft := step(tokens)) is None:
+    while len(drawn) < limit:
+        if (yield drawn) is False or (draft := step(drawn)) is None:
             break
         draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
+        drawn.append(draft.token)
+        scores.append(draft.scores)
+        if rule.looks_at_nothing and waits_for_reads(draft.scores.device):
+            continue
         token, signal = _to_host(draft.token, rule.signal(draft))
         tokens.append(token)
-        scores.append(draft.scores)
         stops = rule.stops(signal)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
-    return Chain(tokens, scores)
+    if not drawn:
+        return Chain([], [])
+    ids = torch.stack(drawn)
+    if not tokens:
+        tokens = _until_end(ids.tolist(), eos_token_ids)
+    return Chain(tokens, scores[: len(tokens)], ids[: len(tokens)])
 
 
 def draft_chain(
-    step: Callable[[list[int]], DraftStep | None],
+    step: Step,
     rule: StoppingRule,
     randomness: Randomness | None,
     max_tokens: int,
@@ -106,7 +126,7 @@ def drafted_alone(row: Drafting) -> Chain:
     return draft_chains([row], lambda _: True)[0]
 
 
-def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[int]]], bool]) -> list[Chain]:
+def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[Chain]:
     """Draft the chains of several rows, step by step together.
 
     Args:
@@ -126,6 +146,12 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[int
         going = list(asking)
         goes_on = bool(going) and prepare(asking)
     return [chains[place] for place in range(len(rows))]
+
+
+def _until_end(tokens: list[int], eos_token_ids: Collection[int]) -> list[int]:
+    """The tokens up to the first that ends a text."""
+    ends = [place + 1 for place, token in enumerate(tokens) if token in eos_token_ids]
+    return tokens[: ends[0]] if ends else tokens
 
 
 def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:

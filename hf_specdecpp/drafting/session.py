@@ -43,10 +43,10 @@ class Reading(ABC):
         """Tokens that the draft has read or is about to read."""
 
     @abstractmethod
-    def step(self, candidates: list[int]) -> tuple[Tensor, Tensor]:
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Feed what is pending and the newest candidate: logits `[vocab_size]` and hidden state after it.
 
-        `candidates` must grow by one token from call to call within a round, starting empty.
+        `candidates`, 0-d int64 each, must grow by one token from call to call within a round, starting empty.
         """
 
     @abstractmethod
@@ -80,11 +80,11 @@ class Reading(ABC):
         self.unread += new_tokens.shape[1]
         self._fed_candidates = 0
 
-    def _take(self, candidates: list[int]) -> tuple[Tensor, Tensor | None]:
+    def _take(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` to feed now, and a conditioned draft's states `[1, n, size]` before them."""
         if candidates:
             own = self._own_states[0][None, None] if self.is_conditioned else None
-            self._pending = [(torch.tensor([[candidates[-1]]]), own)]
+            self._pending = [(candidates[-1].view(1, 1), own)]
             self._fed_candidates += 1
         tokens = torch.cat([each.to(self.drafter.device) for each, _ in self._pending], dim=1)
         states = [each.to(self.drafter.device) for _, each in self._pending if each is not None]
@@ -122,7 +122,7 @@ class DraftSession(Reading):
             # Also with nothing to remove: sliding-window layers shrink back to their window here.
             self.cache.crop(-count)
 
-    def step(self, candidates: list[int]) -> tuple[Tensor, Tensor]:
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, states = self._take(candidates)
         hidden = self.drafter.hidden_states(tokens, self.cache, states)[0, -1]
         self._own_states = {0: hidden}

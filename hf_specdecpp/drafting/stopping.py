@@ -26,6 +26,7 @@ class StoppingRule:
     """
 
     min_tokens = 1
+    looks_at_nothing = False  # whether `signal` and `stops` never say anything
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -59,6 +60,8 @@ class StoppingRule:
 
 class FixedLength(StoppingRule):
     """Classic speculative decoding: `max_tokens` candidates every round."""
+
+    looks_at_nothing = True
 
 
 class Threshold(StoppingRule):

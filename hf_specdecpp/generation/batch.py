@@ -123,7 +123,7 @@ class BatchDecoding:
         texts = [self.texts[index] for index in self.active]
         drafting = [row.generator.drafting(text, None, row.states) for row, text in zip(rows, texts, strict=True)]
 
-        def prepare(asking: dict[int, list[int]]) -> bool:
+        def prepare(asking: dict[int, list[Tensor]]) -> bool:
             rules = [rows[place].generator.rule for place in asking]
             sharing = [rule for rule in rules if isinstance(rule, BatchThroughput)]
             goes_on = not sharing or not any(asking.values()) or pays_to_go_on(sharing, len(rows))
@@ -282,7 +282,7 @@ class _Row(AssistedDecoding):
                 token; `states` `[1, n, width]` of the target at what it read, for a conditioned draft; hidden states
                 and attentions where they are asked for.
         """
-        return self._select(text, chain.tokens, chain.scores, outputs)
+        return self._select(text, chain, outputs)
 
     def _settle(self, outputs: Any, kept: int, _num_candidates: int, _path: list[int] | None) -> None:
         self.kept = kept

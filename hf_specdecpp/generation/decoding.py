@@ -22,6 +22,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
@@ -117,7 +118,7 @@ class AssistedDecoding:
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         outputs.past_key_values.activate_past_recording()
         self.stats.plain_passes += 1
-        return self._select(input_ids, [], [], outputs)
+        return self._select(input_ids, Chain([], []), outputs)
 
     def _round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """Draft, one target pass, verify, emit."""
@@ -127,32 +128,29 @@ class AssistedDecoding:
         most = 0 if self.prefix.pending >= MOST_PENDING else None
         chain = self.generator.draft(input_ids, max_tokens=most, states=self.states)
         begin = time.perf_counter()
-        outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.tokens), return_dict=True)
+        outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device)), return_dict=True)
         self.stats.target_seconds += seconds_since(begin, self.device)
         if self.prefix.mark is not None:
             self.stats.state_bytes = self.prefix.mark.num_bytes
-        return self._select(input_ids, chain.tokens, chain.scores, outputs)
+        return self._select(input_ids, chain, outputs)
 
-    def _select(
-        self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
-    ) -> tuple[Tensor, bool]:
+    def _select(self, input_ids: Tensor, chain: Chain, outputs: Any) -> tuple[Tensor, bool]:
         """Verify the candidates, emit what stands, leave every cache at the emitted text."""
         if self.generator.processing.in_order:
-            return self._select_in_order(input_ids, candidates, q_scores, outputs)
-        count = len(candidates)
+            return self._select_in_order(input_ids, chain, outputs)
+        count, ids = len(chain.tokens), chain.ids(input_ids.device)
         logits = outputs.logits[0, -count - 1 :].to(input_ids.device, torch.float32)
         raw = logits.clone() if self.records.keeps_logits else logits
-        scores = self.generator.processing.along(input_ids, candidates, logits)
+        scores = self.generator.processing.along(input_ids, ids, logits)
         if self.generator.randomness is None:
-            accepted, token = verify_greedy(candidates, scores)
+            accepted, token = verify_greedy(chain.tokens, scores)
         else:
-            q = torch.stack(q_scores).to(scores.device).softmax(dim=-1) if candidates else scores[:0]
+            q = torch.stack(chain.scores).to(scores.device).softmax(dim=-1) if count else scores[:0]
             rule = self.generator.setup.speculation.verification
-            accepted, token = verify_sampled(candidates, scores.softmax(dim=-1), q, self.generator.randomness, rule)
-        if candidates or self.stats.generated:
+            accepted, token = verify_sampled(ids, scores.softmax(dim=-1), q, self.generator.randomness, rule)
+        if count or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, accepted)
-
-        emitted = [*candidates[:accepted], token]
+        emitted = [*chain.tokens[:accepted], token]
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
 
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
@@ -166,18 +164,16 @@ class AssistedDecoding:
         self.generator.update_tree(tree, path)
         return self._emit(input_ids, emitted, scores, raw, outputs, len(tree), rows)
 
-    def _select_in_order(
-        self, input_ids: Tensor, candidates: list[int], q_scores: list[Tensor], outputs: Any
-    ) -> tuple[Tensor, bool]:
+    def _select_in_order(self, input_ids: Tensor, chain: Chain, outputs: Any) -> tuple[Tensor, bool]:
         """Like `_select`, one candidate after the other: a chain is a tree of one branch.
 
         Token by token: to accept a block, the processors would be called for candidates that are then rejected.
         """
-        tree = DraftTree.chain(int(input_ids[0, -1]), candidates, q_scores)
-        path, emitted, scores, raw, _ = self._walk(input_ids, tree, list(range(len(candidates) + 1)), outputs)
-        if candidates or self.stats.generated:
+        tree, count = DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores), len(chain.tokens)
+        path, emitted, scores, raw, _ = self._walk(input_ids, tree, list(range(count + 1)), outputs)
+        if count or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, len(path))
-        return self._emit(input_ids, emitted, scores, raw, outputs, len(candidates))
+        return self._emit(input_ids, emitted, scores, raw, outputs, count)
 
     def _walk(
         self, input_ids: Tensor, tree: DraftTree, order: list[int], outputs: Any

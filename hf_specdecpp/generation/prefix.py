@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_specdecpp.caches.paths import keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, roll_back
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 
@@ -60,15 +61,13 @@ class Prefix:
                 "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
             )
 
-    def chain_inputs(self, input_ids: Tensor, candidates: list[int]) -> dict[str, Any]:
+    def chain_inputs(self, input_ids: Tensor, candidates: Tokens) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
         what is pending."""
         if not self.pending and is_recurrent(self.cache):
             self.mark = Mark(self.cache)
         count = len(candidates)
-        tokens = input_ids
-        if candidates:
-            tokens = torch.cat((input_ids, input_ids.new_tensor([candidates], dtype=input_ids.dtype)), dim=1)
+        tokens = extend(input_ids, candidates) if count else input_ids
         inputs = self.target.prepare_inputs_for_generation(
             tokens,
             next_sequence_length=self.pending + count + 1,

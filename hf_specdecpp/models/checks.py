@@ -42,6 +42,8 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
     takes_cache = "past_key_values" in inspect.signature(type(target).forward).parameters
     if not takes_cache or not target._supports_default_dynamic_cache():
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
+    if config.model_type == "prophetnet":
+        return "reads one token at a time once it has a cache, so it cannot verify several at once"
     if config.model_type == "blt":
         return "reads bytes in patches, which rejected candidates would change"
     if getattr(config, "attention_type", None) == "block_sparse":  # BigBird

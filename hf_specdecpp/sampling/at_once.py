@@ -5,6 +5,8 @@ The readable versions are in `verification.py`; a test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from hf_specdecpp.sampling.verification import Verification, chain_ratios, resid
 
 
 def verify_sampled(
-    candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
+    candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
 ) -> tuple[int, int]:
     """`verify_block` or `verify_chain`, or their counterpart here where p lies on a device."""
     if waits_for_reads(p.device):
@@ -23,7 +25,7 @@ def verify_sampled(
 
 
 def verify_at_once(
-    candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
+    candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
 ) -> tuple[int, int]:
     """The same distribution of results as `verify_block` or `verify_chain`: the number of accepted candidates is drawn
     by the chance of each, then the token after them.
@@ -39,7 +41,7 @@ def verify_at_once(
 
     def follows(accepted: Tensor) -> Tensor:
         scaled = p.index_select(0, accepted) * carries.index_select(0, accepted)[:, None].to(p.dtype)
-        if not candidates:
+        if len(candidates) == 0:
             return scaled
         is_rejected = accepted < len(candidates)
         return residual(scaled, q.index_select(0, accepted.clamp_max(len(candidates) - 1)) * is_rejected[:, None])

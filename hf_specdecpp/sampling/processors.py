@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+
+# Candidates: token ids on the host, or 0-d or `[k]` tensors of them, which need no upload.
+Tokens: TypeAlias = Sequence[int] | Sequence[Tensor] | Tensor
 
 # Never look at the tokens: all positions can go through them as one batch.
 PREFIX_FREE = frozenset(
@@ -107,24 +111,24 @@ class Processing:
         """Without the processors that must not see candidates: the draft guesses without them."""
         return Processing([processor for processor in self.processors if reads_prefix_only(processor)])
 
-    def one(self, input_ids: Tensor, candidates: list[int], scores: Tensor) -> Tensor:
+    def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""
         if not self.processors:
             return scores
-        prefix = input_ids if self.prefix_free or not candidates else _extend(input_ids, candidates)
+        prefix = input_ids if self.prefix_free or not len(candidates) else extend(input_ids, candidates)
         return self._apply(prefix, scores[None])[0]
 
     def forbids_all(self, scores: Tensor) -> bool:
         """Whether processed `scores` (`[vocab]`) leave no token. Waits for the device only where that may happen."""
         return self.may_forbid_all and not bool(scores.amax() > float("-inf"))
 
-    def along(self, input_ids: Tensor, candidates: list[int], scores: Tensor) -> Tensor:
+    def along(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[k + 1, vocab]`): row i follows `input_ids` (`[1, length]`) and i of the k candidates."""
         if not self.processors:
             return scores
         if self.prefix_free:
             return self._apply(input_ids, scores)
-        tokens = _extend(input_ids, candidates)
+        tokens = extend(input_ids, candidates)
         length = input_ids.shape[1]
         rows = [self._apply(tokens[:, : length + i], scores[i : i + 1]) for i in range(len(candidates) + 1)]
         return torch.cat(rows)
@@ -143,5 +147,8 @@ class Processing:
         return scores
 
 
-def _extend(input_ids: Tensor, candidates: list[int]) -> Tensor:
-    return torch.cat((input_ids, input_ids.new_tensor([candidates])), dim=1)
+def extend(input_ids: Tensor, candidates: Tokens) -> Tensor:
+    """`input_ids` `[1, length]` and k candidates after them, `[1, length + k]`."""
+    if not isinstance(candidates, Tensor) and len(candidates) and isinstance(candidates[0], Tensor):
+        candidates = torch.stack(list(candidates))  # type: ignore[arg-type]  # all are
+    return torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)

@@ -7,7 +7,7 @@ a CPU; `at_once.py` has those for devices from which each read is slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -35,11 +35,11 @@ def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
     return accepted, choices[accepted]
 
 
-def verify_chain(candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
+def verify_chain(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
     """Speculative sampling, token by token (arXiv 2211.17192, Algorithm 1): the output is distributed exactly as p.
 
     Args:
-        candidates: k tokens, the i-th drawn from `q[i]`.
+        candidates: k tokens, the i-th drawn from `q[i]`; ids, or a tensor of them.
         p: `[k + 1, vocab]` probabilities of the target.
         q: `[k, vocab]` probabilities of the draft.
 
@@ -55,7 +55,7 @@ def verify_chain(candidates: list[int], p: Tensor, q: Tensor, randomness: Random
     return accepted, int(randomness.categorical(emits))
 
 
-def verify_block(candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
+def verify_block(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
     """Block verification (arXiv 2403.10444): accepts more than `verify_chain`, and what is emitted is as exactly p.
 
     With r_i = p(y_i) / q(y_i), let c_0 = 1 and c_i = min(1, c_{i-1} r_i). The longest i is accepted that passes its
@@ -85,9 +85,9 @@ def verify_block(candidates: list[int], p: Tensor, q: Tensor, randomness: Random
             return accepted, int(randomness.categorical(left if mass > 0.0 else p[accepted]))
 
 
-def chain_ratios(candidates: list[int], p: Tensor, q: Tensor) -> Tensor:
+def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Tensor:
     """p(y_i) / q(y_i) of each candidate, `[k]` float64. `p` may have rows after them."""
-    columns = torch.tensor(candidates, dtype=torch.int64, device=p.device)[:, None]
+    columns = torch.as_tensor(candidates, dtype=torch.int64, device=p.device)[:, None]
     p_of, q_of = (probs[: len(candidates)].gather(-1, columns)[:, 0].double() for probs in (p, q))
     return p_of / q_of
 

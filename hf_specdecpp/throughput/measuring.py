@@ -148,7 +148,7 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator, rows: 
     rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
     count = int(min(READ, drafter.max_length))
 
-    def step(session: Reading, candidates: list[int]) -> DraftStep:
+    def step(session: Reading, candidates: list[Tensor]) -> DraftStep:
         return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
 
     def draft() -> None:
@@ -171,14 +171,14 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator, rows: 
 
 def _sessions(
     drafter: Drafter, vocab_size: int, rows: int
-) -> tuple[Sequence[Reading], Callable[[dict[int, list[int]]], bool]]:
+) -> tuple[Sequence[Reading], Callable[[dict[int, list[Tensor]]], bool]]:
     """The draft's sides of some texts, and what is called before each of their steps (`draft_chains`)."""
     if rows == 1:
         return [DraftSession(drafter, vocab_size)], lambda _: True
     sessions = [RowSession(drafter) for _ in range(rows)]
     batch = BatchSession(sessions, vocab_size)
 
-    def prepare(asking: dict[int, list[int]]) -> bool:
+    def prepare(asking: dict[int, list[Tensor]]) -> bool:
         batch.step(asking)
         return True
 

@@ -156,9 +156,9 @@ class Steps:
     def __init__(self, models: Models) -> None:
         self.models, self.calls = models, 0
 
-    def __call__(self, candidates: list[int]) -> DraftStep:
+    def __call__(self, candidates: list[Tensor]) -> DraftStep:
         self.calls += 1
-        _, scores, hidden = self.models.at(tuple(candidates))
+        _, scores, hidden = self.models.at(tuple(map(int, candidates)))
         return DraftStep(len(candidates), scores, hidden, embed=lambda token: self.models.embeddings[token])
 
 

@@ -122,7 +122,7 @@ class ReportsAnotherTemperature(ToyRound):
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         honest = self.stepper(prefix)
 
-        def step(candidates: list[int]):
+        def step(candidates: list[Tensor]):
             draft = honest(candidates)
             assert draft is not None  # not in this scenario
             draft.scores = draft.scores / 0.9

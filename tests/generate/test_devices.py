@@ -1,13 +1,12 @@
-"""Targets and drafts on a pretended accelerator: the right devices everywhere, and how often the host waits for them."""
+"""Targets and drafts on pretended accelerators: the right devices everywhere, and how often the host waits."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import partly_agreeing, prompt, tiny
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig

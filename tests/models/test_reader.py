@@ -15,6 +15,6 @@ def test_layers_between_hidden_states_and_head(family: str) -> None:
         Reader(tiny_of(family))
 
 
-def test_a_config_that_cannot_name_another_number_of_layers() -> None:
-    with pytest.raises(ValueError, match="ProphetNetForCausalLM does not let its config name another number of layers"):
+def test_a_target_that_reads_one_token_at_a_time() -> None:
+    with pytest.raises(ValueError, match="ProphetNetForCausalLM reads one token at a time"):
         early_exit(tiny_of("prophetnet"), 1)

@@ -1,8 +1,8 @@
-"""Pretend accelerators, for machines without one: `cuda:0` and `cuda:1` exist, compute on the CPU, and count.
+"""Pretended accelerators, for machines without one: `cuda:0` and `cuda:1` exist, compute on the CPU, and count.
 
-Tensors say that they lie there and refuse to mix with others, as real ones do. What an accelerator is slow at is counted:
-kernel launches, uploads from the host, reads by the host (each waits for all that is queued), and synchronisations. Time,
-memory, streams and other rounding are not pretended.
+Tensors say that they lie there and refuse to mix with others, as real ones do. What an accelerator is slow at is
+counted: kernel launches, uploads from the host, reads by the host (each waits for all that is queued), and
+synchronisations. Time, memory, streams and other rounding are not pretended.
 
     with pretend_devices() as counts:
         model = on_device(model, "cuda:0")
@@ -54,7 +54,7 @@ class DeviceTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _run(func, args, kwargs or {})
 
     # What Python asks of a tensor beside the dispatcher. Reads by the host first.
@@ -109,10 +109,12 @@ class DeviceTensor(Tensor):
         counts["launch"] += 1
         return DeviceTensor(self.host.contiguous(), self.device)
 
-    def new_tensor(self, data: Any, dtype: Any = None, device: Any = None, **_kwargs: Any) -> Any:
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, dtype: Any = None, device: Any = None, **_kwargs: Any
+    ) -> Any:
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
 
-    def copy_(self, source: Any, *_args: Any, **_kwargs: Any) -> Any:
+    def copy_(self, source: Any, *_args: Any, **_kwargs: Any) -> Any:  # type: ignore[override]
         return _copy(self, source)
 
     def __getitem__(self, index: Any) -> Any:
@@ -180,7 +182,7 @@ def on_device(what: Placed, device: str = "cuda:0") -> Placed:
     """A tensor, or in place all of a module's: what they share they share there, too."""
     place = torch.device(device)
     if isinstance(what, Tensor):
-        return DeviceTensor(what.detach(), place)  # type: ignore[return-value]
+        return DeviceTensor(what.detach(), place)
     moved: dict[int, nn.Parameter] = {}
     for module in what.modules():
         for name, parameter in module._parameters.items():
@@ -209,7 +211,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     counts["read"] += name in SHAPED_BY_NUMBERS
     device = placed[0].device if placed else torch.device(_wanted(args, kwargs))
     out = func(*_on_host(args), **_on_host(kwargs))
-    if not any(returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns):
+    if not any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
+    ):
         counts["launch"] += 1  # else it is a view
     by_host = {id(each.host): each for each in placed}  # what an operation in place returns
     return tree_map(lambda each: by_host[id(each)] if id(each) in by_host else _wrap(each, device), out)
@@ -238,7 +242,9 @@ def _copy(into: Tensor, source: Any) -> Tensor:
 def _check_devices(name: str, tensors: list[Tensor]) -> None:
     devices = sorted({str(each.device) for each in tensors})
     if len(devices) > 1:
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found {' and '.join(devices)} ({name}).")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found {' and '.join(devices)} ({name})."
+        )
 
 
 def _tensors(*trees: Any) -> list[Tensor]:
@@ -266,7 +272,9 @@ def _host(each: Any) -> Any:
 
 def _on_host(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {name: CPU if name == "device" and value is not None else _on_host(value) for name, value in tree.items()}
+        return {
+            name: CPU if name == "device" and value is not None else _on_host(value) for name, value in tree.items()
+        }
     return tree_map(_host, tree)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.chain import Chain, draft_chain
+from hf_specdecpp.drafting.chain import Chain, Step, draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
@@ -174,9 +174,9 @@ class ToyRound:
     ) -> tuple[int, int]:
         return self.verifier(candidates, p, q, randomness)
 
-    def stepper(self, prefix: Tokens) -> Callable[[list[int]], DraftStep | None]:
-        def step(candidates: list[int]) -> DraftStep | None:
-            _, scores, hidden = self.models.at((*prefix, *candidates))
+    def stepper(self, prefix: Tokens) -> Step:
+        def step(candidates: list[Tensor]) -> DraftStep | None:
+            _, scores, hidden = self.models.at((*prefix, *map(int, candidates)))
             if not bool(scores.isfinite().any()):
                 return None
             return DraftStep(len(candidates), scores, hidden, embed=lambda token: self.models.embeddings[token])

@@ -152,7 +152,7 @@ def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
     session = DraftSession(drafter, VOCAB_SIZE)
     session.begin_round(prefix, 0)
 
-    def step(candidates: list[int]) -> DraftStep:
+    def step(candidates: list[Tensor]) -> DraftStep:
         return session.draft_step(len(candidates), *session.step(candidates), greedy=True)
 
     return len(draft_chain(step, rule, None, chains.MAX_TOKENS).tokens)
