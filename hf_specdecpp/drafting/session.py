@@ -12,6 +12,7 @@ from hf_specdecpp.caches.paths import keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.models.causal_lm import upload
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 
@@ -148,9 +149,9 @@ class DraftSession(Reading):
         if self._lineage is None:
             raise ValueError("The root of a tree is fed first, by itself.")
         num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
-        ancestors, depths = self._lineage.feed(tree, nodes)
+        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
+        tokens, ancestors, depths = upload(fed, self.drafter.device)
         inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
-        tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device=self.drafter.device)
         states = None
         if self.is_conditioned:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]

@@ -21,7 +21,7 @@ from hf_specdecpp.caches.batches import BatchCache
 from hf_specdecpp.drafting.batch_session import BatchSession
 from hf_specdecpp.drafting.chain import Chain, draft_chains
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding, pass_seconds, seconds_since
+from hf_specdecpp.generation.decoding import AssistedDecoding, pass_seconds
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.conditioning import TargetStates
@@ -105,13 +105,14 @@ class BatchDecoding:
         is_token = torch.arange(int(fed.max())) < fed[:, None]
         outputs = self.target(**self._inputs(chains, is_token), return_dict=True)
         self.cache.note(is_token)
-        target_seconds = seconds_since(drafted, self.device)
+        target_seconds, known = time.perf_counter() - drafted, sum(row.stats.target_seconds for row in rows)
         finished = self._verify(chains, outputs)
+        waited = sum(row.stats.target_seconds for row in rows) - known
         kept = torch.tensor([row.kept for row in rows])
         self.cache.forget((fed - kept).tolist())
         self.positions += kept
         self._leave(finished)
-        overhead = time.perf_counter() - drafted - target_seconds
+        overhead = time.perf_counter() - drafted - target_seconds - waited
         for row in rows:
             row.stats.target_seconds += target_seconds / len(rows)
             row.stats.overhead_seconds += overhead / len(rows)

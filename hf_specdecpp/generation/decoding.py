@@ -96,7 +96,7 @@ class AssistedDecoding:
         begin = time.perf_counter()
         with self.generator.products:
             input_ids, finished = self._prompt(input_ids)
-        self.stats.prompt_seconds = seconds_since(begin, self.device)
+        self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
         if not finished:
             self._compare_passes(input_ids)
         with self.generator.products:
@@ -129,7 +129,7 @@ class AssistedDecoding:
         chain = self.generator.draft(input_ids, max_tokens=most, states=self.states)
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device)), return_dict=True)
-        self.stats.target_seconds += seconds_since(begin, self.device)
+        self.stats.target_seconds += time.perf_counter() - begin
         if self.prefix.mark is not None:
             self.stats.state_bytes = self.prefix.mark.num_bytes
         return self._select(input_ids, chain, outputs)
@@ -142,16 +142,26 @@ class AssistedDecoding:
         logits = outputs.logits[0, -count - 1 :].to(input_ids.device, torch.float32)
         raw = logits.clone() if self.records.keeps_logits else logits
         scores = self.generator.processing.along(input_ids, ids, logits)
+        begin = time.perf_counter()
         if self.generator.randomness is None:
             accepted, token = verify_greedy(chain.tokens, scores)
         else:
             q = torch.stack(chain.scores).to(scores.device).softmax(dim=-1) if count else scores[:0]
             rule = self.generator.setup.speculation.verification
             accepted, token = verify_sampled(ids, scores.softmax(dim=-1), q, self.generator.randomness, rule)
+        self._note_wait(begin)
         if count or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, accepted)
         emitted = [*chain.tokens[:accepted], token]
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
+
+    def _note_wait(self, begin: float) -> None:
+        """Verification reads from the device, which has the target's pass to finish first: that time is the pass's.
+
+        So nothing waits for the device only to know the time.
+        """
+        if waits_for_reads(self.device):
+            self.stats.target_seconds += time.perf_counter() - begin
 
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
@@ -159,7 +169,7 @@ class AssistedDecoding:
         order = tree.depth_first()
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.tree_inputs(input_ids, tree, order), return_dict=True)
-        self.stats.target_seconds += seconds_since(begin, self.device)
+        self.stats.target_seconds += time.perf_counter() - begin
         path, emitted, scores, raw, rows = self._walk(input_ids, tree, order, outputs)
         self.generator.update_tree(tree, path)
         return self._emit(input_ids, emitted, scores, raw, outputs, len(tree), rows)
@@ -191,10 +201,14 @@ class AssistedDecoding:
         logits = outputs.logits[0, -len(order) :]
         rows = {node: row for row, node in enumerate(order)}
         if waits_for_reads(input_ids.device) and not self.generator.processing.in_order:
-            in_turn = logits[[rows[node] for node in range(len(order))]].to(input_ids.device, torch.float32)
-            every = self._process_all(input_ids, tree, in_turn)
-            scores: Callable[[int], Tensor] = every.__getitem__
-            path, token = self._accept_at_once(tree, every)
+            every = logits.to(input_ids.device, torch.float32, copy=True)
+            every = self._process_all(input_ids, tree, order, every)
+            begin = time.perf_counter()
+            path, token = self._accept_at_once(tree, every, order)
+            self._note_wait(begin)
+
+            def scores(node: int) -> Tensor:
+                return every[rows[node]]
         else:
 
             @cache
@@ -208,8 +222,9 @@ class AssistedDecoding:
         kept = [0, *path]
         emitted = [*(tree.tokens[node] for node in path), token]
         kept_rows = [rows[node] for node in kept]
-        raw = logits[kept_rows].to(input_ids.device, torch.float32)
-        return path, emitted, torch.stack([scores(node) for node in kept]), raw, kept_rows
+        chosen_from = torch.stack([scores(node) for node in kept])
+        raw = logits[kept_rows].to(chosen_from) if self.records.keeps_logits else chosen_from
+        return path, emitted, chosen_from, raw, kept_rows
 
     def _accept(self, tree: DraftTree, scores: Callable[[int], Tensor]) -> tuple[list[int], int]:
         """The accepted nodes and the token after them, by `[vocab]` scores that are asked for where they matter."""
@@ -220,19 +235,22 @@ class AssistedDecoding:
         verify = verify_tree_block if is_block else verify_tree
         return verify(tree, lambda node: scores(node).softmax(dim=-1), randomness)
 
-    def _accept_at_once(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
-        """The same with one read from the device, by the scores of all nodes, `[nodes, vocab]`."""
+    def _accept_at_once(self, tree: DraftTree, scores: Tensor, order: list[int]) -> tuple[list[int], int]:
+        """The same with one read from the device, by the scores of all nodes in `order`, `[nodes, vocab]`."""
         randomness = self.generator.randomness
         if randomness is None:
-            return verify_tree_greedy(tree, likeliest_tokens(scores).__getitem__)
+            choices = dict(zip(order, likeliest_tokens(scores), strict=True))
+            return verify_tree_greedy(tree, choices.__getitem__)
         verification = self.generator.setup.speculation.verification
-        return verify_tree_at_once(tree, scores.softmax(dim=-1), randomness, verification)
+        return verify_tree_at_once(tree, scores.softmax(dim=-1), randomness, verification, order)
 
-    def _process_all(self, input_ids: Tensor, tree: DraftTree, scores: Tensor) -> Tensor:
-        """Process the scores of all nodes, `[nodes, vocab]`."""
-        nodes = [node for node in range(len(scores)) if not self._ends_text(tree, node)]
-        paths = [tree.path(node) for node in nodes]
-        scores[nodes] = self.generator.processing.after_each(input_ids, paths, scores[nodes])
+    def _process_all(self, input_ids: Tensor, tree: DraftTree, order: list[int], scores: Tensor) -> Tensor:
+        """Process the scores of all nodes in `order`, `[nodes, vocab]`."""
+        rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
+        paths, process = [tree.path(order[row]) for row in rows], self.generator.processing.after_each
+        if len(rows) == len(scores):
+            return process(input_ids, paths, scores)
+        scores[rows] = process(input_ids, paths, scores[rows])
         return scores
 
     def _ends_text(self, tree: DraftTree, node: int) -> bool:

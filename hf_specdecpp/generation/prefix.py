@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_specdecpp.caches.paths import keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, roll_back
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, upload
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
@@ -80,13 +80,14 @@ class Prefix:
 
     def tree_inputs(self, input_ids: Tensor, tree: DraftTree, order: list[int]) -> dict[str, Any]:
         """The same for the nodes of a tree in `order`, the root first, which is the last token of `input_ids`."""
-        inputs = self.chain_inputs(input_ids, [tree.tokens[node] for node in order[1:]])
         if not len(tree):
-            return inputs
+            return self.chain_inputs(input_ids, [])
+        fed = torch.tensor([tree.tokens[node] for node in order[1:]]), *Lineage().feed(tree, order)
+        tokens, ancestors, depths = upload(fed, input_ids.device)
+        inputs = self.chain_inputs(input_ids, tokens)
         num_rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
         prefix_mask = mask[0, :num_rows].bool() if mask is not None and self.is_masked else None
         position = inputs["position_ids"][..., 0]
-        ancestors, depths = Lineage().feed(tree, order)
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, num_rows, prefix_mask, position)
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: list[int] | None = None) -> None:

@@ -41,7 +41,8 @@ class SpeculationStats:
         tested_by_rank, accepted_by_rank: at nodes that the target got to, how often there was a first, second, ...
             child, and how often it was the accepted one.
         draft_seconds: drafting, the draft's pass over the prompt included.
-        target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`).
+        target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`). On an accelerator the
+            verification that waits for them is part of it.
         overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
             was not.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig
 
@@ -53,6 +54,15 @@ def inner_decoder(model: CausalLM) -> CausalLM:
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Integers and truth values of the host on a device, with one copy for all of them."""
+    if device.type == "cpu":
+        return list(parts)
+    together = torch.cat([part.flatten().long() for part in parts]).to(device)
+    pieces = together.split([part.numel() for part in parts])
+    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def input_device(model: CausalLM) -> torch.device:

@@ -5,6 +5,7 @@ The readable versions are in `verification.py`; a test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,11 @@ from hf_specdecpp.trees.tree import DraftTree
 
 
 def verify_tree_at_once(
-    tree: DraftTree, p: Tensor, randomness: TreeRandomness, verification: Verification
+    tree: DraftTree,
+    p: Tensor,
+    randomness: TreeRandomness,
+    verification: Verification,
+    order: Sequence[int] | None = None,
 ) -> tuple[list[int], int]:
     """The same distribution of results as `verify_tree_block` or `verify_tree`: the last accepted node is drawn by the
     chance of each, then the token after it.
@@ -26,31 +31,33 @@ def verify_tree_at_once(
 
     Args:
         p: `[nodes, vocab]`, the target's distribution after each node; overwritten by what is left of it.
+        order: node of each row of p; by default row i is node i.
     """
-    weights = ending_chances(tree, p, verification)
-    node, token = randomness.outcome(weights, lambda chosen: p.index_select(0, chosen), p.shape[-1])
-    path = []
+    order = range(len(p)) if order is None else order
+    weights = ending_chances(tree, p, verification, order)
+    row, token = randomness.outcome(weights, lambda chosen: p.index_select(0, chosen), p.shape[-1])
+    node, path = order[row], []
     while node > 0:
         path.append(node)
         node = tree.parents[node]
     return path[::-1], token
 
 
-def ending_chances(tree: DraftTree, p: Tensor, verification: Verification) -> Tensor:
+def ending_chances(tree: DraftTree, p: Tensor, verification: Verification, order: Sequence[int]) -> Tensor:
     """`[nodes]` float64, the chance that each node is the last accepted one; `p` is overwritten as above.
 
     For p = [0.5, 0.3, 0.2] at the root and its child 1 from q = [0.2, 0.6, 0.2]: [0.5, 0.5].
     """
-    levels, order = _upload(tree, p.device)
+    levels, last_first = _upload(tree, p.device, order)
     own = torch.ones(len(p), dtype=torch.float64, device=p.device)
     test = _test_block if verification == "block" else _test_siblings
     for level in levels:
         test(level, p, own)
     if verification == "token":
         return own
-    tested = own.index_select(0, order)
+    tested = own.index_select(0, last_first)
     rejected = torch.cat((tested.new_ones(1), (1.0 - tested).cumprod(0)[:-1]))
-    return own.index_copy(0, order, tested * rejected)
+    return own.index_copy(0, last_first, tested * rejected)
 
 
 @dataclass
@@ -58,8 +65,8 @@ class Ranks:
     """The nodes of a depth that have children, those with the most children first.
 
     Attributes:
-        nodes: `[n]`.
-        children, tokens: for each rank the children of that rank and their tokens, `[m]` with m <= n.
+        nodes: `[n]`, by their rows in p.
+        children, tokens: for each rank the children of that rank (rows) and their tokens, `[m]` with m <= n.
         scores: `[n, vocab]`, logits whose softmax the first children were drawn from.
     """
 
@@ -115,30 +122,32 @@ def _remove(q: Tensor, tokens: Tensor) -> None:
     q.div_(q.sum(-1, keepdim=True))
 
 
-def _upload(tree: DraftTree, device: torch.device) -> tuple[list[Ranks], Tensor]:
-    """The levels of the tree from the root down, and `_subtrees_first`: one copy to the device for all of them."""
+def _upload(tree: DraftTree, device: torch.device, order: Sequence[int]) -> tuple[list[Ranks], Tensor]:
+    """The levels of the tree from the root down, and `_subtrees_first`, by the rows of nodes that stand in `order`: one
+    copy to the device for all of them."""
+    rows = {node: row for row, node in enumerate(order)}
     depths: list[list[int]] = [[] for _ in range(tree.depth + 1)]
     for node, children in enumerate(tree.children):
         if children:
             depths[tree.depths[node]].append(node)
     lists, parents = (
-        [_subtrees_first(tree)],
+        [[rows[node] for node in _subtrees_first(tree)]],
         [sorted(nodes, key=lambda node: -len(tree.children[node])) for nodes in depths if nodes],
     )
     for nodes in parents:
-        lists.append(nodes)
+        lists.append([rows[node] for node in nodes])
         for rank in range(len(tree.children[nodes[0]])):
             children = [tree.children[node][rank] for node in nodes if len(tree.children[node]) > rank]
-            lists += [children, [tree.tokens[child] for child in children]]
+            lists += [[rows[child] for child in children], [tree.tokens[child] for child in children]]
     parts = iter(torch.tensor(sum(lists, []), device=device).split([len(each) for each in lists]))
-    order, levels = next(parts), []
+    last_first, levels = next(parts), []
     for nodes in parents:
         ranks = Ranks(next(parts), [], [], torch.stack([tree.scores[node] for node in nodes]).to(device))
         for _ in range(len(tree.children[nodes[0]])):
             ranks.children.append(next(parts))
             ranks.tokens.append(next(parts))
         levels.append(ranks)
-    return levels, order
+    return levels, last_first
 
 
 def _subtrees_first(tree: DraftTree) -> list[int]:

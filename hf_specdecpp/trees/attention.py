@@ -62,7 +62,7 @@ def tree_inputs(
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
         masks[kind] = as_mask(seen, model)
-    root = depths.new_tensor([num_prefix]) if position is None else position
+    root = depths.new_full((1,), num_prefix) if position is None else position
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
         "position_ids": root[..., None] + depths[-num_queries:],

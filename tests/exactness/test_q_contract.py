@@ -85,9 +85,9 @@ class Ear:
             self.drawn.clear()  # the target's own draws of the last round
             return draft(generator, *args, **kwargs)
 
-        def hear_ours(candidates: list[int], p: Tensor, q: Tensor, *args: Any) -> tuple[int, int]:
-            if candidates:
-                self.rounds.append((candidates, torch.stack(self.drawn), q))
+        def hear_ours(candidates: Tensor, p: Tensor, q: Tensor, *args: Any) -> tuple[int, int]:
+            if len(candidates):
+                self.rounds.append((candidates.tolist(), torch.stack(self.drawn), q))
             return verify_ours(candidates, p, q, *args)
 
         def hear_theirs(ids: Tensor, scores: Tensor, count: int, *args: Any, **kwargs: Any) -> Any:

@@ -154,7 +154,8 @@ def test_at_once_decides_as_the_readable_versions_do(parents: list[int], tokens:
 
         return {each: weight for each, weight in exact_distribution(program).items() if weight > TOLERANCE}
 
-    found = outcomes(lambda replay: verify_tree_at_once(tree, p.clone(), replay, "block"))
+    order = tree.depth_first()  # as the target reads them
+    found = outcomes(lambda replay: verify_tree_at_once(tree, p[order], replay, "block", order))
     assert found == pytest.approx(
         outcomes(lambda replay: verify_tree_block(tree, p.__getitem__, replay)), abs=TOLERANCE
     )

@@ -2,42 +2,208 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, tiny
+from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices
+from support.repos import save_adapter
+from support.watchers import Collector, Recorder, tokenizer
+from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.generation.decoding import AssistedDecoding
 
+LEVELS = 4
 RULES: list[dict[str, Any]] = [
     {"rule": "fixed", "num_tokens": 4},
     {"rule": "threshold", "threshold": 0.6, "max_tokens": 6},
-    {"rule": "svip"},
-    {"rule": "adaedl"},
-    {"rule": "confidence"},
-    {"rule": "throughput"},
+    {"rule": "svip", "svip_threshold": 0.5},
+    {"rule": "adaedl", "adaedl_threshold": 0.4},
+    {"rule": "confidence", "confidence_threshold": 0.2},
+    {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2]}},
 ]
 TREES: list[dict[str, Any]] = [
-    {"tree": "dyspec", "tree_budget": 12, "tree_depth": 4},
+    {"tree": "dyspec", "tree_budget": 12, "tree_depth": LEVELS},
+    {"tree": "dyspec", "rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2], "branch": 0.01}},
     {"tree": "dyspec-exact", "tree_budget": 6, "tree_depth": 3},
     {"tree": "static", "tree_shape": [2, 2, 1]},
 ]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("speculation", [*RULES, *TREES], ids=str)
-def test_greedy_text_is_plain(speculation: dict[str, Any]) -> None:
-    target = tiny("llama")
-    draft = partly_agreeing(target, 0.9)
-    plain = target.generate(prompt(), max_new_tokens=24, do_sample=False)
-    with pretend_devices(), torch.no_grad():
-        on_device(target), on_device(draft)
-        assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**speculation))
-        text = target.generate(on_device(prompt()), max_new_tokens=24, do_sample=False, assistant_model=assistant)
+def assert_plain(
+    target: Any, make: Any, devices: tuple[str, str] = ("cuda:0", "cuda:0"), **options: Any
+) -> Counter[str]:
+    """Greedy text on a device is that of plain generation on the host; what was counted.
+
+    Args:
+        make: makes the assistant of the target, once that is on its device.
+        devices: of the target, and of a draft of its own.
+    """
+    plain = target.generate(prompt(), do_sample=False, **OPTIONS)
+    with pretend_devices() as counts, torch.no_grad():
+        on_device(target, devices[0])
+        assistant = make(target)
+        ids = on_device(prompt(), devices[0])
+        text = target.generate(ids, do_sample=False, assistant_model=assistant, **{**OPTIONS, **options})
+        text = text.sequences if options.get("return_dict_in_generate") else text
         assert isinstance(text, DeviceTensor)
+        assert str(text.device) == devices[0]
         assert torch.equal(text.host, plain)
         assert 0 < assistant.stats.accepted < assistant.stats.drafted
+        return Counter(counts)
+
+
+def with_draft(device: str = "cuda:0", attached: bool = True, head: bool = False, **speculation: Any) -> Any:
+    """Makes an assistant with a draft of its own on a device."""
+
+    def make(target: Any) -> SpecDecPPAssistant:
+        draft = on_device(partly_agreeing(ORIGINAL, 0.9), device)
+        knobs = SpeculationConfig(**(speculation or RULES[0]))
+        estimator = None
+        if head:
+            torch.manual_seed(0)
+            estimator = on_device(AcceptanceHead(32, embedding_size=32, inputs="before").double(), device)
+        return SpecDecPPAssistant.from_draft(draft, target if attached else None, head=estimator, speculation=knobs)
+
+    return make
+
+
+ORIGINAL = tiny("llama")
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("speculation", [*RULES, *TREES], ids=str)
+def test_every_rule_and_tree(speculation: dict[str, Any]) -> None:
+    assert_plain(tiny("llama"), with_draft(**speculation))
+
+
+@pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
+def test_a_head(speculation: dict[str, Any]) -> None:
+    assert_plain(tiny("llama"), with_draft(head=True, **speculation))
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("kind", ["early exit", "conditioned", "vocabulary", "adapter"])
+@pytest.mark.parametrize("speculation", [RULES[0], TREES[0]], ids=str)
+def test_kinds_of_draft(kind: str, speculation: dict[str, Any], tmp_path: Path) -> None:
+    original = quiet_later_layers(tiny("llama"))
+    fusion, adapter = random_fusion(original), save_adapter(tiny("llama", num_hidden_layers=2), tmp_path / "adapter")
+    knobs = SpeculationConfig(**speculation)
+
+    def make(target: Any) -> SpecDecPPAssistant:
+        if kind == "conditioned":
+            return SpecDecPPAssistant.from_conditioned(target, 2, fusion=on_device(fusion.double()), speculation=knobs)
+        options: dict[str, Any] = {
+            "early exit": {},
+            "vocabulary": {"draft_vocab": range(3, 46)},
+            "adapter": {"adapter": adapter, "merge": False},
+        }
+        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=knobs, **options[kind])
+
+    assert_plain(original, make)
+
+
+@pytest.mark.parametrize("speculation", [RULES[0], RULES[1], TREES[0]], ids=str)
+def test_a_draft_on_another_device(speculation: dict[str, Any]) -> None:
+    assert_plain(tiny("llama"), with_draft("cuda:1", **speculation), ("cuda:0", "cuda:1"))
+
+
+def test_unattached() -> None:
+    assert_plain(tiny("llama"), with_draft(attached=False))
+
+
+@pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
+def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:
+    """Records, streaming, stop strings, criteria that see every token, chunks, and processors that see the text."""
+    make = with_draft(**speculation)
+    records: dict[str, Any] = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states"), True)
+    assert_plain(tiny("llama"), make, return_dict_in_generate=True, **records)
+    streamer, criterion = Collector(), Recorder()
+    options = {"stop_strings": ["none of these"], "tokenizer": tokenizer(), "stopping_criteria": [criterion]}
+    assert_plain(tiny("llama"), make, streamer=streamer, prefill_chunk_size=5, **options)
+    assert sum(map(len, streamer.puts)) == 12 + 20
+    assert len(criterion.asked) == 20
+
+
+def test_a_batch() -> None:
+    target, ids = tiny("llama"), torch.cat((prompt(), prompt(seed=1)))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, **OPTIONS)
+    with pretend_devices(), torch.no_grad():
+        on_device(target)
+        for rule in (RULES[0], RULES[1], RULES[5]):
+            assistant = with_draft(**rule)(target)
+            inputs = {"input_ids": on_device(ids), "attention_mask": on_device(mask)}
+            text = target.generate(**inputs, do_sample=False, assistant_model=assistant, **OPTIONS)
+            assert torch.equal(text.host, plain)
+            assert assistant.stats.accepted > 0
+            target.generate(**inputs, do_sample=True, assistant_model=assistant, **OPTIONS)
+
+
+def test_costs_are_measured() -> None:
+    """Whether it then drafts is left to the machine."""
+    target = tiny("llama")
+    plain = target.generate(prompt(), do_sample=False, **OPTIONS)
+    with pretend_devices(), torch.no_grad():
+        on_device(target)
+        assistant = with_draft(rule="throughput", max_tokens=4)(target)
+        text = target.generate(on_device(prompt()), do_sample=False, assistant_model=assistant, **OPTIONS)
+        assert torch.equal(text.host, plain)
+        assert assistant.stats.plain_pass_seconds > 0.0
+
+
+# Counts. --------------------------------------------------------------------------------------------------------------
+
+
+def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[int, Counter[str]]]:
+    """Of each round but the first, in a generation: how many candidates it had, and what it cost."""
+    target = tiny("llama")
+    rounds: list[tuple[int, Counter[str]]] = []
+    take = AssistedDecoding._round
+
+    def counted(decoding: AssistedDecoding, ids: Tensor) -> Any:
+        before, drafted = Counter(counts), decoding.stats.drafted
+        result = take(decoding, ids)
+        rounds.append((decoding.stats.drafted - drafted, Counter(counts) - before))
+        return result
+
+    with pretend_devices() as counts, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AssistedDecoding, "_round", counted)
+        on_device(target)
+        assistant = with_draft(**speculation)(target)
         torch.manual_seed(0)
-        target.generate(on_device(prompt()), max_new_tokens=24, do_sample=True, assistant_model=assistant)
-        assert assistant.stats.drafted > 0
+        target.generate(on_device(prompt()), assistant_model=assistant, **OPTIONS, **sampling)
+    assert len(rounds) > 2
+    return rounds[1:]
+
+
+SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "top_k": 0}]
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("speculation", RULES, ids=str)
+def test_what_a_chain_costs(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """Two reads where the rule looks at nothing, else one a candidate and one; one upload, nothing else waits."""
+    for drafted, cost in counted_rounds(speculation, **sampling):
+        assert cost["read"] <= (2 if speculation["rule"] == "fixed" else drafted + 1)
+        assert cost["upload"] <= 1
+        assert cost["sync"] == 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("speculation", [TREES[0], TREES[3]], ids=str)
+def test_what_a_tree_costs(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """A read a level and two. An upload a pass of draft and target, and at most four for the whole round: the tree's
+    shape for the verifier, the rows to keep in both caches, and what was emitted."""
+    levels = LEVELS if speculation["tree"] == "dyspec" else 3
+    for _, cost in counted_rounds(speculation, **sampling):
+        assert cost["read"] <= levels + 2
+        assert cost["upload"] <= levels + 4
+        assert cost["sync"] == 0

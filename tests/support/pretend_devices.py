@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-Placed = TypeVar("Placed", Tensor, nn.Module)
+Placed = TypeVar("Placed", bound=Tensor | nn.Module)
 CPU = torch.device("cpu")
 counts: Counter[str] = Counter()  # launch, upload, read, sync
 # Tensors of indices may lie on the host, from where they are uploaded.
@@ -182,7 +182,7 @@ def on_device(what: Placed, device: str = "cuda:0") -> Placed:
     """A tensor, or in place all of a module's: what they share they share there, too."""
     place = torch.device(device)
     if isinstance(what, Tensor):
-        return DeviceTensor(what.detach(), place)
+        return DeviceTensor(what.detach(), place)  # type: ignore[return-value]
     moved: dict[int, nn.Parameter] = {}
     for module in what.modules():
         for name, parameter in module._parameters.items():
@@ -283,11 +283,13 @@ def _wrap(each: Any, device: torch.device) -> Any:
 
 
 def _index(index: Any) -> Any:
-    """An index of Python's: a mask makes the shape depend on numbers, and indices of the host are uploaded."""
+    """An index of Python's: a mask makes the shape depend on numbers; lists and indices of the host are uploaded."""
     if isinstance(index, DeviceTensor):
         counts["read"] += index.dtype == torch.bool
         return index.host
     if isinstance(index, Tensor):
         counts["upload"] += 1
         return index
-    return type(index)(_index(each) for each in index) if isinstance(index, tuple | list) else index
+    if isinstance(index, list):
+        counts["upload"] += 1
+    return tuple(map(_index, index)) if isinstance(index, tuple) else index

@@ -203,7 +203,7 @@ def chances(tree: DraftTree, p: Mapping[int, Tensor], verification: Verification
         return [1.0]
     rows = p[0].new_zeros((len(tree) + 1, len(p[0])))
     rows[list(p)] = torch.stack(list(p.values()))
-    reached = ending_chances(tree, rows, verification).tolist()
+    reached = ending_chances(tree, rows, verification, range(len(rows))).tolist()
     for node in tree.depth_first()[:0:-1]:  # an accepted node's parent is accepted
         reached[tree.parents[node]] += reached[node]
     return reached
