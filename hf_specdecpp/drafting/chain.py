@@ -149,7 +149,7 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
 
 
 def _until_end(tokens: list[int], eos_token_ids: Collection[int]) -> list[int]:
-    """The tokens up to the first that ends a text."""
+    """The tokens up to the first that ends a text: because of that one, not of their own values, the others go."""
     ends = [place + 1 for place, token in enumerate(tokens) if token in eos_token_ids]
     return tokens[: ends[0]] if ends else tokens
 
