@@ -158,9 +158,9 @@ class AssistedDecoding:
     def _note_wait(self, begin: float) -> None:
         """Verification reads from the device, which has the target's pass to finish first: that time is the pass's.
 
-        So nothing waits for the device only to know the time.
+        So nothing waits for the device only to know the time. What the prompt's pass takes is `prompt_seconds`.
         """
-        if waits_for_reads(self.device):
+        if self.stats.generated and waits_for_reads(self.device):
             self.stats.target_seconds += time.perf_counter() - begin
 
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
