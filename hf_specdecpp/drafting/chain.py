@@ -158,5 +158,5 @@ def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:
     """Both numbers with one wait for the device."""
     if signal is None:
         return int(token), None
-    values = torch.stack((token.double(), signal.double())).tolist()
+    values = torch.stack((token.double(), signal.double().to(token.device))).tolist()
     return int(values[0]), values[1]

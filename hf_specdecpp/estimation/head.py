@@ -141,7 +141,7 @@ class AcceptanceHead(nn.Module):
         return {**{name: getattr(self, name) for name in names}, "calibration": calibration}
 
     def forward(self, hidden: Tensor, embedding: Tensor | None = None, scalars: Tensor | None = None) -> Tensor:
-        """Log-odds of acceptance.
+        """Log-odds of acceptance, on the head's device. The draft's last layers may lie on another one.
 
         Args:
             hidden: `[..., hidden_size]`, at the candidate (`"after"`) or where q came from (`"before"`).
@@ -151,12 +151,13 @@ class AcceptanceHead(nn.Module):
         Returns:
             `[...]` float32.
         """
+        own = self.output.weight  # its device and float32
         if self.inputs == "after":
-            reject, accept = self._blocks(hidden.float()).unbind(-1)
+            reject, accept = self._blocks(hidden.to(own)).unbind(-1)
             return accept - reject
         if embedding is None or scalars is None:
             raise ValueError("A head with inputs='before' needs the candidate's embedding and scalar_features too.")
-        mixed = self.from_hidden(hidden.float()) + self.from_embedding(embedding.float())
+        mixed, scalars = self.from_hidden(hidden.to(own)) + self.from_embedding(embedding.to(own)), scalars.to(own)
         correction = self._blocks(F.silu(mixed)).squeeze(-1)
         return _log_odds(scalars[..., 0]) + self.from_scalars(scalars.minimum(self.most)).squeeze(-1) + correction
 
@@ -184,6 +185,7 @@ class AcceptanceHead(nn.Module):
         growth of a tree, would come to an end with NaN.
         """
         calibration = self.calibration.get(MODES[greedy])
+        position = position.to(log_odds.device) if isinstance(position, Tensor) else position
         calibrated = log_odds if calibration is None else calibration.apply(log_odds, position)
         return calibrated.sigmoid().nan_to_num(0.0)
 

@@ -127,7 +127,9 @@ class Reader(nn.Module):
                 f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not know. "
                 "Use another model."
             )
-        actual = self._head_logits(self._head(), hidden)
+        actual = self._head_logits(self._head(), hidden).to(
+            expected.device
+        )  # a spread model returns it to where it began
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
         error = float((actual - expected).abs().max())
         if not error <= tolerance * max(1.0, float(expected.abs().max())):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
-from support.pretend_devices import DeviceTensor, on_device, pretend_devices
+from support.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
 from support.repos import save_adapter
 from support.watchers import Collector, Recorder, tokenizer
 from torch import Tensor
@@ -111,6 +111,41 @@ def test_kinds_of_draft(kind: str, speculation: dict[str, Any], tmp_path: Path) 
 @pytest.mark.parametrize("speculation", [RULES[0], RULES[1], TREES[0]], ids=str)
 def test_a_draft_on_another_device(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft("cuda:1", **speculation), ("cuda:0", "cuda:1"))
+
+
+PLACES = {
+    **dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1"), "cuda:0"),
+    **dict.fromkeys(("model.layers.2", "model.norm", "lm_head"), "cuda:1"),
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("kind", ["independent", "early exit", "head", "conditioned", "vocabulary"])
+@pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
+def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None:
+    original, knobs = quiet_later_layers(tiny("llama")), SpeculationConfig(**speculation)
+    fusion = random_fusion(original).double()
+    plain = original.generate(prompt(), do_sample=False, **OPTIONS)
+    torch.manual_seed(0)
+    head = AcceptanceHead(32, embedding_size=32, inputs="before").double()
+    options: dict[str, Any] = {
+        "early exit": {},
+        "head": {"head": head},
+        "conditioned": {"fusion": fusion},
+        "vocabulary": {"draft_vocab": range(3, 46)},
+    }
+    with pretend_devices(), torch.no_grad():
+        target = spread(original, PLACES)
+        on_device(fusion), on_device(head)
+        if kind == "independent":
+            assistant = with_draft(**speculation)(target)
+        else:
+            make = SpecDecPPAssistant.from_conditioned if kind == "conditioned" else SpecDecPPAssistant.from_early_exit
+            assistant = make(target, [0, 2], speculation=knobs, **options[kind])
+        text = target.generate(on_device(prompt()), do_sample=False, assistant_model=assistant, **OPTIONS)
+        assert torch.equal(text.host, plain)
+        assert assistant.stats.drafted > 0
+        target.generate(on_device(prompt()), do_sample=True, assistant_model=assistant, **OPTIONS)
 
 
 def test_unattached() -> None:

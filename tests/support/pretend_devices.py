@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,6 +194,20 @@ def on_device(what: Placed, device: str = "cuda:0") -> Placed:
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else DeviceTensor(buffer, place)
     return what
+
+
+def spread(model: Any, places: dict[str, str]) -> Any:
+    """A model with its parts on several devices, as `device_map` leaves it; it is called from `cuda:0`.
+
+    Args:
+        places: device of each part, by name. What has no name there has no tensors.
+    """
+    for name, device in places.items():
+        part = on_device(model.get_submodule(name), device)
+        add_hook_to_module(part, AlignDevicesHook(execution_device=torch.device(device)))
+    add_hook_to_module(model, AlignDevicesHook(execution_device=torch.device("cuda:0"), io_same_device=True))
+    model.hf_device_map = places
+    return model
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
