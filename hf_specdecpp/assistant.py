@@ -400,10 +400,13 @@ class SpecDecPPAssistant(ModelInterface):
     # Details ---------------------------------------------------------------------------------------------------------
 
     def _exit_early(self, target: CausalLM) -> None:
-        if self.drafter is not None:
-            if attached.is_attached(self, target):
-                return
-            raise ValueError("This assistant drafts with the layers of another target. Make a new one for this target.")
+        if attached.is_attached(self, target):
+            return
+        if attached.targets_of(self):
+            raise ValueError(
+                "This assistant drafts with the layers of the target that it is attached to. Call detach() first, or "
+                "make a new one for this target."
+            )
         draft = early_exit(target, self.config.draft_layers or [])
         if self.adapter_folder is not None:
             draft = add_adapter(draft, self.adapter_folder, merge=self.merge_adapter)

@@ -187,10 +187,15 @@ def test_two_assistants_from_one_folder(target: PreTrainedModel, tmp_path: Path)
     assert greedy(target, second) == greedy(target)
 
 
-def test_another_target_of_an_early_exit(target: PreTrainedModel) -> None:
+def test_an_early_exit_attached_again(target: PreTrainedModel) -> None:
+    """To its own target, or to another one: its draft is made of that one's layers."""
     assistant = SpecDecPPAssistant.from_early_exit(target, 2)
-    with pytest.raises(ValueError, match="drafts with the layers of another target. Make a new one"):
-        assistant.attach(tiny("llama"))
+    for model in (target, tiny("llama", seed=3)):
+        assistant.detach()
+        assistant.attach(model)
+        assert greedy(model, assistant) == greedy(model)
+        embeddings = assistant.ready_drafter().model.get_input_embeddings()
+        assert embeddings.weight is model.get_input_embeddings().weight
 
 
 def test_saved_config_is_the_documented_one(target: PreTrainedModel, tmp_path: Path) -> None:

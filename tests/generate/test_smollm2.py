@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.pretend_devices import on_device, pretend_devices
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
-FOLDER = Path(__file__).parents[2] / ".models" / "smollm2"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".models" / "smollm2"
+PUBLISHED = ROOT / "hub_cards" / "specdecpp-smollm2-135m-instruct"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason=f"{FOLDER} is missing: run `make demo` once"),
@@ -60,3 +63,20 @@ def test_draft_by_name_accepts_everything_of_itself(target: Any, tokenizer: Any,
     assert "".join(streamer) == tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :])
     assert assistant.stats.accepted == assistant.stats.drafted > 0
     assistant.detach()
+
+
+@pytest.mark.parametrize("speculation", [{"rule": "threshold"}, {"tree": "dyspec", "tree_budget": 8}], ids=str)
+def test_the_published_assistant_on_a_pretended_device(inputs: Any, speculation: dict[str, Any]) -> None:
+    ids = inputs["input_ids"]
+    target = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    plain = target.generate(ids, max_new_tokens=16, do_sample=False)
+    assistant = SpecDecPPAssistant.from_pretrained(
+        PUBLISHED, target=target, speculation=SpeculationConfig(**speculation)
+    )
+    assistant.detach()
+    with pretend_devices(), torch.no_grad():
+        on_device(target), on_device(assistant)
+        assistant.attach(target)
+        text = target.generate(on_device(ids), max_new_tokens=16, do_sample=False, assistant_model=assistant)
+        assert torch.equal(text.host, plain)
+        assert assistant.stats.drafted > 0
