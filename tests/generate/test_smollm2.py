@@ -68,12 +68,9 @@ def test_draft_by_name_accepts_everything_of_itself(target: Any, tokenizer: Any,
 @pytest.mark.parametrize("speculation", [{"rule": "threshold"}, {"tree": "dyspec", "tree_budget": 8}], ids=str)
 def test_the_published_assistant_on_a_pretended_device(inputs: Any, speculation: dict[str, Any]) -> None:
     ids = inputs["input_ids"]
-    target = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    target: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     plain = target.generate(ids, max_new_tokens=16, do_sample=False)
-    assistant = SpecDecPPAssistant.from_pretrained(
-        PUBLISHED, target=target, speculation=SpeculationConfig(**speculation)
-    )
-    assistant.detach()
+    assistant = SpecDecPPAssistant.from_pretrained(PUBLISHED, speculation=SpeculationConfig(**speculation))
     with pretend_devices(), torch.no_grad():
         on_device(target), on_device(assistant)
         assistant.attach(target)
