@@ -104,8 +104,9 @@ def drafting(
     if not drawn:
         return Chain([], [])
     ids = torch.stack(drawn)
-    if not tokens:
-        tokens = _until_end(ids.tolist(), eos_token_ids)
+    if tokens:
+        return Chain(tokens, scores, ids)
+    tokens = _until_end(ids.tolist(), eos_token_ids)
     return Chain(tokens, scores[: len(tokens)], ids[: len(tokens)])
 
 
@@ -123,7 +124,12 @@ def draft_chain(
 
 def drafted_alone(row: Drafting) -> Chain:
     """The chain of one coroutine, for which nothing is prepared."""
-    return draft_chains([row], lambda _: True)[0]
+    try:
+        while True:
+            next(row)
+    except StopIteration as end:
+        chain: Chain = end.value
+        return chain
 
 
 def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[Chain]:
