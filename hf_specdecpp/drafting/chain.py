@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_specdecpp.drafting.session import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads
 
@@ -106,7 +107,8 @@ def drafting(
     ids = torch.stack(drawn)
     if tokens:
         return Chain(tokens, scores, ids)
-    tokens = _until_end(ids.tolist(), eos_token_ids)
+    # What follows a token that ends the text goes because of that token, not of its own value.
+    tokens = until_end(ids.tolist(), eos_token_ids)
     return Chain(tokens, scores[: len(tokens)], ids[: len(tokens)])
 
 
@@ -152,12 +154,6 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
         going = list(asking)
         goes_on = bool(going) and prepare(asking)
     return [chains[place] for place in range(len(rows))]
-
-
-def _until_end(tokens: list[int], eos_token_ids: Collection[int]) -> list[int]:
-    """The tokens up to the first that ends a text: because of that one, not of their own values, the others go."""
-    ends = [place + 1 for place, token in enumerate(tokens) if token in eos_token_ids]
-    return tokens[: ends[0]] if ends else tokens
 
 
 def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:

@@ -23,6 +23,7 @@ from hf_specdecpp.drafting.chain import Chain, draft_chains
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding, pass_seconds
 from hf_specdecpp.generation.outputs import TokenRecords
+from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.throughput.chains import BatchThroughput, pays_to_go_on
@@ -246,13 +247,7 @@ class BatchDecoding:
         self.cache.restore([held for _, held in sorted(self.held.items())], mask[:, :shortest])
         if columns == shortest:
             return
-        positions = self.model_kwargs["position_ids"]
-        after = positions[:, -1:] + torch.arange(1, further + 1, device=positions.device)
-        kwargs = {
-            **self.model_kwargs,
-            "attention_mask": mask.to(self.device),
-            "position_ids": torch.cat((positions, after), dim=1),
-        }
+        kwargs = extended(self.model_kwargs, further)
         inputs: dict[str, Any] = self.target.prepare_inputs_for_generation(
             sequences[:, :-1], next_sequence_length=columns - shortest, is_first_iteration=False, **kwargs
         )

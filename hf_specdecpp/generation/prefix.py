@@ -72,7 +72,7 @@ class Prefix:
             tokens,
             next_sequence_length=self.pending + count + 1,
             is_first_iteration=False,
-            **_extend(self.model_kwargs, count),
+            **extended(self.model_kwargs, count),
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count + 1
@@ -144,18 +144,18 @@ class Prefix:
 GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
-def _extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
     """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
     if count == 0:
         return model_kwargs
-    extended = dict(model_kwargs)
+    longer = dict(model_kwargs)
     if (mask := model_kwargs.get("attention_mask")) is not None:
-        extended["attention_mask"] = torch.cat((mask, mask.new_ones((1, count))), dim=-1)
+        longer["attention_mask"] = torch.cat((mask, mask.new_ones((len(mask), count))), dim=-1)
     if (positions := model_kwargs.get("position_ids")) is not None:
         further = positions[..., -1:] + torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
-        extended["position_ids"] = torch.cat((positions, further), dim=-1)
+        longer["position_ids"] = torch.cat((positions, further), dim=-1)
     if (types := model_kwargs.get("token_type_ids")) is not None:
-        extended["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
+        longer["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
     if (types := model_kwargs.get("mm_token_type_ids")) is not None:
-        extended["mm_token_type_ids"] = torch.cat((types, types.new_zeros((1, count))), dim=-1)
-    return extended
+        longer["mm_token_type_ids"] = torch.cat((types, types.new_zeros((len(types), count))), dim=-1)
+    return longer

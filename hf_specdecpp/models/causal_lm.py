@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -54,6 +54,11 @@ def inner_decoder(model: CausalLM) -> CausalLM:
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:
+    """The tokens up to the first that ends a text, that one included."""
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos), tokens)
 
 
 def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -28,7 +28,7 @@ from hf_specdecpp.benchmark.contestants import (
     untuned_contestants,
 )
 from hf_specdecpp.benchmark.live import clock, runner
-from hf_specdecpp.benchmark.live.batches import padded, summarise_batches, until_end
+from hf_specdecpp.benchmark.live.batches import padded, summarise_batches
 from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, rotated
@@ -40,6 +40,7 @@ from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.models.causal_lm import until_end
 
 SOME = ["plain", "fixed 3", "confidence*", "dyspec 4*", "transformers default", "prompt lookup"]
 QUESTIONS = [Question("set", f"prompt-{seed}", prompt(seed=seed)[0].tolist()) for seed in range(2)]

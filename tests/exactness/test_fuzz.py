@@ -133,7 +133,7 @@ def table(results: list[tuple[Case, Result]]) -> str:
 
 def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's positions counted from the mask instead of continued from the last."""
-    extend = prefix._extend
+    extend = prefix.extended
 
     def counted(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
         extended = extend(model_kwargs, count)
@@ -141,7 +141,7 @@ def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
             extended["position_ids"] = mask.cumsum(-1) - 1
         return extended
 
-    monkeypatch.setattr(prefix, "_extend", counted)
+    monkeypatch.setattr(prefix, "extended", counted)
 
 
 def tree_at_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

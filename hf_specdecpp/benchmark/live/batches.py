@@ -13,7 +13,7 @@ from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, SAME_PASSES, Co
 from hf_specdecpp.benchmark.live.clock import Disturbance
 from hf_specdecpp.benchmark.live.runner import WARM_UP_TOKENS, Benchmark, Question, rotated, sampling_at
 from hf_specdecpp.intervals import median_of_ratios
-from hf_specdecpp.models.causal_lm import eos_ids
+from hf_specdecpp.models.causal_lm import eos_ids, until_end
 from hf_specdecpp.sampling.randomness import seed_of
 
 
@@ -100,11 +100,6 @@ def padded(texts: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
     ids = [[pad] * (longest - len(text)) + text for text in texts]
     mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-def until_end(text: list[int], eos: frozenset[int]) -> list[int]:
-    """A row's tokens, that which ends it included, without the padding behind it."""
-    return next((text[: place + 1] for place, token in enumerate(text) if token in eos), text)
 
 
 def summarise_batches(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
