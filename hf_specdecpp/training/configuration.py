@@ -71,6 +71,8 @@ class DistillConfig:
         cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
             further epochs need no pass of the target; how much that takes is said before.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
+        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion training goes on with:
+            for more answers, or more epochs. By default it begins with an adapter that changes nothing.
     """
 
     enabled: bool = True
@@ -89,6 +91,7 @@ class DistillConfig:
     fusion_rank: int | None = None
     cache_states: bool = False
     bf16: bool = False
+    start_from: str | None = None
 
 
 @dataclass

@@ -11,6 +11,7 @@ import copy
 import shutil
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import initial_fusion
 from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
+from hf_specdecpp.training.distillation.start import start_from
 from hf_specdecpp.training.distillation.state_cache import StateCache
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
 from hf_specdecpp.training.models import (
@@ -116,7 +118,7 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
         trainer.train(resume_from_checkpoint=checkpoint)
     before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
     shares, after = _keep_best_share(trainer, config)
-    if config.is_conditioned or max(shares.values()) > before["all"]["acceptance"]:
+    if _keeps_all(config) or max(shares.values()) > before["all"]["acceptance"]:
         _save(trainer, config)
     else:
         # Listed last, so that of equals it is the one that is kept.
@@ -135,7 +137,10 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
     names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
     rollouts = digest(config.work / answers.FOLDER / answers.RECORD)
     distill = asdict(config.distill)
-    del distill["cache_states"]
+    del distill["cache_states"], distill["start_from"]
+    if config.distill.start_from is not None:
+        folder = Path(config.distill.start_from)
+        distill["start_from"] = [digest(folder / name) for name in (Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], FUSION)]
     if config.is_conditioned:
         names["reads"] = config.reads
     else:
@@ -180,6 +185,8 @@ def _trainer(
     )
     fusion = _initial_fusion(config, target, train) if config.is_conditioned else None
     student = Student(draft, lora, vocab, fusion, distill.unroll)
+    if distill.start_from is not None:
+        start_from(student, Path(distill.start_from))
     arguments = TrainingArguments(
         output_dir=str(config.work / CHECKPOINTS),
         num_train_epochs=distill.epochs,
@@ -225,7 +232,7 @@ def _trainer(
 
 def _initial_fusion(config: TrainingConfig, target: CausalLM, train: Dataset) -> Fusion:
     fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
-    if last_checkpoint(config.work / CHECKPOINTS) is None:  # else the checkpoint has it
+    if config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
         logger.info(f"Fitting the fusion on {min(len(train), FITTED_ON)} answers.")
         chosen = train.select(range(0, len(train), -(-len(train) // FITTED_ON)))
         texts = (torch.tensor([ids[: config.distill.max_length]], device=target.device) for ids in chosen["input_ids"])
@@ -264,8 +271,7 @@ def _keep_best_share(
             if name in trained:
                 parameter.copy_((trained[name] * (share if "lora_B" in name else 1.0)).to(dtype))
 
-    # The adapter of a conditioned draft belongs to its trained fusion.
-    shares = SHARES[:1] if config.is_conditioned else SHARES
+    shares = SHARES[:1] if _keeps_all(config) else SHARES
     reports = {}
     for share in shares:
         keep(share)
@@ -273,6 +279,11 @@ def _keep_best_share(
     best = max(shares, key=lambda share: reports[share]["all"]["acceptance"])
     keep(best)
     return {f"{share:.2f}": reports[share]["all"]["acceptance"] for share in shares}, reports[best]
+
+
+def _keeps_all(config: TrainingConfig) -> bool:
+    """A conditioned draft's adapter belongs to its trained fusion, and one that was trained before is not noise."""
+    return config.is_conditioned or config.distill.start_from is not None
 
 
 def _stored_dtype(config: TrainingConfig) -> torch.dtype:
