@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.compiled import compile_steps
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -329,8 +330,10 @@ class SpecDecPPAssistant(ModelInterface):
         Raises:
             ValueError: an early-exit assistant that has not met its target.
         """
+        drafter = self.ready_drafter()
+        compile_steps(drafter, self.speculation.compile)
         return DraftSetup(
-            drafter=self.ready_drafter(),
+            drafter=drafter,
             head=self.head,
             speculation=self.speculation,
             memory=self.memory,

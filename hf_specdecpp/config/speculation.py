@@ -79,6 +79,8 @@ class SpeculationConfig:
         pack_weights: with `cpu_products="auto"`, keep copies of these weights in oneDNN's own order where that was
             measured to be faster still, for up to twice the memory until `detach`. Each `generate()` first reads the
             weights to see whether they were changed, which takes about as long as one plain token.
+        compile: compile the draft's steps in chains with `torch.compile`, on CUDA as graphs (`docs/gpu.md`). The first
+            texts take longer. Trees and batches run uncompiled, and so does a draft that cannot be compiled.
 
     Raises:
         ValueError: a value is outside its range.
@@ -102,6 +104,7 @@ class SpeculationConfig:
     verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         self.validate()

@@ -46,6 +46,7 @@ class Drafter(Reader):
         if fusion is not None:
             _check_fusion(fusion, self)
         self.fusion = fusion
+        self.steps: Any = None  # `drafting.compiled.CompiledSteps`, where steps are compiled
 
     @property
     def shares_target(self) -> bool:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
 
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.batch_session import RowSession
 from hf_specdecpp.drafting.chain import Chain, Drafting, drafted_alone, drafting, stepper
+from hf_specdecpp.drafting.compiled import chain_session
 from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -27,6 +29,8 @@ from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.trees.checks import check_tree
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
+
+logger = logging.get_logger("hf_specdecpp")
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
@@ -70,13 +74,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 "over. Attach the assistant: assistant.attach(model)."
             )
         width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
+        if setup.speculation.compile and (setup.rows > 1 or (setup.speculation.tree is not None and target is not None)):
+            logger.warning_once("compile=True: chains of one sequence only; trees and batches are drafted uncompiled.")
         self.setup = setup
         self.vocab_size = width or 0
         self.session: Reading
         if setup.rows > 1:
             self.session = RowSession(setup.drafter)
         else:
-            self.session = DraftSession(setup.drafter, self.vocab_size)
+            self.session = chain_session(setup.drafter, self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
         self.stats = SpeculationStats()

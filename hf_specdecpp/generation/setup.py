@@ -49,5 +49,5 @@ class DraftSetup:
             self.packed.clear()
         if config.cpu_products == "off":
             return FasterProducts()
-        models = [self.drafter.model, self.drafter]
+        models = [] if self.drafter.steps is not None else [self.drafter.model, self.drafter]
         return FasterProducts(*([] if target is None else [target]), *models, packed=self.packed if packs else None)

@@ -23,6 +23,7 @@ from hf_specdecpp.caches.rollback import undoing
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
 from hf_specdecpp.drafting.chain import draft_chains, drafting
+from hf_specdecpp.drafting.compiled import chain_session
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
@@ -106,6 +107,7 @@ def conditions(
         "max_tokens": max_tokens,
         "trees": trees,
         "rows": rows,
+        "compiled": drafter.steps is not None and drafter.steps.works,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
@@ -174,7 +176,7 @@ def _sessions(
 ) -> tuple[Sequence[Reading], Callable[[dict[int, list[Tensor]]], bool]]:
     """The draft's sides of some texts, and what is called before each of their steps (`draft_chains`)."""
     if rows == 1:
-        return [DraftSession(drafter, vocab_size)], lambda _: True
+        return [chain_session(drafter, vocab_size)], lambda _: True
     sessions = [RowSession(drafter) for _ in range(rows)]
     batch = BatchSession(sessions, vocab_size)
 

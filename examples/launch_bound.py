@@ -1,0 +1,112 @@
+"""A model of many tiny layers, where launching operations is what takes the time: what eager decoding on a GPU is like.
+
+    OMP_NUM_THREADS=1 python examples/launch_bound.py --dtype float64
+
+The target is a random Llama of 28 layers of 64 numbers. The draft is its first three layers. What the other layers add
+is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants take turns; medians
+of the repetitions. With one thread the times are the processor's, without the time that other processes have it.
+
+The first table is of parts: a step of plain `generate()`, a round that drafts nothing, one that verifies four
+candidates (five tokens), and a draft step, as it is and compiled.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.models.product_times import computing_clock
+
+NEW_TOKENS, WARM_UP = 96, 2
+LENGTH = 4  # candidates of a chain
+SHARES = {"all accepted": 0.0, "some accepted": 0.15}  # of what layers 3 to 27 add
+SPECULATION: dict[str, dict[str, Any]] = {
+    "ours, fixed 4": {"rule": "fixed", "num_tokens": LENGTH},
+    "ours, fixed 4, compiled": {"rule": "fixed", "num_tokens": LENGTH, "compile": True},
+    "ours, throughput": {"rule": "throughput"},
+    "ours, throughput, compiled": {"rule": "throughput", "compile": True},
+    "ours, dyspec tree of 8": {"tree": "dyspec", "tree_budget": 8, "tree_depth": 4},
+}
+
+
+def deep_llama(share: float, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A random target whose first three layers agree with it the more, the smaller `share` is."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=176, num_hidden_layers=28, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    with torch.no_grad():
+        for layer in model.model.layers[3:]:
+            layer.self_attn.o_proj.weight *= share
+            layer.mlp.down_proj.weight *= share
+    return model
+
+
+def contestants(target: LlamaForCausalLM) -> dict[str, Any]:
+    """What is given as `assistant_model`, by name."""
+    stock = early_exit(target, 3)
+    stock.generation_config.num_assistant_tokens = LENGTH
+    stock.generation_config.num_assistant_tokens_schedule = "constant"
+    stock.generation_config.assistant_confidence_threshold = 0.0
+    found = {"plain generate()": None, "transformers' assisted": stock}
+    for name, settings in SPECULATION.items():
+        found[name] = SpecDecPPAssistant.from_early_exit(target, 3, speculation=SpeculationConfig(**settings))
+    return found
+
+
+def answer(target: LlamaForCausalLM, assistant: Any) -> torch.Tensor:
+    if isinstance(assistant, SpecDecPPAssistant):
+        assistant.attach(target)
+    text: torch.Tensor = target.generate(
+        torch.arange(1, 11)[None], assistant_model=assistant, max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    return text
+
+
+def milliseconds(actions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """Median time of each action; they take turns."""
+    clock, times = computing_clock(), {name: [] for name in actions}
+    for repetition in range(WARM_UP + repetitions):
+        for name, action in actions.items():
+            begin = clock()
+            action()
+            if repetition >= WARM_UP:
+                times[name].append(1000 * (clock() - begin))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    parser.add_argument("--repetitions", type=int, default=7)
+    options = parser.parse_args()
+    for kind, share in SHARES.items():
+        target = deep_llama(share, getattr(torch, options.dtype))
+        made = contestants(target)
+        plain = answer(target, None)
+        texts = Table("", "ms a token", "times plain", "tokens a pass", "same text", title=f"{kind}, {options.dtype}")
+        times = milliseconds({name: partial(answer, target, each) for name, each in made.items()}, options.repetitions)
+        for name, assistant in made.items():
+            stats = assistant.stats if isinstance(assistant, SpecDecPPAssistant) else None
+            texts.add_row(
+                name,
+                f"{times[name] / NEW_TOKENS:.2f}",
+                f"{times['plain generate()'] / times[name]:.2f}",
+                f"{stats.tokens_per_pass:.2f}" if stats else "",
+                "yes" if torch.equal(answer(target, assistant), plain) else "no",
+            )
+        Console().print(texts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Draft steps compiled with `torch.compile` (`CompiledSteps`), and a chain that is drafted with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_specdecpp.caches.fixed import FixedCache, num_fixed_layers, room_for
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.session import DraftSession, Reading
+
+logger = logging.get_logger("hf_specdecpp")
+
+SEVERAL = 8  # tokens of the wider of the two compiled steps
+Read = Callable[[Drafter, FixedCache, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def read(
+    drafter: Drafter, cache: FixedCache, tokens: Tensor, states: Tensor | None, last: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Read `tokens` `[1, n]`, of which those after number `last` are dummies that are not kept.
+
+    Returns:
+        Logits `[vocab_size]` and hidden state `[hidden_size]` after token number `last`, which is `[1]`.
+    """
+    hidden = drafter.hidden_states(tokens, cache, states)[0].index_select(0, last)[0]
+    cache.length.add_(last[0] + 1)
+    return drafter.logits(hidden, vocab_size), hidden
+
+
+class CompiledSteps:
+    """A draft whose steps are compiled when they are first taken: one over a token, and one over up to `SEVERAL`.
+
+    A round begins with the tokens that the last one emitted, filled up with dummies to `SEVERAL`, and goes on token by
+    token. Longer pieces, such as the prompt, are read as ever. The caches are kept for later texts: each has room for a
+    power of two of tokens, and each such size is compiled for once.
+
+    Example: 100 tokens of prompt are read uncompiled into a cache with room for 256. A round emits 3 tokens, which are
+    read together with 5 dummies; each candidate is a step of one token. A text that grows past 256 tokens goes on in a
+    cache of 512.
+
+    Args:
+        drafter: whose steps. It is not kept alive by this.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.num_layers = num_fixed_layers(drafter.text_config)
+        self._free: list[FixedCache] = []
+        self._last = torch.arange(SEVERAL, device=drafter.device)
+        self._compiled: dict[int, Read] = {}  # by the number of tokens
+        if self.num_layers is None:
+            self._give_up(drafter, "not all of its layers are attention")
+        else:
+            self._compiled = {width: _compile(drafter.device) for width in (1, SEVERAL)}
+
+    @property
+    def device(self) -> torch.device:
+        return self._last.device
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing has spoken against compiling this draft so far."""
+        return bool(self._compiled)
+
+    def lease(self, num_tokens: int, user: object) -> FixedCache:
+        """An empty cache with room for so many tokens, until `user` is no more."""
+        fitting = [cache for cache in self._free if cache.room >= num_tokens]
+        if fitting:
+            cache = min(fitting, key=lambda cache: cache.room)
+            self._free.remove(cache)
+            cache.clear()
+        else:
+            cache = FixedCache(self.num_layers or 0, room_for(num_tokens), self.device)
+        weakref.finalize(user, self._free.append, cache)
+        return cache
+
+    def read(
+        self,
+        drafter: Drafter,
+        cache: FixedCache,
+        tokens: Tensor,
+        states: Tensor | None,
+        vocab_size: int,
+        may_pad: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[vocab_size]` and hidden state `[hidden_size]` after `tokens` `[1, n]`.
+
+        Args:
+            cache: with room for them, and for `SEVERAL`.
+            states: of a conditioned draft, before each token.
+            may_pad: whether the draft has positions for `SEVERAL` further tokens.
+        """
+        count = tokens.shape[1]
+        is_own = states is None or states.shape[-1] == drafter.hidden_size
+        width = 1 if count == 1 and is_own else SEVERAL
+        if not (self.works and cache.is_initialized) or count > width or (width > count and not may_pad):
+            last = torch.full((1,), count - 1, device=tokens.device)
+            return read(drafter, cache, tokens, states, last, vocab_size)
+        if width > count:
+            tokens = F.pad(tokens, (0, width - count))
+            states = None if states is None else F.pad(states, (0, 0, 0, width - count))
+        return self._call(self._compiled[width], drafter, cache, tokens, states, self._last[count - 1 : count], vocab_size)
+
+    def _call(self, compiled: Read, drafter: Drafter, *arguments: Any) -> tuple[Tensor, Tensor]:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.compiler.cudagraph_mark_step_begin()
+        try:
+            logits, hidden = compiled(drafter, *arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:  # it has not run yet
+            self._compiled = {}
+            self._give_up(drafter, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            return read(drafter, *arguments)
+        # The next step of a CUDA graph writes its outputs to the same place.
+        return (logits.clone(), hidden.clone()) if on_gpu else (logits, hidden)
+
+    @staticmethod
+    def _give_up(drafter: Drafter, reason: str) -> None:
+        logger.warning(
+            f"compile=True: steps of {type(drafter.model).__name__} cannot be compiled here ({reason}), so they run "
+            "uncompiled: the same texts, more slowly on a GPU. Set compile=False, and nothing is tried."
+        )
+
+
+def _compile(device: torch.device) -> Read:
+    """`read`, compiled as a function of its own: torch.compile counts how often one was, and gives up after a few."""
+    own = FunctionType(read.__code__.replace(), read.__globals__)
+    compiled: Read = torch.compile(own, fullgraph=True, mode="reduce-overhead" if device.type == "cuda" else None)
+    return compiled
+
+
+class CompiledSession(Reading):
+    """The draft's side of one generation of chains, with compiled steps."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int, steps: CompiledSteps) -> None:
+        super().__init__(drafter)
+        self.vocab_size, self.steps = vocab_size, steps
+        self.cache: FixedCache | None = None
+        self._length = 0  # as `cache.length`, on the host
+
+    @property
+    def length(self) -> int:
+        return self._length + self.unread
+
+    def _forget(self, count: int) -> None:
+        if count and self.cache is not None:
+            self.cache.length.sub_(count)
+            self._length -= count
+
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, states = self._take(candidates)
+        cache = self._with_room(self._length + max(tokens.shape[1], SEVERAL))
+        may_pad = self._length + SEVERAL <= self.drafter.max_length
+        logits, hidden = self.steps.read(self.drafter, cache, tokens, states, self.vocab_size, may_pad)
+        self._length += tokens.shape[1]
+        self._own_states = {0: hidden}
+        return logits, hidden
+
+    def _with_room(self, num_tokens: int) -> FixedCache:
+        smaller = self.cache
+        if smaller is None or smaller.room < num_tokens:
+            self.cache = self.steps.lease(num_tokens, self)
+            if smaller is not None:
+                self.cache.copy_from(smaller)
+        assert self.cache is not None
+        return self.cache
+
+
+def compile_steps(drafter: Drafter, wanted: bool) -> None:
+    """Give a draft compiled steps, for where it is now, or take them away."""
+    steps = drafter.steps
+    if not wanted:
+        drafter.steps = None
+    elif steps is None or steps.device != drafter.device:
+        drafter.steps = CompiledSteps(drafter)
+
+
+def chain_session(drafter: Drafter, vocab_size: int) -> DraftSession | CompiledSession:
+    """A draft's side of a generation of chains: with compiled steps where the draft has some."""
+    if drafter.steps is not None and drafter.steps.works:
+        return CompiledSession(drafter, vocab_size, drafter.steps)
+    return DraftSession(drafter, vocab_size)

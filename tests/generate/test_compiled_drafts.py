@@ -1,0 +1,202 @@
+"""Compiled draft steps draft what uncompiled ones do, and are compiled once.
+
+The fast tests trace with dynamo and run the traced operations as they are; the slow one generates code, too, which
+needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.models import Rounds, assistant_for, prompt, quiet_later_layers, random_fusion, tiny
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafting import compiled
+from hf_specdecpp.drafting.compiled import CompiledSession
+from hf_specdecpp.models.causal_lm import CausalLM
+
+FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
+KINDS = ("independent", "early_exit", "conditioned")
+LENGTHS = (3, 40, 230)
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
+    monkeypatch.setattr(
+        compiled, "torch", SimpleNamespace(**{**vars(torch), "compile": partial(torch.compile, backend="eager")})
+    )
+
+
+def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
+    if kind == "independent":
+        made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
+        return made
+    config = SpeculationConfig(**speculation)
+    if kind == "early_exit":
+        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=config)
+    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=config)
+
+
+def generate(target: CausalLM, assistant: SpecDecPPAssistant | None, length: int, **options: Any) -> Tensor:
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
+    torch.manual_seed(0)
+    text: Tensor = target.generate(prompt(length), assistant_model=assistant, **settings)
+    return text
+
+
+def outcomes(
+    target: CausalLM,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: Sequence[int] = LENGTHS,
+    **speculation: Any,
+) -> list[Any]:
+    """Texts, and what each round drafted and accepted."""
+    assistant, found = assistant_of(kind, target, **speculation), []
+    for length in lengths:
+        with monkeypatch.context() as patch:
+            rounds = Rounds(patch)
+            text = generate(target, assistant, length)
+            sampled = generate(target, assistant, length, do_sample=True)
+        found.append((text.tolist(), sampled.tolist(), rounds.outcomes))
+    steps = assistant.ready_drafter().steps
+    assert (steps is not None and steps.works) == speculation["compile"]
+    return found
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_candidates_as_uncompiled(
+    family: str, kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts from 3 tokens to almost a cache's room, which the texts outgrow; some, all or no candidates accepted."""
+    target = quiet_later_layers(tiny(family))
+    settings = {"rule": rule, "num_tokens": 4, "threshold": 0.9}
+    plain = [generate(target, None, length).tolist() for length in LENGTHS]
+    ours = outcomes(target, kind, monkeypatch, compile=True, **settings)
+    assert [text for text, _, _ in ours] == plain
+    assert ours == outcomes(target, kind, monkeypatch, compile=False, **settings)
+
+
+def test_a_roll_back_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    settings: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
+    expected = outcomes(target, "early_exit", monkeypatch, LENGTHS[:1], compile=False, **settings)
+
+    def wrong(session: CompiledSession, count: int) -> None:
+        session._length -= count
+
+    monkeypatch.setattr(CompiledSession, "_forget", wrong)
+    found = outcomes(target, "early_exit", monkeypatch, LENGTHS[:1], compile=True, **settings)
+    assert [text for text, _, _ in found] == [text for text, _, _ in expected], "greedy texts are verified"
+    assert found != expected
+
+
+@pytest.mark.parametrize("kind", ["independent", "conditioned"])
+def test_nothing_is_compiled_again(kind: str) -> None:
+    """After one text of each size, whatever the lengths, the numbers of rejected candidates and the sampling."""
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assistant_of(kind, target, rule="threshold", threshold=0.8, compile=True)
+    for length in (5, 260):
+        generate(target, assistant, length)
+    before = counters["stats"]["unique_graphs"]
+    assert 2 <= before <= 4  # one token and several, in a cache of 256 and in any other
+    for length in (1, 2, 17, 100, 249, 300, 600):
+        generate(target, assistant, length)
+        generate(target, assistant, length, do_sample=True, temperature=1.3)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_one_draft_for_two_targets() -> None:
+    first, second = tiny("llama"), tiny("llama", seed=3)
+    assistant = assistant_for(first, attached=False, mix=0.9, rule="fixed", num_tokens=3, compile=True)
+    for target in (first, second, first):
+        assert generate(target, assistant, 9).tolist() == generate(target, None, 9).tolist()
+    graphs = counters["stats"]["unique_graphs"]
+    assistant.attach(second)
+    assert generate(second, assistant, 9).tolist() == generate(second, None, 9).tolist()
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_many_assistants_are_all_compiled() -> None:
+    """torch.compile counts how often a function was compiled, and gives up after eight times."""
+    target = tiny("llama")
+    for seed in range(10):
+        assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, compile=True)
+        generate(target, assistant, 5 + seed, max_new_tokens=6)
+        assert assistant.ready_drafter().steps.works
+
+
+def test_caches_are_used_again() -> None:
+    target = tiny("llama")
+    assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, compile=True)
+    drafter = assistant.setup().drafter
+    sessions = [CompiledSession(drafter, 48, drafter.steps) for _ in range(2)]
+    for session in sessions:
+        session.begin_round(prompt(5), 0)
+        with torch.inference_mode():
+            session.step([])
+    first, second = (session.cache for session in sessions)
+    assert first is not None
+    assert first is not second
+    with torch.inference_mode():
+        first.layers[0].keys.fill_(float("nan"))  # an overflow, which a hidden row would hand on
+    del sessions[0]
+    third = CompiledSession(drafter, 48, drafter.steps)
+    third.begin_round(prompt(5), 0)
+    with torch.inference_mode():
+        logits, _ = third.step([])
+    assert third.cache is first
+    assert logits.isfinite().all()
+
+
+def test_up_to_the_last_position() -> None:
+    """Dummies have no positions beyond the table; there the draft reads what it must, and no more."""
+    target = tiny("gpt2", n_positions=64)
+    assistant = assistant_of("independent", target, rule="fixed", num_tokens=5, compile=True)
+    options = {"max_new_tokens": 55}
+    assert generate(target, assistant, 9, **options).tolist() == generate(target, None, 9, **options).tolist()
+    assert assistant.stats.accepted > 0
+
+
+def test_what_cannot_be_compiled_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: Any, **_: Any) -> Any:
+        def call(*_: Any) -> Any:
+            raise torch._dynamo.exc.Unsupported("no C++ compiler\nand more", case_name="test")
+
+        return call
+
+    told: list[str] = []
+    monkeypatch.setattr(compiled.logger, "warning", told.append)
+    monkeypatch.setattr(compiled.torch, "compile", fails)
+    target = tiny("llama")
+    assistant = assistant_of("independent", target, rule="fixed", num_tokens=3, compile=True)
+    for _ in range(2):
+        assert generate(target, assistant, 9).tolist() == generate(target, None, 9).tolist()
+    assert len(told) == 1
+    assert "cannot be compiled here (Unsupported: no C++ compiler)" in told[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_generated_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    target = quiet_later_layers(tiny("llama"))
+    settings = {"rule": "fixed", "num_tokens": 4}
+    expected = outcomes(target, kind, monkeypatch, compile=False, **settings)
+    assert outcomes(target, kind, monkeypatch, compile=True, **settings) == expected
