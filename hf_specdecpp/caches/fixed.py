@@ -20,6 +20,9 @@ class FixedLayer(StaticLayer):
     All layers of a cache share one count of the tokens that they hold, which the pass as a whole advances.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write after the tokens that are held; all rows, those that hold nothing yet included."""
         if not self.is_initialized:
@@ -46,7 +49,7 @@ class FixedCache(Cache):
     """
 
     def __init__(self, num_layers: int, room: int, device: torch.device) -> None:
-        layers = [FixedLayer(room) for _ in range(num_layers)]
+        layers: list[Any] = [FixedLayer(room) for _ in range(num_layers)]
         self.length = layers[0].cumulative_length.to(device)
         for layer in layers:
             layer.cumulative_length = self.length
@@ -68,7 +71,8 @@ class FixedCache(Cache):
         """Hold what a smaller cache holds."""
         self.length.copy_(smaller.length)
         layers: list[Any] = self.layers
-        for ours, theirs in zip(layers, smaller.layers, strict=True):
+        held: list[Any] = smaller.layers
+        for ours, theirs in zip(layers, held, strict=True):
             if theirs.is_initialized:
                 if not ours.is_initialized:
                     ours.lazy_initialization(theirs.keys, theirs.values)

@@ -106,7 +106,9 @@ class CompiledSteps:
         if width > count:
             tokens = F.pad(tokens, (0, width - count))
             states = None if states is None else F.pad(states, (0, 0, 0, width - count))
-        return self._call(self._compiled[width], drafter, cache, tokens, states, self._last[count - 1 : count], vocab_size)
+        return self._call(
+            self._compiled[width], drafter, cache, tokens, states, self._last[count - 1 : count], vocab_size
+        )
 
     def _call(self, compiled: Read, drafter: Drafter, *arguments: Any) -> tuple[Tensor, Tensor]:
         on_gpu = self.device.type == "cuda"
@@ -165,12 +167,12 @@ class CompiledSession(Reading):
 
     def _with_room(self, num_tokens: int) -> FixedCache:
         smaller = self.cache
-        if smaller is None or smaller.room < num_tokens:
-            self.cache = self.steps.lease(num_tokens, self)
-            if smaller is not None:
-                self.cache.copy_from(smaller)
-        assert self.cache is not None
-        return self.cache
+        if smaller is not None and smaller.room >= num_tokens:
+            return smaller
+        cache = self.cache = self.steps.lease(num_tokens, self)
+        if smaller is not None:
+            cache.copy_from(smaller)
+        return cache
 
 
 def compile_steps(drafter: Drafter, wanted: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.rollback import no_way_back
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -53,7 +53,7 @@ class Drafter(Reader):
         return not self.owns_model
 
     def hidden_states(
-        self, input_ids: Tensor, cache: DynamicCache | None = None, states: Tensor | None = None, **inputs: Any
+        self, input_ids: Tensor, cache: Cache | None = None, states: Tensor | None = None, **inputs: Any
     ) -> Tensor:
         """As in `Reader`; a conditioned draft also reads `states`, those before each token: see `Fusion.forward`."""
         if states is None:

@@ -74,8 +74,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 "over. Attach the assistant: assistant.attach(model)."
             )
         width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
-        if setup.speculation.compile and (setup.rows > 1 or (setup.speculation.tree is not None and target is not None)):
-            logger.warning_once("compile=True: chains of one sequence only; trees and batches are drafted uncompiled.")
         self.setup = setup
         self.vocab_size = width or 0
         self.session: Reading
@@ -98,6 +96,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 self.trees = self._tree_drafting(target, generation_config)
             else:
                 self.rule = rule_of(setup, target, generation_config)
+        if setup.speculation.compile and (setup.rows > 1 or self.trees is not None):
+            logger.warning_once("compile=True: chains of one sequence only; trees and batches are drafted uncompiled.")
         self._attention_mask = attention_mask
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0

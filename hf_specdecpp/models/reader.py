@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, longest_text
 
@@ -65,7 +65,7 @@ class Reader(nn.Module):
         weight = self.model.get_input_embeddings().weight
         return weight[self._known(token)]
 
-    def hidden_states(self, input_ids: Tensor, cache: DynamicCache | None = None, **inputs: Any) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
 
         With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward,
@@ -73,11 +73,11 @@ class Reader(nn.Module):
         """
         return self._decode(cache, input_ids=self._known(input_ids), **inputs)
 
-    def hidden_states_of(self, embeddings: Tensor, cache: DynamicCache | None = None, **inputs: Any) -> Tensor:
+    def hidden_states_of(self, embeddings: Tensor, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """The same for input embeddings `[batch, n, embedding_size]` in the place of tokens."""
         return self._decode(cache, inputs_embeds=embeddings, **inputs)
 
-    def _decode(self, cache: DynamicCache | None, **inputs: Any) -> Tensor:
+    def _decode(self, cache: Cache | None, **inputs: Any) -> Tensor:
         decoder = inner_decoder(self.model)
         output = decoder(past_key_values=cache, use_cache=cache is not None, **inputs)
         return output.last_hidden_state

@@ -80,12 +80,10 @@ def outcomes(
 @pytest.mark.parametrize("rule", ["fixed", "threshold"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_candidates_as_uncompiled(
-    family: str, kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_candidates_as_uncompiled(family: str, kind: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts from 3 tokens to almost a cache's room, which the texts outgrow; some, all or no candidates accepted."""
     target = quiet_later_layers(tiny(family))
-    settings = {"rule": rule, "num_tokens": 4, "threshold": 0.9}
+    settings: dict[str, Any] = {"rule": rule, "num_tokens": 4, "threshold": 0.9}
     plain = [generate(target, None, length).tolist() for length in LENGTHS]
     ours = outcomes(target, kind, monkeypatch, compile=True, **settings)
     assert [text for text, _, _ in ours] == plain
@@ -154,7 +152,8 @@ def test_caches_are_used_again() -> None:
     assert first is not None
     assert first is not second
     with torch.inference_mode():
-        first.layers[0].keys.fill_(float("nan"))  # an overflow, which a hidden row would hand on
+        layer: Any = first.layers[0]
+        layer.keys.fill_(float("nan"))  # an overflow, which a hidden row would hand on
     del sessions[0]
     third = CompiledSession(drafter, 48, drafter.steps)
     third.begin_round(prompt(5), 0)
@@ -197,6 +196,6 @@ def test_what_cannot_be_compiled_is_said_once(monkeypatch: pytest.MonkeyPatch) -
 def test_with_generated_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     target = quiet_later_layers(tiny("llama"))
-    settings = {"rule": "fixed", "num_tokens": 4}
+    settings: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
     expected = outcomes(target, kind, monkeypatch, compile=False, **settings)
     assert outcomes(target, kind, monkeypatch, compile=True, **settings) == expected
