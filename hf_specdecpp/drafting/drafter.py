@@ -12,6 +12,7 @@ from hf_specdecpp.caches.rollback import no_way_back
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.conditioning import Fusion
+from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
 from hf_specdecpp.models.reader import Reader
 
 
@@ -67,7 +68,7 @@ class Drafter(Reader):
         """Ids that are not in `draft_vocab` get -inf."""
         if self.small_head is None:
             return super()._own_logits(hidden)
-        shape = (*hidden.shape[:-1], self._head().weight.shape[0])
+        shape = (*hidden.shape[:-1], sizes_of(self._head())[1])
         logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
         logits[..., self.draft_vocab] = self.vocab_logits(hidden)
         return logits
@@ -89,7 +90,7 @@ def check_can_draft(model: CausalLM) -> None:
 def _check_draft_vocab(token_ids: Tensor | None, model: CausalLM) -> Tensor | None:
     if token_ids is None:
         return None
-    rows = model.get_output_embeddings().weight.shape[0]
+    _, rows = sizes_of(model.get_output_embeddings())
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).flatten()
     if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= rows or ids.unique().numel() != ids.numel():
         span = f"{int(ids.min())} to {int(ids.max())}" if ids.numel() else "none"
@@ -103,11 +104,12 @@ def _check_draft_vocab(token_ids: Tensor | None, model: CausalLM) -> Tensor | No
 def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
     """The rows of an LM head that belong to `token_ids`."""
     with torch.no_grad():
-        weight = head.weight[token_ids]
-        small = nn.Linear(weight.shape[1], weight.shape[0], bias=head.bias is not None, device="meta")
+        weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
+        bias = getattr(head, "bias", None)  # an adapter beside a quantised head has none of its own
+        small = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         small.weight = nn.Parameter(weight, requires_grad=False)
-        if head.bias is not None:
-            small.bias = nn.Parameter(head.bias[token_ids], requires_grad=False)
+        if bias is not None:
+            small.bias = nn.Parameter(bias[token_ids], requires_grad=False)
     return small
 
 

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_specdecpp.files import load_tensors, read_json
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import copy_sharing
+from hf_specdecpp.models.quantised import is_quantised
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -36,7 +37,6 @@ FIELDS = {
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
 STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 MOST_CONFIG_BYTES = 2**18
-ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -78,6 +78,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base_layer: nn.Module, a: Tensor, b: Tensor) -> None:
         super().__init__()
         self.base_layer, self.lora_A, self.lora_B = base_layer, _linear(a), _linear(b)
+        self.in_features, self.out_features = a.shape[1], b.shape[0]
 
     @property
     def weight(self) -> Any:
@@ -109,7 +110,13 @@ def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
     for name, lora in adapter.loras.items():
         module = adapted.get_submodule(name)
         weight = module.weight
-        if type(weight) is not nn.Parameter or weight.dtype not in ORDINARY:
+        if is_quantised(module):
+            if isinstance(module, nn.Embedding):
+                raise ValueError(
+                    f"The adapter in {folder} changes {name}, which is quantised ({type(weight).__name__}), so it can "
+                    "be neither merged nor computed beside it. Leave the embeddings out of the adapter, or out of the "
+                    "quantisation."
+                )
             adapted.set_submodule(name, LoraLinear(module, *lora.to(weight.device, model.dtype)))
         elif merge or isinstance(module, nn.Embedding) or module is head:
             module.weight = _merged(module, lora)
@@ -214,8 +221,8 @@ def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
     if odd:
         raise ValueError(
             f"The adapter in {folder} does not fit {kind}: {len(odd)} modules or tensors have no counterpart, for "
-            f"example {odd[0]}. It was trained for another draft; see base_model_name_or_path and the layers in its "
-            "config."
+            f"example {odd[0]}. It was trained for another draft, or for one that is not quantised there; see "
+            "base_model_name_or_path and the layers in its config."
         )
     for name, lora in adapter.loras.items():
         theirs = [lora.a.shape[1], lora.b.shape[0]]
@@ -258,4 +265,5 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.to(ours.dtype))
+    ordinary = type(ours) in (Tensor, nn.Parameter)  # quantised numbers are not those that the adapter was trained on
+    return ordinary and ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.to(ours.dtype))

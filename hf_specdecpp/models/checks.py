@@ -12,6 +12,7 @@ from transformers.cache_utils import (
 )
 
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
+from hf_specdecpp.models.quantised import shares_scales
 
 WITHOUT = "Generate without assistant_model="
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -55,7 +56,7 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
     width = config.get_text_config().vocab_size
     if (predicted := getattr(target.get_output_embeddings(), "out_features", width)) < width:
         return f"predicts {predicted} of its {width} tokens, so candidates cannot be compared with it"
-    return None
+    return shares_scales(target)
 
 
 def keeps_recurrent_state(model: CausalLM) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
+from hf_specdecpp.models.quantised import sizes_of
 
 
 class Fusion(nn.Module):
@@ -56,8 +57,8 @@ class Fusion(nn.Module):
     @classmethod
     def untrained(cls, target: CausalLM, reads: Sequence[int], rank: int | None = None) -> Fusion:
         """One of a target's sizes."""
-        hidden, embeddings = (get().weight for get in (target.get_output_embeddings, target.get_input_embeddings))
-        return cls(hidden.shape[1], embeddings.shape[1], list(reads), rank)
+        hidden_size, _ = sizes_of(target.get_output_embeddings())
+        return cls(hidden_size, target.get_input_embeddings().weight.shape[1], list(reads), rank)
 
     @property
     def width(self) -> int:

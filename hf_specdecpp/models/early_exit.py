@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.quantised import states_of
 
 # By which attention knows the layer of the cache that it writes to (GPT-Neo has the latter).
 LAYER_NUMBERS = ("layer_idx", "layer_id")
@@ -82,7 +83,8 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 def copy_sharing(module: Any) -> Any:
     """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's."""
-    shared: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    kept = (*module.parameters(), *module.buffers(), *states_of(module))
+    shared: dict[int, object] = {id(each): each for each in kept}
     return copy.deepcopy(module, shared)
 
 

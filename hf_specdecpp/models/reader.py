@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, longest_text
+from hf_specdecpp.models.quantised import sizes_of
 
 
 class Reader(nn.Module):
@@ -49,7 +50,7 @@ class Reader(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        return self._head().weight.shape[1]
+        return sizes_of(self._head())[0]
 
     @property
     def embedding_size(self) -> int:
@@ -63,7 +64,7 @@ class Reader(nn.Module):
     def embed(self, token: Tensor) -> Tensor:
         """Input embeddings `[..., embedding_size]` of token ids `[...]`; unknown ids count as 0."""
         weight = self.model.get_input_embeddings().weight
-        return weight[self._known(token)]
+        return nn.functional.embedding(self._known(token), weight)
 
     def hidden_states(self, input_ids: Tensor, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
@@ -102,7 +103,8 @@ class Reader(nn.Module):
 
     def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
         """The model's own route from hidden state to logits: the head, then what some families do to its output."""
-        logits = head(hidden)
+        one = hidden.dim() == 1 and type(head) is not nn.Linear  # bitsandbytes' layers take matrices only
+        logits = head(hidden[None])[0] if one else head(hidden)
         config = self.text_config
         if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale
