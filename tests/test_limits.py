@@ -12,6 +12,7 @@ import torch
 from support.families import informed_draft, model_of
 from support.models import prompt, tiny
 from support.multimodal import multimodal
+from support.quantised import with_bitsandbytes, with_torch_ao, with_torchao
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
@@ -49,6 +50,11 @@ TARGETS: dict[str, Callable[[], Built]] = {
     "Llama 4": text(lambda: model_of("llama4")),
     "Gemma 3n": text(lambda: model_of("gemma3n")),
     "Bloom": text(lambda: tiny_of("bloom")),
+    "torchao int8": text(with_torchao),
+    "bitsandbytes 4 bits": text(lambda: with_bitsandbytes(4)),
+    "torchao dynamic": text(lambda: with_torchao("Int8DynamicActivationInt8WeightConfig")),
+    "bitsandbytes int8": text(lambda: with_bitsandbytes(8)),
+    "PyTorch dynamic": text(with_torch_ao),
     "LFM2": text(lambda: model_of("lfm2")),
     "Qwen3.5": text(lambda: tiny_of("qwen3_5_text")),
     "Qwen3-Next": text(lambda: tiny_of("qwen3_next")),

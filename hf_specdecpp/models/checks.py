@@ -12,7 +12,7 @@ from transformers.cache_utils import (
 )
 
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
-from hf_specdecpp.models.quantised import shares_scales
+from hf_specdecpp.models.quantised import quantised_activations
 
 WITHOUT = "Generate without assistant_model="
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -56,7 +56,13 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
     width = config.get_text_config().vocab_size
     if (predicted := getattr(target.get_output_embeddings(), "out_features", width)) < width:
         return f"predicts {predicted} of its {width} tokens, so candidates cannot be compared with it"
-    return shares_scales(target)
+    if (layers := quantised_activations(target)) is not None:
+        return (
+            f"quantizes activations ({layers}), so a rounding difference between a pass over several candidates and "
+            "passes over each grows to whole steps of the quantization, and the text would be another one. Quantize "
+            "weights only: torchao's Int8WeightOnlyConfig, or bitsandbytes' load_in_4bit"
+        )
+    return None
 
 
 def keeps_recurrent_state(model: CausalLM) -> bool:

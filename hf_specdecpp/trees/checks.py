@@ -13,6 +13,7 @@ from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, takes_positions
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.quantised import multiplies_in_half
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import relations
 
@@ -53,7 +54,8 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
         error = tree_error(target)
     except Exception as failure:  # whatever goes wrong in a foreign forward, trees are refused
         raise ValueError(f"{subject} fails on a token tree ({failure}). {CHAIN}.") from failure
-    tolerance = TREE_TOLERANCE.get(target.dtype, HALF_TREE_TOLERANCE)
+    exact = None if multiplies_in_half(target) else TREE_TOLERANCE.get(target.dtype)
+    tolerance = exact or HALF_TREE_TOLERANCE
     if not error <= tolerance:
         raise ValueError(
             f"{subject} reads a token tree differently from each of its paths: its logits are off by {error:.2g} of "
