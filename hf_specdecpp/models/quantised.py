@@ -63,8 +63,8 @@ def quantised_activations(model: nn.Module) -> str | None:
     """Which layers of a model quantise what they multiply their weights by, if some do.
 
     Even where each token has a scale of its own, a last digit that attention rounds otherwise in a pass of another size
-    now and then moves a number by a whole step of the quantisation, and later layers make more of it. On SmolLM2-135M
-    in int8 the logits of a pass over five tokens are off by half their spread; with int8 weights alone by 5e-6 of it.
+    now and then moves a number by a whole step of the quantisation, and later layers make more of it: half the spread
+    of the logits (docs/using.md).
     """
     for layer in model.modules():
         name = type(layer).__name__

@@ -5,6 +5,7 @@ torchao is among the development tools. bitsandbytes is not, as it is large; `pi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support.models import partly_agreeing, prompt, random_fusion
 from support.quantised import SHAPE, ordinary, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models import early_exit as early_exit_module
@@ -22,6 +24,13 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.quantised import multiplies_in_half
 
+logger = logging.getLogger(__name__)
+SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2"
+ANSWER = (
+    "The capital of France is Paris. It is famous for the Eiffel Tower, its museums, its cuisine, and its long "
+    "history: 'La Ville Lumière' was among the first cities with street lights, and 2.1 million people live there "
+    "today, on 105 square kilometres. def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)"
+)
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
 SETTINGS = {
     "chain": CHAIN,
@@ -265,6 +274,56 @@ def test_quantised_activations_are_refused(name: str) -> None:
         with pytest.raises(ValueError, match=r"quantizes activations .* Quantize weights only"):
             make()
     assert torch.equal(generate(target), plain)
+
+
+def test_products_in_half_precision_are_known() -> None:
+    """Trees are tried on the model, which then rounds more."""
+    assert multiplies_in_half(with_bitsandbytes(4, bnb_4bit_compute_dtype=torch.bfloat16))
+    assert not multiplies_in_half(ordinary())
+
+
+@torch.no_grad()
+def difference(target: CausalLM, ids: Tensor) -> float:
+    """How far the logits of a text that is read in passes over five tokens are from those in passes over one."""
+    logits = []
+    for size in (5, 1):
+        cache = DynamicCache(config=target.config)
+        parts = [target(part, past_key_values=cache).logits for part in ids.split(size, dim=1)]
+        logits.append(torch.cat(parts, dim=1))
+    return float((logits[0] - logits[1]).abs().max() / logits[1].std())
+
+
+def test_why_quantised_activations_are_refused() -> None:
+    """Each token has its own scale here, and layer by layer its own product."""
+    ids = torch.cat((prompt(), prompt(seed=5)), dim=1)
+    assert difference(with_torchao(), ids) < 1e-4
+    target = with_torchao("Int8DynamicActivationInt8WeightConfig")
+    states = torch.randn(5, SHAPE["hidden_size"])
+    rows = torch.cat([target.lm_head(row) for row in states.split(1)])
+    assert torch.equal(target.lm_head(states), rows)
+    assert difference(target, ids) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason=f"{SMOLLM2} is missing: run `make demo` once")
+@pytest.mark.parametrize(
+    ("how", "least", "most"),
+    [("torchao int8", 0, 1e-4), ("torchao dynamic", 0.1, 9), ("bitsandbytes int8", 0.1, 9), ("4 bits", 0, 0.2)],
+)
+def test_how_far_passes_of_smollm2_differ(how: str, least: float, most: float) -> None:
+    if how.startswith("torchao"):
+        torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+        kind = "Int8WeightOnlyConfig" if how == "torchao int8" else "Int8DynamicActivationInt8WeightConfig"
+        config: Any = TorchAoConfig(getattr(torchao, kind)())
+    else:
+        pytest.importorskip("bitsandbytes", exc_type=ImportError)
+        bits: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+        config = BitsAndBytesConfig(**(bits if how == "bitsandbytes int8" else {"load_in_4bit": True}))
+    target: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, quantization_config=config)
+    ids = AutoTokenizer.from_pretrained(SMOLLM2)(ANSWER, return_tensors="pt").input_ids
+    found = difference(target, ids)
+    logger.info(f"{how}: passes over 5 tokens and over 1 differ by {found:.2g} of the logits' spread")
+    assert least <= found <= most
 
 
 def test_a_draft_may_quantise_its_activations() -> None:

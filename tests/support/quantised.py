@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -45,7 +46,9 @@ def with_bitsandbytes(bits: int, dtype: torch.dtype = torch.float32, **arguments
 
 def with_torch_ao() -> CausalLM:
     """PyTorch's own dynamic quantisation, which finds one scale for all activations of a pass."""
-    return torch.ao.quantization.quantize_dynamic(ordinary(), {nn.Linear})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torchao is to follow it
+        return torch.ao.quantization.quantize_dynamic(ordinary(), {nn.Linear})
 
 
 def optional(library: str) -> Any:
