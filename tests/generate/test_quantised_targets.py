@@ -217,7 +217,7 @@ def test_only_layers_that_are_not_quantised_are_packed(monkeypatch: pytest.Monke
 HEADS: dict[str, Callable[[], CausalLM]] = {
     "torchao": with_torchao,
     "torchao, embeddings": lambda: with_torchao(kinds=(nn.Linear, nn.Embedding)),
-    "torchao, groups": lambda: with_torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+    "torchao, groups": lambda: with_torchao("IntxWeightOnlyConfig"),
     "bitsandbytes 4 bits": lambda: with_bitsandbytes(4, llm_int8_skip_modules=["none"]),
 }
 
