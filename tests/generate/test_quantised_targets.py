@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.models import partly_agreeing, prompt, random_fusion
 from support.quantised import SHAPE, ordinary, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
@@ -247,6 +248,17 @@ def test_an_adapter_for_quantised_embeddings_is_refused(module: str, tmp_path: P
     target = with_torchao(kinds=(nn.Linear, nn.Embedding))
     folder = adapter_in(tmp_path, ("q_proj", module))
     with pytest.raises(ValueError, match="or for one that is not quantised there"):
+        SpecDecPPAssistant.from_early_exit(target, 2, folder, speculation=CHAIN)
+
+
+def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> None:
+    """Where the adapter's folder holds no embeddings that could be compared."""
+    folder = adapter_in(tmp_path, ("q_proj", "embed_tokens"))
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "base_layer" not in name}, path)
+    SpecDecPPAssistant.from_early_exit(with_torchao(), 2, folder, speculation=CHAIN)
+    target = with_torchao(kinds=(nn.Linear, nn.Embedding))
+    with pytest.raises(ValueError, match=r"changes model\.embed_tokens, which is quantised \(Int8Tensor\)"):
         SpecDecPPAssistant.from_early_exit(target, 2, folder, speculation=CHAIN)
 
 
