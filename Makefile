@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 FLOOR  := .venv-floor
+QUANTS := .quantised
 BIN    := $(VENV)/bin
 MODELS := .models
 ARGS   ?=
@@ -9,7 +10,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor lint format types docs bench-overhead clean
+.PHONY: help install demo test test-slow test-floor test-quantised lint format types docs bench-overhead clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -32,6 +33,11 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	@$(FLOOR)/bin/python -m pip install --quiet -c constraints-floor.txt -e ".[test]"
 	@touch $@
 
+$(QUANTS)/.installed: $(VENV)/.installed
+	@echo "Installing into $(QUANTS): torchao and bitsandbytes"
+	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(QUANTS) torchao bitsandbytes
+	@touch $@
+
 demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
@@ -44,6 +50,9 @@ test-slow: install  ## Run every test, the slow ones too
 
 test-floor: $(FLOOR)/.installed  ## Run the fast tests with the oldest supported transformers
 	@$(PYTEST) $(FLOOR)/bin/pytest -n 2 $(ARGS)
+
+test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, with torchao and bitsandbytes
+	@$(PYTEST) PYTHONPATH=$(QUANTS) $(BIN)/pytest tests/generate/test_quantised_targets.py tests/test_limits.py $(ARGS)
 
 lint: install  ## Check style and format
 	@$(BIN)/ruff check

@@ -1,6 +1,7 @@
 """Targets with quantised weights: the text of plain generation, nothing copied, and what cannot work is refused.
 
-torchao is among the development tools. bitsandbytes is not, as it is large; `pip install bitsandbytes` runs its tests.
+`make test-quantised` installs torchao and bitsandbytes in a folder of their own: wherever torchao is installed, every
+import of transformers loads it, too, with several lines of warnings.
 """
 
 from __future__ import annotations
