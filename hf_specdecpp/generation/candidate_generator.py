@@ -19,8 +19,7 @@ from hf_specdecpp.drafting.compiled import chain_session
 from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation.rules import rule_of
-from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.setup import DraftSetup, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids

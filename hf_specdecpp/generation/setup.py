@@ -1,16 +1,25 @@
-"""What an assistant brings to one generation."""
+"""What an assistant brings to one generation, and the stopping rule that its settings name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from transformers import GenerationConfig
+from transformers.utils import logging
+
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
+from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, settings_of
 from hf_specdecpp.throughput.memory import Memory
+
+logger = logging.get_logger("hf_specdecpp")
 
 
 @dataclass(frozen=True)
@@ -51,3 +60,54 @@ class DraftSetup:
             return FasterProducts()
         models = [] if self.drafter.steps is not None else [self.drafter.model, self.drafter]
         return FasterProducts(*([] if target is None else [target]), *models, packed=self.packed if packs else None)
+
+
+def make_rule(
+    config: SpeculationConfig,
+    estimator: Estimator,
+    plan: ThroughputState | None = None,
+    rates: AcceptanceRates | None = None,
+) -> StoppingRule:
+    """The stopping rule that `config` names, fresh for one generation.
+
+    Args:
+        plan: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
+        rates: what calibrates the estimates of `rule="threshold"`, and learns from its rounds; by default nothing does.
+
+    Raises:
+        ValueError: from `config.validate()`.
+    """
+    config.validate()
+    if config.rule == "throughput":
+        return Throughput(estimator, plan or ThroughputState(*settings_of(config, estimator)))
+    if config.rule == "fixed":
+        return FixedLength(config.num_tokens)
+    if config.rule == "threshold":
+        return Threshold(config, estimator, rates)
+    return {"confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL}[config.rule](config)
+
+
+def rule_of(setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig) -> StoppingRule:
+    """The rule for the chains of one generation; `target` is `None` in transformers' own loop.
+
+    Raises:
+        ValueError: `rule="throughput"` does not know what a round costs and has no target to measure.
+    """
+    config, estimator = setup.speculation, setup.head or DraftProbability()
+    if config.tree is not None:
+        logger.warning_once(
+            f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
+            "Attach it to the target for trees: assistant.attach(model)."
+        )
+    if config.rule == "threshold" and setup.head is None and not config.adapt:
+        logger.warning_once(
+            "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
+            "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
+        )
+    if config.rule == "throughput":
+        plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config, setup.rows)
+        return BatchThroughput(estimator, plan) if setup.rows > 1 else make_rule(config, estimator, plan)
+    if not (config.adapt and config.rule == "threshold"):
+        return make_rule(config, estimator)
+    learned = setup.memory.recall(setup.drafter if target is None else target, estimator, generation_config)
+    return make_rule(config, estimator, rates=learned.rates)

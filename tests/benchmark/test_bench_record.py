@@ -18,7 +18,7 @@ from hf_specdecpp.benchmark.replay.record import Candidates, Record, Text
 from hf_specdecpp.drafting.chain import Chain, draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.features import scalar_features
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 
 LENGTH, MOST = 4, 2  # tokens of a text, candidates of a round

@@ -21,7 +21,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.head import Calibration
 from hf_specdecpp.generation import candidate_generator, decoding
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.texts.sampling import Sampling
 

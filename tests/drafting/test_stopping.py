@@ -16,7 +16,7 @@ from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 
 VOCAB = 3
 

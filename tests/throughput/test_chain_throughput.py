@@ -18,7 +18,7 @@ from support.toy_rounds import Models, ToyRound
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, pays_to_go_on
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftStep
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.calibration import stage as calibration

@@ -19,7 +19,7 @@ from hf_specdecpp.benchmark.replay.sweep import read_costs, sweep
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.files import read_json, save_text
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.prompts import sample_prompts

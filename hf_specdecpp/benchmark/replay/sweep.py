@@ -16,7 +16,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.intervals import ratio_of_sums
 from hf_specdecpp.throughput.chains import ThroughputState, settings_of
 

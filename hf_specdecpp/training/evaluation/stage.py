@@ -19,7 +19,7 @@ from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc
 from hf_specdecpp.files import save_text
-from hf_specdecpp.generation.rules import make_rule
+from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.intervals import ratio_of_sums
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import device_name
