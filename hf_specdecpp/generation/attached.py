@@ -18,11 +18,12 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.refusals import check_batch, check_inputs, check_mode
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.sampling.processors import for_row
+from hf_specdecpp.sampling.processors import Processing, for_row
 
 
 class Assistant(Protocol):
@@ -146,7 +147,10 @@ class AttachedMixin:
         check_inputs(input_ids, model_kwargs)
         assistant: Assistant = assistant_model
         mask = model_kwargs.get("attention_mask")
-        if (count := input_ids.shape[0]) > 1:
+        count = input_ids.shape[0]
+        if is_spread(self):
+            check_ranks(self, assistant.speculation, Processing(logits_processor), count)
+        if count > 1:
             has_trees = assistant.speculation.tree is not None
             check_batch(self, model_kwargs, generation_config, logits_processor, stopping_criteria, streamer, has_trees)
             masks = [None] * count if mask is None else mask.split(1)
@@ -161,7 +165,8 @@ class AttachedMixin:
             finally:
                 assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
         generator = assistant.start_generation(self, generation_config, logits_processor, mask)
-        decoding = AssistedDecoding(self, generator, stopping_criteria, generation_config, streamer, model_kwargs)
+        kind = RankDecoding if is_spread(self) else AssistedDecoding
+        decoding = kind(self, generator, stopping_criteria, generation_config, streamer, model_kwargs)
         return decoding.run(input_ids)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

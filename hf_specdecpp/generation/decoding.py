@@ -126,13 +126,17 @@ class AssistedDecoding:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
         most = 0 if self.prefix.pending >= MOST_PENDING else None
-        chain = self.generator.draft(input_ids, max_tokens=most, states=self.states)
+        chain = self._draft(input_ids, most)
         begin = time.perf_counter()
         outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device)), return_dict=True)
         self.stats.target_seconds += time.perf_counter() - begin
         if self.prefix.mark is not None:
             self.stats.state_bytes = self.prefix.mark.num_bytes
         return self._select(input_ids, chain, outputs)
+
+    def _draft(self, input_ids: Tensor, most: int | None) -> Chain:
+        """The candidates of a round, at most `most`."""
+        return self.generator.draft(input_ids, max_tokens=most, states=self.states)
 
     def _select(self, input_ids: Tensor, chain: Chain, outputs: Any) -> tuple[Tensor, bool]:
         """Verify the candidates, emit what stands, leave every cache at the emitted text."""
@@ -143,17 +147,25 @@ class AssistedDecoding:
         raw = logits.clone() if self.records.keeps_logits else logits
         scores = self.generator.processing.along(input_ids, ids, logits)
         begin = time.perf_counter()
-        if self.generator.randomness is None:
-            accepted, token = verify_greedy(chain.tokens, scores)
-        else:
-            q = torch.stack(chain.scores).to(scores.device).softmax(dim=-1) if count else scores[:0]
-            rule = self.generator.setup.speculation.verification
-            accepted, token = verify_sampled(ids, scores.softmax(dim=-1), q, self.generator.randomness, rule)
+        accepted, token = self._verify(chain, ids, scores)
         self._note_wait(begin)
         if count or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, accepted)
         emitted = [*chain.tokens[:accepted], token]
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
+
+    def _verify(self, chain: Chain, ids: Tensor, scores: Tensor) -> tuple[int, int]:
+        """How many candidates stand, and the token after them.
+
+        Args:
+            ids: the k candidates `[k]`, where the scores are.
+            scores: `[k + 1, vocab]`, of the target, processed.
+        """
+        randomness = self.generator.randomness
+        if randomness is None:
+            return verify_greedy(chain.tokens, scores)
+        q = torch.stack(chain.scores).to(scores.device).softmax(dim=-1) if chain.tokens else scores[:0]
+        return verify_sampled(ids, scores.softmax(dim=-1), q, randomness, self.generator.setup.speculation.verification)
 
     def _note_wait(self, begin: float) -> None:
         """Verification reads from the device, which has the target's pass to finish first: that time is the pass's.

@@ -53,6 +53,8 @@ def _no_early_exit(target: CausalLM, config: Any) -> str | None:
         return "shares keys and values between layers, so a subset of its layers is not a model"
     if getattr(config, "hidden_size_per_layer_input", 0):
         return "has embeddings for each of its layers in one table, so a subset of its layers is not a model"
+    if (processes := getattr(target, "tp_size", None) or 1) > 1:
+        return f"is spread over {processes} processes, which would have to draft each token of its layers together"
     if target.device.type == "meta" and getattr(target, "_hf_hook", None) is not None:  # else it only has no weights
         return "is offloaded, so each layer of a draft made of its layers would be loaded for each drafted token"
     return None

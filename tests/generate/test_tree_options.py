@@ -10,7 +10,7 @@ from support.models import NEWER, assistant_for
 from support.tree_generation import ARGUMENTS, PROMPT, TREES, assert_trees_mattered, generate, plain_text, target_of
 from support.watchers import tokenizer
 
-from hf_specdecpp.generation import rules
+from hf_specdecpp.generation import setup
 
 
 @pytest.mark.every(5)
@@ -55,7 +55,7 @@ def test_processors_on_more_families(kind: str, family: str, processors: dict[st
 
 def test_an_unattached_assistant_says_why_it_drafts_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(rules.logger, "warning_once", warnings.append)
+    monkeypatch.setattr(setup.logger, "warning_once", warnings.append)
     target = target_of("llama")
     assistant = assistant_for(target, attached=False, mix=0.9, rule="fixed", **TREES["static"])
     generate(target, assistant)

@@ -1,0 +1,154 @@
+"""A target that is spread over several processes (tensor parallelism): its first rank decides, and the others follow.
+
+All ranks make the target's passes together, so all must feed the same tokens. The draft is small and runs on the first
+rank alone; what it proposed, and what of it stands, is told to the others, twice a round some numbers. They neither
+draft nor draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.chain import Chain
+from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import WITHOUT
+from hf_specdecpp.sampling.processors import Processing
+
+FAILED = -1
+
+
+def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Processing, rows: int) -> None:
+    """Raise `ValueError` for what a target that is spread over processes cannot be given. Before any work."""
+    reason = None
+    if rows > 1:
+        reason = "batches are for targets in one process"
+    elif speculation.tree is not None:
+        reason = "trees are for targets in one process: set tree=None"
+    elif processing.in_order:
+        reason = "a logits processor that must be called in order would be called on one rank only"
+    elif speculation.rule == "throughput" and speculation.costs is None:
+        reason = "ranks cannot measure passes in step: give costs, or use rule='threshold'"
+    if reason is not None:
+        raise ValueError(
+            f"{type(target).__name__} is spread over {target.tp_size} processes (tensor parallelism), and "
+            f"{reason}. {WITHOUT}, if that cannot be changed."
+        )
+
+
+def is_spread(target: CausalLM) -> bool:
+    """Whether several processes make a target's passes together."""
+    return (getattr(target, "tp_size", None) or 1) > 1
+
+
+class Ranks:
+    """The processes of a target.
+
+    Args:
+        target: in each of them.
+        most (numbers): in a message, the same in all of them.
+    """
+
+    def __init__(self, target: CausalLM, most: int) -> None:
+        mesh: Any = next(each.device_mesh for each in target.parameters() if isinstance(each, DTensor))
+        self.group = (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
+        self.is_first = dist.get_rank(self.group) == 0
+        self.device, self.size = target.device, most + 1
+
+    def tell(self, numbers: list[int]) -> None:
+        """To all other ranks, which have to `listen`."""
+        padding = [0] * (self.size - 1 - len(numbers))
+        self._broadcast(torch.tensor([len(numbers), *numbers, *padding], device=self.device))
+
+    def tell_failure(self) -> None:
+        """Instead of what the others are waiting for."""
+        self._broadcast(torch.full((self.size,), FAILED, device=self.device))
+
+    def listen(self) -> list[int]:
+        """What the first rank tells.
+
+        Raises:
+            RuntimeError: that it has failed, or is gone.
+        """
+        count, *numbers = self._broadcast(torch.empty(self.size, dtype=torch.long, device=self.device)).tolist()
+        if count == FAILED:
+            raise RuntimeError("The first rank of the target has failed, so this one cannot go on; see its error.")
+        return numbers[:count]
+
+    def share(self, state: Tensor) -> Tensor:
+        """The first rank's tensor, of the same size on all."""
+        return self._broadcast(state.to(self.device)).to(state.device)
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
+
+class RankDecoding(AssistedDecoding):
+    """One `generate()` call on one of the ranks; the arguments are those of `AssistedDecoding`.
+
+    Example: the first rank drafts 7 8 9 and tells them. All verify the text with 7 8 9. The first finds that 7 and 8
+    stand and that 5 follows, and tells that the text goes on with these three tokens. All take 9 out of the cache.
+    """
+
+    def __init__(self, target: CausalLM, generator: Any, *arguments: Any) -> None:
+        super().__init__(target, generator, *arguments)
+        self.ranks = Ranks(target, most=generator.setup.speculation.most_tokens + 3)
+        self._told: tuple[int, bool] = (0, False)
+
+    def run(self, input_ids: Tensor) -> Any:
+        result = super().run(input_ids)
+        if self.generator.randomness is not None:
+            # Plain sampling, of which each rank draws the same by itself, goes on from one state.
+            torch.set_rng_state(self.ranks.share(torch.get_rng_state()))
+            if self.device.type == "cuda":
+                state = self.ranks.share(torch.cuda.get_rng_state(self.device))
+                torch.cuda.set_rng_state(state.cpu(), self.device)
+        return result
+
+    @contextmanager
+    def _telling_of_failure(self) -> Iterator[None]:
+        """What the first rank does alone, while the others wait for what comes of it."""
+        try:
+            yield
+        except Exception:
+            self.ranks.tell_failure()
+            raise
+
+    def _draft(self, input_ids: Tensor, most: int | None) -> Chain:
+        if self.ranks.is_first:
+            with self._telling_of_failure():
+                chain = super()._draft(input_ids, most)
+            self.ranks.tell(chain.tokens)
+            return chain
+        chain = Chain(self.ranks.listen(), [])
+        self.generator.note(chain, seconds=0.0)
+        return chain
+
+    def _verify(self, chain: Chain, ids: Tensor, scores: Tensor) -> tuple[int, int]:
+        if self.ranks.is_first:
+            with self._telling_of_failure():
+                return super()._verify(chain, ids, scores)
+        finished, kept, *emitted = self.ranks.listen()
+        self._told = kept, bool(finished)
+        return len(emitted) - 1, emitted[-1]
+
+    def _first_stop(
+        self, input_ids: Tensor, before: int, emitted: list[int], scores: Tensor, raw: Tensor
+    ) -> tuple[int, bool]:
+        if self.ranks.is_first:
+            with self._telling_of_failure():
+                kept, finished = super()._first_stop(input_ids, before, emitted, scores, raw)
+            self.ranks.tell([int(finished), kept, *emitted])
+            return kept, finished
+        kept, finished = self._told
+        self.records.add_scores(scores, raw, kept)
+        return kept, finished
