@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from hf_specdecpp.caches.static import hold
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
 
@@ -33,6 +34,9 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
 
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
     """
+    if isinstance(cache, StaticCache):
+        hold(cache, num_tokens)
+        return
     layers: list[Any] = cache.layers
     surplus = [_surplus(layer, num_tokens) for layer in layers]
     if all(_can_crop(layer) for layer, count in zip(layers, surplus, strict=True) if count > 0):
@@ -101,6 +105,8 @@ class Mark:
 
 def undoing(cache: Cache, count: int) -> Callable[[], None]:
     """What takes back the next `count` tokens that `cache` reads."""
+    if isinstance(cache, StaticCache):
+        return partial(hold, cache, int(cache.get_seq_length()))
     return Mark(cache).back if is_recurrent(cache) else partial(cache.crop, -count)
 
 

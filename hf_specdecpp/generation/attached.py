@@ -20,6 +20,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.refusals import check_batch, check_inputs, check_mode
+from hf_specdecpp.generation.static import as_static, forward_of, prepare_static
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -146,6 +147,7 @@ class AttachedMixin:
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
         check_inputs(input_ids, model_kwargs)
         assistant: Assistant = assistant_model
+        prepare_static(self, input_ids, model_kwargs, generation_config, assistant.speculation.tree is not None)
         mask = model_kwargs.get("attention_mask")
         count = input_ids.shape[0]
         if is_spread(self):
@@ -164,9 +166,12 @@ class AttachedMixin:
                 )
             finally:
                 assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
-        generator = assistant.start_generation(self, generation_config, logits_processor, mask)
+        # First, since the layers of a compiled target keep their own products.
+        forward = forward_of(self, model_kwargs, generation_config)
+        known_as = as_static(generation_config, model_kwargs)
+        generator = assistant.start_generation(self, known_as, logits_processor, mask)
         kind = RankDecoding if is_spread(self) else AssistedDecoding
-        decoding = kind(self, generator, stopping_criteria, generation_config, streamer, model_kwargs)
+        decoding = kind(self, generator, stopping_criteria, generation_config, streamer, model_kwargs, forward)
         return decoding.run(input_ids)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -88,11 +88,12 @@ class BatchDecoding:
         for row in self.rows:
             row.stats.plain_passes += 1
             row.stats.prompt_seconds = (time.perf_counter() - begin) / len(self.rows)
-        if self.active:
-            self._compare_passes()
-        with self.products:
-            while self.active:
-                self._round()
+        with self.target._optimize_model_for_decode():
+            if self.active:
+                self._compare_passes()
+            with self.products:
+                while self.active:
+                    self._round()
 
     def _round(self) -> None:
         """Draft for every row, one target pass, verify; rows that have ended leave."""

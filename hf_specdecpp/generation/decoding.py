@@ -26,6 +26,7 @@ from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.generation.static import uncompiled
 from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
@@ -42,8 +43,8 @@ MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and 
 
 # How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
 TIMED_PASSES = 3
-# What they took: of each target, by `cpu_products`, `pack_weights` and the number of sequences.
-_pass_seconds: WeakKeyDictionary[CausalLM, dict[tuple[str, bool, int], PassSeconds]] = WeakKeyDictionary()
+# What they took: of each target, by `cpu_products`, `pack_weights`, number of sequences, and whether it is compiled.
+_pass_seconds: WeakKeyDictionary[CausalLM, dict[tuple[str, bool, int, bool], PassSeconds]] = WeakKeyDictionary()
 
 
 class AssistedDecoding:
@@ -54,6 +55,7 @@ class AssistedDecoding:
         generator: drafts the candidates.
         stopping_criteria, generation_config, streamer: as prepared by `generate()`.
         model_kwargs: the forward's other arguments, `past_key_values` among them.
+        forward: the target's, perhaps compiled; by default its own.
     """
 
     def __init__(
@@ -64,8 +66,12 @@ class AssistedDecoding:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
     ) -> None:
+        if generator.setup.drafter.fusion is not None:  # it reads states by hooks, which compiled forwards pass over
+            forward, generation_config = None, uncompiled(generation_config)
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
+        self.forward = forward or target
         self.prefix = Prefix(target, model_kwargs)
         self.caught = TargetStates(target, generator.setup.drafter.fusion)
         self.states: Tensor | None = None  # at the tokens that the last pass verified, for a conditioned draft
@@ -97,8 +103,13 @@ class AssistedDecoding:
         with self.generator.products:
             input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
-        if not finished:
-            self._compare_passes(input_ids)
+        with self.target._optimize_model_for_decode():
+            if not finished:
+                self._compare_passes(input_ids)
+            return self._rounds(input_ids, finished)
+
+    def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:
+        """Rounds until the text ends."""
         with self.generator.products:
             while not finished:
                 begin = time.perf_counter()
@@ -125,10 +136,13 @@ class AssistedDecoding:
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        most = 0 if self.prefix.pending >= MOST_PENDING else None
+        most = 0 if self.prefix.pending >= MOST_PENDING else self.prefix.most_candidates
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
-        outputs = self.target(**self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device)), return_dict=True)
+        outputs = self.forward(**self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device)), return_dict=True)
+        if self.prefix.static is not None:
+            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
+            outputs.logits = outputs.logits[:, : len(chain.tokens) + 1].clone()
         self.stats.target_seconds += time.perf_counter() - begin
         if self.prefix.mark is not None:
             self.stats.state_bytes = self.prefix.mark.num_bytes
@@ -325,7 +339,9 @@ class AssistedDecoding:
 
     def _compare_passes(self, input_ids: Tensor) -> None:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
-        seconds = pass_seconds(self.target, self.generator, lambda: self.prefix.chain_inputs(input_ids, []))
+        seconds = pass_seconds(
+            self.target, self.generator, lambda: self.prefix.chain_inputs(input_ids, []), forward=self.forward
+        )
         self.caught.clear()
         self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
 
@@ -336,29 +352,36 @@ class AssistedDecoding:
 
 
 def pass_seconds(
-    target: CausalLM, generator: SpecDecPPCandidateGenerator, inputs: Callable[[], dict[str, Any]], rows: int = 1
+    target: CausalLM,
+    generator: SpecDecPPCandidateGenerator,
+    inputs: Callable[[], dict[str, Any]],
+    rows: int = 1,
+    forward: Callable[..., Any] | None = None,
 ) -> PassSeconds:
     """What a pass over one token of each of `rows` sequences takes, measured once a target; `inputs` are the pass's."""
+    forward = forward or target
     known, config = _pass_seconds.setdefault(target, {}), generator.setup.speculation
-    kind = config.cpu_products, config.pack_weights, rows
+    kind = config.cpu_products, config.pack_weights, rows, forward is not target
     if kind not in known:
-        known[kind] = time_passes(target, inputs(), generator.products)
+        known[kind] = time_passes(forward, inputs(), generator.products, input_device(target))
     return known[kind]
 
 
-def time_passes(target: CausalLM, inputs: dict[str, Any], products: FasterProducts) -> PassSeconds:
+def time_passes(
+    forward: Callable[..., Any], inputs: dict[str, Any], products: FasterProducts, device: torch.device
+) -> PassSeconds:
     """One target pass over the last token, with its own products and with ours in turns: medians.
 
-    Plain `generate()` makes this very pass, so the text has room for it. Leaves the cache as it was.
+    Plain `generate()` makes this very pass, so the text has room for it. Leaves the cache as it was. A forward may be
+    compiled in the first.
     """
     times: dict[str, list[float]] = {"plain": [], "same": []}
-    device = input_device(target)
     for _ in range(TIMED_PASSES):
         for name, context in (("plain", nullcontext()), ("same", products)):
             undo = undoing(inputs["past_key_values"], 1)
             begin = time.perf_counter()
             with context:
-                target(**inputs, return_dict=True)
+                forward(**inputs, return_dict=True)
             times[name].append(seconds_since(begin, device))
             undo()
     return PassSeconds(median(times["plain"]), median(times["same"]))

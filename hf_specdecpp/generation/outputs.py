@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -80,6 +80,9 @@ class TokenRecords:
             attentions = tuple(layer[:, :, again:] for layer in outputs.attentions)
             if not self.attentions:
                 self.attentions += (attentions,)
+                return
+            if isinstance(outputs.past_key_values, StaticCache):  # of which every pass sees every row
+                self.attentions += tuple(tuple(layer[:, :, i : i + 1] for layer in attentions) for i in path)
                 return
             windows = _windows(outputs.past_key_values.layers, self._text_config, len(attentions))
             for i in range(count):

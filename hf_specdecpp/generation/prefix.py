@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from hf_specdecpp.caches.paths import keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, roll_back
-from hf_specdecpp.models.causal_lm import CausalLM, upload
+from hf_specdecpp.caches.static import StaticRows, width_of
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text, upload
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
@@ -38,18 +40,24 @@ class Prefix:
         self.target, self.model_kwargs = target, model_kwargs
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
-        self.num_settled = self._rows(model_kwargs.get("past_key_values"))
+        self.num_settled = self._rows(self.cache)
+        self.static = StaticRows(self.cache, longest_text(target)) if isinstance(self.cache, StaticCache) else None
         self.pending = 0
         # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
         self.mark = Mark(self.cache) if self.num_settled and is_recurrent(self.cache) else None
 
     @staticmethod
     def _rows(cache: Any) -> int:
-        return 0 if cache is None else cache.get_seq_length()
+        return 0 if cache is None else int(cache.get_seq_length())  # of static caches it is a tensor
 
     @property
     def cache(self) -> Any:
         return self.model_kwargs.get("past_key_values")
+
+    @property
+    def most_candidates(self) -> int | None:
+        """How many candidates the next pass has room for; `None`: any number."""
+        return None if self.static is None else self.static.most_candidates
 
     def check_rows(self, input_ids: Tensor, mask_length: int | None) -> None:
         """Raise `ValueError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
@@ -63,19 +71,23 @@ class Prefix:
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tokens) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
-        what is pending."""
+        what is pending. In a static cache dummies follow them, for a pass of few widths."""
         if not self.pending and is_recurrent(self.cache):
             self.mark = Mark(self.cache)
         count = len(candidates)
         tokens = extend(input_ids, candidates) if count else input_ids
+        dummies = 0 if self.static is None else width_of(count + 1) - count - 1
+        if dummies:
+            tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, dummies)), dim=1)
         inputs = self.target.prepare_inputs_for_generation(
             tokens,
-            next_sequence_length=self.pending + count + 1,
+            next_sequence_length=self.pending + count + 1 + dummies,
             is_first_iteration=False,
-            **extended(self.model_kwargs, count),
+            **extended(self.model_kwargs, count, dummies),
         )
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count + 1
+            # In a static cache all, which has one name for every width: the number would be compiled for, too.
+            inputs["logits_to_keep"] = count + 1 if self.static is None or not count else 0
         return inputs
 
     def tree_inputs(self, input_ids: Tensor, tree: DraftTree, order: list[int]) -> dict[str, Any]:
@@ -100,16 +112,22 @@ class Prefix:
             path: rows of the root and the accepted candidates in the pass, where they were a tree.
         """
         cache = outputs.past_key_values
+        if self.static is not None:
+            self.num_settled = self.static.keep(kept)
+        else:
+            self._settle_rows(cache, kept, num_candidates, path)
+            self.num_settled = cache.get_seq_length()
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
+        )
+
+    def _settle_rows(self, cache: Any, kept: int, num_candidates: int, path: list[int] | None) -> None:
         if self.mark is not None:
             self._settle_marked(self.mark, kept, num_candidates + 1)
         elif path is None:
             cache.crop(kept - 1 - num_candidates)
         else:
             keep_path(cache, cache.get_seq_length() - num_candidates - 1, path[:kept])
-        self.num_settled = cache.get_seq_length()
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
-        )
 
     def _settle_marked(self, mark: Mark, kept: int, fed: int) -> None:
         if kept == fed:
@@ -144,15 +162,22 @@ class Prefix:
 GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
-def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
+def extended(model_kwargs: dict[str, Any], count: int, dummies: int = 0) -> dict[str, Any]:
+    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text.
+
+    Dummies after them stand where the last token stands, so that they need no position that the text does not.
+
+    Example: a token at position 7 is followed by two candidates and one dummy: positions 8, 9 and 9.
+    """
+    count += dummies
     if count == 0:
         return model_kwargs
     longer = dict(model_kwargs)
     if (mask := model_kwargs.get("attention_mask")) is not None:
         longer["attention_mask"] = torch.cat((mask, mask.new_ones((len(mask), count))), dim=-1)
     if (positions := model_kwargs.get("position_ids")) is not None:
-        further = positions[..., -1:] + torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
+        steps = torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
+        further = positions[..., -1:] + (steps.clamp(max=count - dummies) if dummies else steps)
         longer["position_ids"] = torch.cat((positions, further), dim=-1)
     if (types := model_kwargs.get("token_type_ids")) is not None:
         longer["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)

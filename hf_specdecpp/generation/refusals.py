@@ -35,10 +35,10 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             "use_cache=False, given to generate() or in the model's own config: verifying candidates needs the "
             "target's key-value cache. Pass use_cache=True to generate()."
         )
-    if config.cache_implementation not in (None, "dynamic", "offloaded"):
+    if config.cache_implementation not in (None, "dynamic", "offloaded", "static"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
-            "Leave it unset, or generate without assistant_model=."
+            'Leave it unset, choose "static", or generate without assistant_model=.'
         )
     check_lossless(config)
     if mode_kwargs.get("synced_gpus"):

@@ -8,7 +8,6 @@ from transformers.cache_utils import (
     Cache,
     EncoderDecoderCache,
     QuantizedCache,
-    StaticCache,
 )
 
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
@@ -83,7 +82,7 @@ def check_cache(cache: object) -> None:
             f"The target keeps no key-value cache of transformers ({type(cache).__name__}), so candidates cannot be "
             f"verified and taken back. {WITHOUT}."
         )
-    if isinstance(cache, StaticCache | QuantizedCache | EncoderDecoderCache):
+    if isinstance(cache, QuantizedCache | EncoderDecoderCache):
         raise ValueError(
             f"{type(cache).__name__} cannot be rolled back when a candidate is rejected. Use a DynamicCache, or "
             "generate without assistant_model=."

@@ -151,6 +151,7 @@ def _is_compiled(module: nn.Module) -> bool:
     wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
     forward = vars(module).get("forward")  # `module.forward = torch.compile(module.forward)`
     in_place = module._compiled_call_impl is not None  # `module.compile()`
+    in_place |= "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
     return wrapped or in_place or getattr(forward, "_torchdynamo_orig_callable", None) is not None
 
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig
 
+from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
@@ -110,6 +111,8 @@ class Memory:
         else:
             costs, max_tokens, lag = settings_of(config, estimator)
             settings = costs if rows == 1 else costs.of_row(rows, max_tokens), max_tokens, lag
+        if generation.cache_implementation == "static":
+            settings = in_widths(settings[0], settings[1]), *settings[1:]
         if known is None or known.settings != settings:
             known = learned.plan = ThroughputState(*settings, learned.rates)
         known.again = again
@@ -134,3 +137,13 @@ class Memory:
         if known is None or known.settings != (costs, most):
             known = learned.plan = TreeThroughput(costs, most, learned.rates)
         return known
+
+
+def in_widths(costs: Costs, max_tokens: int) -> Costs:
+    """What rounds cost where passes are filled up with dummies, as over static caches (`caches.static`).
+
+    Example: passes over 1, 2, 3, 4 and 5 tokens take 10, 11, 12, 13 and 14 ms, so one over 8 is expected to take 17. A
+    pass over 3 tokens then costs 13 ms, and one over 5 to 8 costs 17.
+    """
+    verify = costs.verify_seconds(width_of(max_tokens + 1) - 1)
+    return replace(costs, verify=tuple(float(verify[width_of(n) - 1]) for n in range(1, max_tokens + 2)))

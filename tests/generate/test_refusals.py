@@ -44,8 +44,10 @@ def target() -> CausalLM:
     return tiny("llama", num_hidden_layers=2)
 
 
-def static_cache(target: CausalLM) -> StaticCache:
-    return StaticCache(config=target.config, max_cache_len=64)
+def offloaded_cache(target: CausalLM) -> StaticCache:
+    cache = StaticCache(config=target.config, max_cache_len=64)
+    cache.offloading = True  # whose own constructor wants a GPU
+    return cache
 
 
 SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
@@ -54,14 +56,14 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 REFUSALS: dict[str, tuple[Any, str, str | None]] = {
     "beams": ({"num_beams": 2}, "num_beams=2.*one\\s+continuation", None),
     "sampled beams": ({"num_beams": 2, "do_sample": True}, "num_beams=2", None),
-    "static": (
-        {"cache_implementation": "static"},
-        "cache_implementation='static' cannot be rolled back",
+    "offloaded static": (
+        {"cache_implementation": "offloaded_static"},
+        "cache_implementation='offloaded_static' cannot be rolled back",
         "Static cache",
     ),
-    "static object": (
-        lambda target: {"past_key_values": static_cache(target)},
-        "StaticCache cannot be rolled back",
+    "offloaded static object": (
+        lambda target: {"past_key_values": offloaded_cache(target)},
+        "A static cache cannot be used here: it is offloaded",
         "Static cache",
     ),
     "quantized": ({"cache_implementation": "quantized"}, "cache_implementation='quantized' cannot be", ""),

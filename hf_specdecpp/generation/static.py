@@ -1,0 +1,84 @@
+"""Targets with a static cache: what is refused, and the forward that plain `generate()` would use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+from hf_specdecpp.caches.batches import ATTENTION_LAYERS
+from hf_specdecpp.caches.static import num_rows, widen
+from hf_specdecpp.models.causal_lm import CausalLM
+
+WITHOUT = "Leave cache_implementation unset and pass no StaticCache"
+
+
+def prepare_static(
+    target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig, has_trees: bool
+) -> None:
+    """Make the cache fit for candidates if it is a static one, before anything is read.
+
+    Raises:
+        ValueError: that cannot be done.
+    """
+    cache = model_kwargs.get("past_key_values")
+    if not isinstance(cache, StaticCache):
+        return
+    if config.cache_implementation is not None:  # made by `generate()` for this text, so nobody else uses it
+        # As long as the longest of this target, like those that transformers makes: another size is compiled for anew.
+        widen(cache, max(config.max_length - 1, getattr(target, "_previous_max_cache_length", 0)))
+    mask = model_kwargs.get("attention_mask")
+    read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
+    longest = (
+        config.max_length + read - input_ids.shape[1]
+    )  # with an earlier turn's text, which may lie in the cache only
+    if (reason := _unfit(target, input_ids, cache, longest, has_trees)) is not None:
+        raise ValueError(f"A static cache cannot be used here: {reason}. {WITHOUT}.")
+
+
+def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, has_trees: bool) -> str | None:
+    name = type(target).__name__
+    if input_ids.shape[0] > 1:
+        return f"the {input_ids.shape[0]} rows of a batch accept different numbers of candidates, and it has one length"
+    if has_trees:
+        return "token trees are verified in dynamic caches only (tree=None drafts chains)"
+    kinds = {type(layer) for layer in cache.layers}
+    if others := kinds - {StaticLayer, StaticSlidingWindowLayer, *ATTENTION_LAYERS}:
+        kept = ", ".join(sorted(kind.__name__ for kind in others))
+        return f"{name} keeps {kept} in it, which cannot be taken back in place when a candidate is rejected"
+    if cache.offloading:
+        return "it is offloaded, with which assistants were never tried"
+    if StaticSlidingWindowLayer in kinds and num_rows(cache) < longest - 1:
+        return (
+            f"{name} has windows of {num_rows(cache)} tokens in it, the text may grow to {longest}, and what "
+            "has left a window cannot come back when a candidate is rejected (the cache that "
+            'cache_implementation="static" makes keeps it)'
+        )
+    return None
+
+
+def forward_of(target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig) -> Callable[..., Any] | None:
+    """The compiled forward with which plain `generate()` would decode, or `None` where it would not compile."""
+    if not target._valid_auto_compile_criteria(model_kwargs, config):
+        return None
+    compiled: Callable[..., Any] = target.get_compiled_call(config.compile_config)
+    return compiled
+
+
+def uncompiled(config: GenerationConfig) -> GenerationConfig:
+    """The config of a generation that compiles nothing."""
+    config = copy.copy(config)
+    config.disable_compile = True
+    return config
+
+
+def as_static(config: GenerationConfig, model_kwargs: dict[str, Any]) -> GenerationConfig:
+    """The config with a static cache's name in it, also where the cache is the user's own."""
+    if isinstance(model_kwargs.get("past_key_values"), StaticCache) and config.cache_implementation is None:
+        config = copy.copy(config)
+        config.cache_implementation = "static"
+    return config

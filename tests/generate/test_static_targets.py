@@ -1,0 +1,465 @@
+"""Targets with a static cache: the text of plain `generate()`, the rows that are held, widths, and what is compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.families import informed_draft, model_of
+from support.models import Rounds, assistant_for, prompt, quiet_later_layers, random_fusion, tiny
+from support.multimodal import multimodal
+from support.outputs import RECORDS, NoRepeat, assert_same, prefill
+from support.watchers import no_work
+from support.zoo import tiny_of
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StaticCache
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.caches.static import StaticRows, hold, width_of
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import linear_layers
+from hf_specdecpp.throughput.memory import in_widths
+
+# Without repetitions, in which rows could be mistaken for one another.
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "no_repeat_ngram_size": 2}
+STATIC: dict[str, Any] = {**OPTIONS, "cache_implementation": "static"}
+COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "fills its width": {"rule": "fixed", "num_tokens": 7},
+    "threshold": {"rule": "threshold", "threshold": 0.9},
+    "throughput": {"rule": "throughput", "costs": COSTS},
+    "confidence": {"rule": "confidence"},
+    "svip": {"rule": "svip"},
+    "adaedl": {"rule": "adaedl"},
+}
+
+
+def attached(target: CausalLM, kind: str = "independent", **speculation: Any) -> SpecDecPPAssistant:
+    speculation = speculation or RULES["fixed"]
+    if kind == "independent":
+        made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
+        return made
+    config = SpeculationConfig(**speculation)
+    if kind == "early_exit":
+        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=config)
+    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=config)
+
+
+def static_cache(target: CausalLM, room: int = 192) -> StaticCache:
+    return StaticCache(config=target.config, max_cache_len=room)
+
+
+def held(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the rows that each layer holds."""
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    lengths = [int(layer.get_seq_length()) for layer in layers]
+    return [(each.keys[:, :, :n], each.values[:, :, :n]) for each, n in zip(layers, lengths, strict=True)]
+
+
+def assert_prefilled(rows: list[tuple[Tensor, Tensor]], target: CausalLM, text: Tensor) -> None:
+    """Rows that are held are those of a fresh pass over the text, which keeps only the last where there is a window."""
+    layers: list[Any] = prefill(target, text).layers
+    for (keys, values), layer in zip(rows, layers, strict=True):
+        count = layer.keys.shape[2]
+        assert_same((keys[:, :, -count:], values[:, :, -count:]), (layer.keys, layer.values))
+
+
+def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> None:
+    """Have something done after each round."""
+    settle = Prefix.settle
+
+    def and_then(prefix: Prefix, *args: Any, **kwargs: Any) -> None:
+        settle(prefix, *args, **kwargs)
+        then(prefix)
+
+    monkeypatch.setattr(Prefix, "settle", and_then)
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
+def test_greedy_text(family: str, kind: str, rule: str) -> None:
+    """Prompts from one token on; texts longer than the windows, up to the cache's last row."""
+    target = quiet_later_layers(tiny(family))
+    plain = {length: target.generate(prompt(length), **STATIC) for length in (1, 6, 37)}
+    assistant = attached(target, kind, **RULES[rule])
+    for length, text in plain.items():
+        assert torch.equal(target.generate(prompt(length), assistant_model=assistant, **STATIC), text)
+        assert assistant.stats.rounds > 0
+
+
+def test_rounds_of_all_kinds_take_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rounds = quiet_later_layers(tiny("llama")), Rounds(monkeypatch)
+    assistant = attached(target)
+    for length in (3, 12, 40):
+        target.generate(prompt(length), assistant_model=assistant, **STATIC)
+    rounds.assert_all_kinds()
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "shared keys": lambda: model_of("gemma3n"),
+    "chunks": lambda: model_of("llama4"),
+    "no positions": lambda: tiny_of("bloom"),
+    "latent attention": lambda: tiny_of("deepseek_v3"),
+    "images": lambda: multimodal("qwen2.5 vl"),
+    "sinks and experts": lambda: tiny("gpt_oss"),
+}
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_targets(name: str) -> None:
+    made = OTHERS[name]()
+    target, inputs = made if isinstance(made, tuple) else (made, {"input_ids": prompt()})
+    options = {**STATIC, "max_new_tokens": 24, "eos_token_id": None}
+    plain = target.generate(**inputs, **options)
+    draft = informed_draft(plain, target.config.get_text_config().vocab_size)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig("fixed", num_tokens=4))
+    assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options), plain)
+    assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+def test_sampled_text_is_that_of_a_dynamic_cache(rule: str) -> None:
+    """The same seed, candidates and distributions, however many dummies are read with them."""
+    target = quiet_later_layers(tiny("llama"))
+    assistant = attached(target, **RULES[rule], adapt=False)
+    options = {**OPTIONS, "do_sample": True, "temperature": 0.8, "assistant_model": assistant}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        dynamic = target.generate(prompt(), **options)
+        torch.manual_seed(seed)
+        assert torch.equal(target.generate(prompt(), past_key_values=static_cache(target), **options), dynamic)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_padded_prompt(family: str) -> None:
+    target, text = quiet_later_layers(tiny(family)), prompt(14)
+    text[0, :3] = 0
+    options = {**STATIC, "attention_mask": (text != 0).long()}
+    plain = target.generate(text, **options)
+    assert torch.equal(target.generate(text, assistant_model=attached(target), **options), plain)
+
+
+def test_up_to_the_last_position() -> None:
+    """A cache may have more rows than the target has positions, which dummies must not ask for."""
+    target = tiny("gpt2", n_positions=64)
+    options = {**OPTIONS, "max_new_tokens": 55}
+    plain = target.generate(prompt(9), **options)
+    ours = target.generate(prompt(9), assistant_model=attached(target), past_key_values=static_cache(target), **options)
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_two_turns_with_a_users_cache(family: str) -> None:
+    """With windows the text must not outgrow them."""
+    window: dict[str, Any] = {"sliding_window": 192} if family == "gemma3_text" else {}
+    target = quiet_later_layers(tiny(family, **window))
+    assistant, cache = attached(target), static_cache(target)
+    text, turn = prompt(), prompt(5, seed=4)
+
+    def generate(**further: Any) -> Tensor:
+        found: Tensor = target.generate(text, attention_mask=torch.ones_like(text), **further, **OPTIONS)
+        return found
+
+    for _ in range(2):
+        plain = generate()
+        text = generate(assistant_model=assistant, past_key_values=cache)
+        assert torch.equal(text, plain)
+        assert_prefilled(held(cache), target, text[:, :-1])
+        text = torch.cat((text, turn), dim=1)
+    plain = generate()
+    assert torch.equal(generate(past_key_values=cache), plain), "plain generation goes on, too"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+def test_records(family: str) -> None:
+    target = quiet_later_layers(tiny(family, attn_implementation="eager"))
+    arguments = {**STATIC, "return_dict_in_generate": True, **{f"output_{name}": True for name in RECORDS}}
+    plain = target.generate(prompt(), **arguments)
+    ours = target.generate(prompt(), assistant_model=attached(target), **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    # Windows are kept whole, so attentions are as wide as the text there.
+    for name in RECORDS if family == "llama" else RECORDS[:-1]:
+        assert_same(getattr(ours, name), getattr(plain, name))
+    assert isinstance(ours.past_key_values, StaticCache)
+    assert_prefilled(held(ours.past_key_values), target, ours.sequences[:, :-1])
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+def test_held_rows_are_those_of_the_text_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, found = quiet_later_layers(tiny(family)), []
+
+    def note(prefix: Prefix) -> None:
+        found.append((prefix.num_settled, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
+
+    settled(monkeypatch, note)
+    text = target.generate(prompt(), assistant_model=attached(target), **STATIC)
+    assert found[0][0] == 12
+    assert found[-1][0] == text.shape[1] - 1
+    for length, rows in found:
+        assert {keys.shape[2] for keys, _ in rows} == {length}
+        assert_prefilled(rows, target, text[:, :length])
+
+
+def test_rows_that_are_not_held_are_never_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    plain = target.generate(prompt(), **STATIC)
+
+    def poison(prefix: Prefix) -> None:
+        for layer in prefix.cache.layers:
+            layer.keys[:, :, prefix.num_settled :] = 1e8
+            layer.values[:, :, prefix.num_settled :] = 1e8
+
+    settled(monkeypatch, poison)
+    assert torch.equal(target.generate(prompt(), assistant_model=attached(target), **STATIC), plain)
+
+
+def no_roll_back(rows: StaticRows, count: int) -> int:
+    rows.held = int(rows.cache.get_seq_length())
+    return rows.held
+
+
+def keeps_one_too_many(rows: StaticRows, count: int) -> int:
+    """Where all candidates stand a dummy."""
+    fed = int(rows.cache.get_seq_length()) - rows.held
+    rows.held += fed if rows.held == 0 else min(fed, count + 1)
+    hold(rows.cache, rows.held)
+    return rows.held
+
+
+def forgets_too_much(rows: StaticRows, count: int) -> int:
+    first = rows.held == 0
+    rows.held = int(rows.cache.get_seq_length()) if first else rows.held + 1
+    hold(rows.cache, rows.held)
+    return rows.held
+
+
+@pytest.mark.parametrize("mutant", [no_roll_back, keeps_one_too_many, forgets_too_much])
+def test_rows_that_are_kept_or_forgotten_wrongly_are_noticed(
+    mutant: Callable[[StaticRows, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    plain = target.generate(prompt(), **STATIC)
+    monkeypatch.setattr(StaticRows, "keep", mutant)
+    try:
+        ours = target.generate(prompt(), assistant_model=attached(target), **STATIC)
+    except (IndexError, RuntimeError):
+        return  # beyond the last row
+    assert not torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("length", [12, 20])  # in the prompt's own pass, and in a later round
+def test_an_exception_rolls_a_users_cache_back(length: int) -> None:
+    target, text = quiet_later_layers(tiny("llama")), prompt(12)
+    cache, assistant = static_cache(target), attached(target)
+    target(text[:, :6], past_key_values=cache)
+
+    def fails(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= length:
+            raise KeyboardInterrupt
+        return scores
+
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(text, assistant_model=assistant, past_key_values=cache, logits_processor=[fails], **OPTIONS)
+    emitted = assistant.stats.generated
+    assert int(cache.get_seq_length()) == (6 if not emitted else 12 + emitted - 1)
+    again = target.generate(text, **OPTIONS)
+    whole = again[:, : 12 + emitted]
+    assert torch.equal(target.generate(whole, past_key_values=cache, **OPTIONS)[:, : again.shape[1]], again)
+
+
+def test_a_pass_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has read the candidates, the others have not."""
+    target = quiet_later_layers(tiny("llama"))
+    cache: Any = static_cache(target)
+    assistant, calls = attached(target), iter(range(100))
+
+    def fails(*_: Any) -> None:
+        if next(calls) == 9:
+            raise RuntimeError("out of memory")
+
+    target.model.layers[1].register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        target.generate(prompt(), assistant_model=assistant, past_key_values=cache, **OPTIONS)
+    lengths = {int(layer.get_seq_length()) for layer in cache.layers}
+    assert lengths == {12 + assistant.stats.generated - 1}
+
+
+def test_processors_that_are_called_in_order() -> None:
+    target = quiet_later_layers(tiny("llama"))
+    plain = target.generate(prompt(), logits_processor=[NoRepeat()], **STATIC)
+    ours = target.generate(prompt(), logits_processor=[NoRepeat()], assistant_model=attached(target), **STATIC)
+    assert torch.equal(ours, plain)
+
+
+# Widths and compilation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16)])
+def test_width_of(count: int, width: int) -> None:
+    assert width_of(count) == width
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+def test_passes_have_few_widths_and_end_within_the_cache(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, passes, room = quiet_later_layers(tiny("llama")), [], 12 + 40 - 1
+
+    def note(_: Any, __: Any, arguments: dict[str, Any]) -> None:
+        passes.append((int(arguments["past_key_values"].get_seq_length()), arguments["input_ids"].shape[1]))
+
+    assistant = attached(target, **RULES[rule])
+    target.register_forward_pre_hook(note, with_kwargs=True)
+    target.generate(prompt(), assistant_model=assistant, **STATIC)
+    assert {width for _, width in passes[1:]} <= {1, 2, 4, 8, 16, 32}
+    assert len({width for _, width in passes[1:]}) >= 3
+    assert max(begin + width for begin, width in passes) <= room
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> CompileConfig:
+    """Traces with dynamo, and runs the traced operations as they are."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
+    config = CompileConfig(backend="eager", dynamic=False)  # each width for itself
+    config._compile_all_devices = True  # type: ignore[assignment]  # transformers annotates a class attribute
+    return config
+
+
+def test_nothing_is_compiled_again(traced_only: CompileConfig) -> None:
+    """Whatever the prompts, the candidates that are rejected and the sampling. A width that is new is compiled for."""
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
+    options = {**STATIC, "compile_config": traced_only}
+    assistant = attached(target)
+    plain = {length: target.generate(prompt(length), **STATIC) for length in (60, 3, 17, 31)}
+    assert torch.equal(target.generate(prompt(60), assistant_model=assistant, **options), plain[60])
+    before = counters["stats"]["unique_graphs"]
+    assert 2 <= before <= 4  # widths of 8 and, at the end of the text, of 1 to 4
+    for num_tokens in (1, 3):
+        assistant.speculation = SpeculationConfig("fixed", num_tokens=num_tokens)
+        target.generate(prompt(60), assistant_model=assistant, **options)
+    before = counters["stats"]["unique_graphs"]
+    assert before == 4  # 1, 2, 4 and 8
+    for num_tokens in range(1, 8):
+        assistant.speculation = SpeculationConfig("fixed", num_tokens=num_tokens)
+        for length, text in plain.items():
+            assert torch.equal(target.generate(prompt(length), assistant_model=assistant, **options), text)
+        target.generate(prompt(9), assistant_model=assistant, **{**options, "do_sample": True, "temperature": 1.3})
+    assert counters["stats"]["unique_graphs"] == before
+    target.generate(prompt(5), **options)
+    assert counters["stats"]["unique_graphs"] == before, "plain generation runs the pass over one token"
+
+
+def test_a_conditioned_draft_leaves_its_target_uncompiled(traced_only: CompileConfig) -> None:
+    """It reads the target by hooks, and torch.compile does not look whether they are there."""
+    target = quiet_later_layers(tiny("llama"))
+    assistant = attached(target, "conditioned")
+    options = {**STATIC, "compile_config": traced_only, "prefill_chunk_size": 5}
+    ours = target.generate(prompt(), assistant_model=assistant, **options)
+    assert torch.equal(ours, target.generate(prompt(), **STATIC))
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_layers_of_a_compiled_target_keep_their_own_products() -> None:
+    target = tiny("llama").float()
+    assert list(linear_layers([target]))
+    target._compiled_call = target.__call__  # as `get_compiled_call` leaves it
+    assert not list(linear_layers([target]))
+
+
+@pytest.mark.parametrize("options", [OPTIONS, STATIC], ids=["dynamic", "static"])
+def test_the_target_is_optimised_for_decoding_as_in_plain_generation(options: dict[str, Any]) -> None:
+    target, inside, passes = tiny("llama", num_hidden_layers=2), [False], []
+
+    @contextmanager
+    def optimised() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    assistant = attached(target)
+    target._optimize_model_for_decode = optimised
+    target.register_forward_pre_hook(lambda *_: passes.append(inside[0]))
+    target.generate(prompt(), **options)
+    assert passes == [False] + [True] * 39
+    passes.clear()
+    target.generate(prompt(), assistant_model=assistant, **options)
+    assert passes[0] is False
+    assert all(passes[1:])
+
+
+# Costs and refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_costs_of_the_widths_that_are_run() -> None:
+    costs = Costs(draft=0.001, verify=(0.010, 0.011, 0.012, 0.013, 0.014))
+    assert in_widths(costs, 5).verify == pytest.approx((0.010, 0.011, 0.013, 0.013, 0.017, 0.017))
+    target = tiny("llama")
+    assistant = attached(target, **RULES["throughput"])
+
+    def verify() -> tuple[float, ...]:
+        (learned,) = assistant.memory.learned[target].values()
+        assert learned.plan is not None
+        found: tuple[float, ...] = learned.plan.settings[0].verify
+        return found
+
+    target.generate(prompt(), assistant_model=assistant, **STATIC)
+    assert verify()[2:4] == (1.1, 1.1)
+    target.generate(prompt(), assistant_model=assistant, **OPTIONS)
+    assert verify() == tuple(COSTS["verify"])  # type: ignore[arg-type]
+    target.generate(prompt(), assistant_model=assistant, past_key_values=static_cache(target), **OPTIONS)
+    assert verify()[2:4] == (1.1, 1.1)
+
+
+def hybrid() -> tuple[CausalLM, dict[str, Any]]:
+    return tiny_of("qwen3_5_text"), STATIC
+
+
+def windows() -> tuple[CausalLM, dict[str, Any]]:
+    target = tiny("mistral")
+    return target, {**OPTIONS, "past_key_values": static_cache(target)}
+
+
+def batch() -> tuple[CausalLM, dict[str, Any]]:
+    return tiny("llama"), {**STATIC, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+
+
+def trees() -> tuple[CausalLM, dict[str, Any]]:
+    return tiny("llama"), STATIC
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (hybrid, "keeps LinearAttentionLayer in it"),
+        (windows, "has windows of 8 tokens in it, the text may grow to 52"),
+        (batch, "the 2 rows of a batch"),
+        (trees, "token trees are verified in dynamic caches only"),
+    ],
+)
+def test_refusals(make: Callable[[], tuple[CausalLM, dict[str, Any]]], message: str) -> None:
+    target, options = make()
+    tree = {"tree": "static", "tree_shape": [2, 1]} if make is trees else RULES["fixed"]
+    text = prompt(12)
+    draft = informed_draft(text, target.config.get_text_config().vocab_size)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**tree))
+    if make is batch:
+        text = text.repeat(2, 1)
+    with no_work(target), pytest.raises(ValueError, match=f"A static cache cannot be used here: .*{message}"):
+        target.generate(text, assistant_model=assistant, **options)
