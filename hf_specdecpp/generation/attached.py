@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from hf_specdecpp.caches.rollback import check_states
+from hf_specdecpp.caches.static_targets import as_static, forward_of, prepare_static
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.refusals import check_batch, check_inputs, check_mode
-from hf_specdecpp.generation.static import as_static, forward_of, prepare_static
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target

@@ -22,11 +22,11 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.caches.static_targets import uncompiled
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
-from hf_specdecpp.generation.static import uncompiled
 from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_cache
