@@ -33,9 +33,8 @@ def prepare_static(
         widen(cache, max(config.max_length - 1, getattr(target, "_previous_max_cache_length", 0)))
     mask = model_kwargs.get("attention_mask")
     read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
-    longest = (
-        config.max_length + read - input_ids.shape[1]
-    )  # with an earlier turn's text, which may lie in the cache only
+    # With the text of earlier turns, of which perhaps nothing but the rows in the cache is left.
+    longest = config.max_length + read - input_ids.shape[1]
     if (reason := _unfit(target, input_ids, cache, longest, has_trees)) is not None:
         raise ValueError(f"A static cache cannot be used here: {reason}. {WITHOUT}.")
 
