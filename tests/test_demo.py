@@ -33,7 +33,7 @@ def test_demo_compares_and_reports(target: str, mode: list[str]) -> None:
     for part in (
         "1/2  w1 w2 w3",
         "2/2  w4",
-        "layers 0 of the target, untrained",
+        "layer 0 of the target, untrained",
         "verdict",
         "times the speed of plain",
     ):

@@ -33,6 +33,7 @@ from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
 from hf_specdecpp.benchmark.run_log import BATCHES, RESULTS, ROUNDS, SETTINGS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, speed_table, summarise
+from hf_specdecpp.config.assistant import describe_layers
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -193,7 +194,7 @@ def _settings(
         "target": config.target,
         "target_revision": commit_of(target),
         "assistant": config.assistant,
-        "draft_name": f"layers {', '.join(map(str, assistant.config.draft_layers or []))} of the target"
+        "draft_name": describe_layers(assistant.config.draft_kind, assistant.config.draft_layers or [])
         if assistant.config.draft_kind != "independent"
         else str(assistant.config.draft_id),
         "assistant_contents": _digest(assistant),

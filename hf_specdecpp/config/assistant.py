@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -116,8 +117,7 @@ class SpecDecPPConfig(PretrainedConfig):
         """The draft, for a message."""
         if self.draft_kind == "independent":
             return repr(self.draft_id)
-        reading = " that read its states" if self.draft_kind == "conditioned" else ""
-        return f"layers {self.draft_layers} of {self.target_id!r}{reading}"
+        return describe_layers(self.draft_kind, self.draft_layers or [], repr(self.target_id))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -166,3 +166,11 @@ def special_tokens(model: CausalLM) -> dict[str, Any]:
     config = model.config.get_text_config()
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name, None) for name in names}
+
+
+def describe_layers(kind: str, layers: Sequence[int], target: str = "the target") -> str:
+    """Layers of a target that draft: `"layers 0, 1, 29 of the target"`, or where they are conditioned `"layer 29 of the
+    target, which reads its states"`."""
+    several = len(layers) != 1
+    described = f"layer{'s' if several else ''} {', '.join(map(str, layers))} of {target}"
+    return f"{described}, which read{'' if several else 's'} its states" if kind == "conditioned" else described

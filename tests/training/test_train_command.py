@@ -103,7 +103,7 @@ def check_the_summary(output: str, folder: Path) -> None:
     """What was made, how good it is, and the next steps; no bars of loading, no warnings of libraries."""
     report = json.loads((folder / "out-work" / "evaluation" / "evaluation.json").read_text())
     lines = [line for line in output.splitlines() if line.strip()][-6:]
-    assert lines[0].startswith(f"{folder / 'out'}: layers 0 of the target")
+    assert lines[0].startswith(f"{folder / 'out'}: layer 0 of the target")
     assert f"{report['sets']['heldout']['1']['mean_acceptance']:.3f} of a candidate" in lines[1]
     assert "candidates a generated token" in lines[2]
     assert f"SpecDecPPAssistant.from_pretrained('{folder / 'out'}', target=model)" in lines[3]

@@ -77,6 +77,7 @@ def results(config: TrainingConfig) -> dict[str, Any]:
         "data": {"training": _names(config.rollouts.data), "test": _names(config.evaluation.data)},
         "settings": settings(config),
         **_measured(config.work),
+        "begun": _read(Path(config.distill.start_from) / REPORT) if config.distill.start_from else None,
         "baseline": None if other is None else _measured(other),
         "speed": _read(config.work / SPEED),
         "provenance": provenance(),
@@ -127,11 +128,12 @@ def settings(config: TrainingConfig) -> str:
     for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
         chosen.pop(name, None)
     chosen["target"] = config.target_id or public_name(config.target)
-    if config.draft is not None:
-        chosen["draft"] = config.draft_id or public_name(config.draft)
+    if config.independent_draft is not None:
+        chosen["draft"] = config.draft_id or public_name(config.independent_draft)
         chosen.pop("layers", None)
     chosen.setdefault("rollouts", {})["data"] = _names(config.rollouts.data)
     chosen["rollouts"].pop("server", None)
+    chosen.get("distill", {}).pop("start_from", None)
     if "evaluation" in chosen:
         chosen["evaluation"].pop("compare", None)
         chosen["evaluation"]["data"] = _names(config.evaluation.data)
