@@ -186,6 +186,6 @@ def compile_steps(drafter: Drafter, wanted: bool) -> None:
 
 def chain_session(drafter: Drafter, vocab_size: int) -> DraftSession | CompiledSession:
     """A draft's side of a generation of chains: with compiled steps where the draft has some."""
-    if drafter.steps is not None and drafter.steps.works:
+    if drafter.is_compiled:
         return CompiledSession(drafter, vocab_size, drafter.steps)
     return DraftSession(drafter, vocab_size)

@@ -50,6 +50,11 @@ class Drafter(Reader):
         self.steps: Any = None  # `drafting.compiled.CompiledSteps`, where steps are compiled
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether chains are drafted with compiled steps."""
+        return self.steps is not None and self.steps.works
+
+    @property
     def shares_target(self) -> bool:
         return not self.owns_model
 

@@ -58,7 +58,7 @@ class DraftSetup:
             self.packed.clear()
         if config.cpu_products == "off":
             return FasterProducts()
-        models = [] if self.drafter.steps is not None else [self.drafter.model, self.drafter]
+        models = [] if self.drafter.is_compiled else [self.drafter.model, self.drafter]
         return FasterProducts(*([] if target is None else [target]), *models, packed=self.packed if packs else None)
 
 

@@ -107,7 +107,7 @@ def conditions(
         "max_tokens": max_tokens,
         "trees": trees,
         "rows": rows,
-        "compiled": drafter.steps is not None and drafter.steps.works,
+        "compiled": drafter.is_compiled,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
