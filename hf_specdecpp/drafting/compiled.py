@@ -51,7 +51,7 @@ class CompiledSteps:
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.num_layers = num_fixed_layers(drafter.text_config)
+        self.num_layers, self.dtype = num_fixed_layers(drafter.text_config), drafter.dtype
         self._free: list[FixedCache] = []
         self._last = torch.arange(SEVERAL, device=drafter.device)
         self._compiled: dict[int, Read] = {}  # by the number of tokens
@@ -176,11 +176,11 @@ class CompiledSession(Reading):
 
 
 def compile_steps(drafter: Drafter, wanted: bool) -> None:
-    """Give a draft compiled steps, for where it is now, or take them away."""
+    """Give a draft compiled steps, for its device and dtype of now, or take them away."""
     steps = drafter.steps
     if not wanted:
         drafter.steps = None
-    elif steps is None or steps.device != drafter.device:
+    elif steps is None or (steps.device, steps.dtype) != (drafter.device, drafter.dtype):
         drafter.steps = CompiledSteps(drafter)
 
 

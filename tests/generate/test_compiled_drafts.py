@@ -170,6 +170,17 @@ def test_caches_are_used_again() -> None:
     assert logits.isfinite().all()
 
 
+def test_a_draft_in_another_dtype_gets_other_steps() -> None:
+    target = tiny("llama")
+    assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, compile=True)
+    generate(target, assistant, 9)
+    assistant.detach()
+    target.float()
+    assistant.attach(target)
+    assert generate(target, assistant, 9).tolist() == generate(target, None, 9).tolist()
+    assert assistant.ready_drafter().steps.works
+
+
 def test_up_to_the_last_position() -> None:
     """Dummies have no positions beyond the table; there the draft reads what it must, and no more."""
     target = tiny("gpt2", n_positions=64)
