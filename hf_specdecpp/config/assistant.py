@@ -117,7 +117,8 @@ class SpecDecPPConfig(PretrainedConfig):
         """The draft, for a message."""
         if self.draft_kind == "independent":
             return repr(self.draft_id)
-        return describe_layers(self.draft_kind, self.draft_layers or [], repr(self.target_id))
+        target = repr(self.target_id) if self.target_id else "the target"
+        return describe_layers(self.draft_kind, self.draft_layers or [], target)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

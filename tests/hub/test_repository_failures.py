@@ -109,7 +109,7 @@ def test_unexpected_key(folder: Path) -> None:
 
 def test_wrong_shape(folder: Path) -> None:
     change_tensors(folder / HEAD, output__weight=torch.zeros(2, 16))
-    expected = r"output\.weight has shape \[2, 16\], not \[2, 32\].*trained for draft layers \[0, 1\] of 'org/target'"
+    expected = r"output\.weight has shape \[2, 16\], not \[2, 32\].*trained for draft layers 0, 1 of 'org/target'"
     with pytest.raises(ValueError, match=expected):
         load(folder)
 
@@ -118,7 +118,7 @@ def test_head_of_another_draft(folder: Path) -> None:
     wide = AcceptanceHead(64, num_blocks=2)
     save_file(wide.state_dict(), folder / HEAD)
     change_json(folder / "config.json", head=wide.to_config())
-    expected = r"trained for \{'hidden_size': 64\} but draft layers \[0, 1\] of 'org/target' has \{'hidden_size': 32\}"
+    expected = r"trained for \{'hidden_size': 64\} but draft layers 0, 1 of 'org/target' has \{'hidden_size': 32\}"
     with pytest.raises(ValueError, match=expected):
         load(folder)
 
