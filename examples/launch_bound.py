@@ -5,9 +5,6 @@
 The target is a random Llama of 28 layers of 64 numbers. The draft is its first three layers. What the other layers add
 is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants take turns; medians
 of the repetitions. With one thread the times are the processor's, without the time that other processes have it.
-
-The first table is of parts: a step of plain `generate()`, a round that drafts nothing, one that verifies four
-candidates (five tokens), and a draft step, as it is and compiled.
 """
 
 import argparse

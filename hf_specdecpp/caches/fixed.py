@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, StaticLayer
 
 from hf_specdecpp.caches.batches import other_layers
+from hf_specdecpp.caches.static import width_of
 
 LEAST_ROOM = 256  # tokens
 
@@ -82,7 +83,7 @@ class FixedCache(Cache):
 
 def room_for(num_tokens: int) -> int:
     """The room to make for so many tokens: a power of two, so that there are few sizes to compile for."""
-    return max(LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
+    return max(LEAST_ROOM, width_of(num_tokens))
 
 
 def num_fixed_layers(text_config: Any) -> int | None:

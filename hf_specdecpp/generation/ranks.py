@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.checks import WITHOUT
 from hf_specdecpp.sampling.processors import Processing
 
@@ -39,14 +39,14 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
         reason = "ranks cannot measure passes in step: give costs, or use rule='threshold'"
     if reason is not None:
         raise ValueError(
-            f"{type(target).__name__} is spread over {target.tp_size} processes (tensor parallelism), and "
+            f"{type(target).__name__} is spread over {num_processes(target)} processes (tensor parallelism), and "
             f"{reason}. {WITHOUT}, if that cannot be changed."
         )
 
 
 def is_spread(target: CausalLM) -> bool:
     """Whether several processes make a target's passes together."""
-    return (getattr(target, "tp_size", None) or 1) > 1
+    return num_processes(target) > 1
 
 
 class Ranks:

@@ -78,6 +78,11 @@ def input_device(model: CausalLM) -> torch.device:
     return model.device if hook is None else torch.device(hook.execution_device)
 
 
+def num_processes(model: CausalLM) -> int:
+    """How many processes make the model's passes together (tensor parallelism)."""
+    return getattr(model, "tp_size", None) or 1
+
+
 def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
     """All end-of-sequence ids of a generation."""
     prepared = getattr(generation_config, "_eos_token_tensor", None)

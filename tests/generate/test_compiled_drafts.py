@@ -17,11 +17,11 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.models import Rounds, assistant_for, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import Rounds, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting import compiled
 from hf_specdecpp.drafting.compiled import CompiledSession
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -44,16 +44,6 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         compiled, "torch", SimpleNamespace(**{**vars(torch), "compile": partial(torch.compile, backend="eager")})
     )
-
-
-def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
-    if kind == "independent":
-        made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
-        return made
-    config = SpeculationConfig(**speculation)
-    if kind == "early_exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=config)
-    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=config)
 
 
 def generate(target: CausalLM, assistant: SpecDecPPAssistant | None, length: int, **options: Any) -> Tensor:

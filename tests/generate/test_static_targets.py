@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from support.families import informed_draft, model_of
-from support.models import Rounds, assistant_for, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny
 from support.multimodal import multimodal
 from support.outputs import RECORDS, NoRepeat, assert_same, prefill
 from support.watchers import no_work
@@ -44,14 +44,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def attached(target: CausalLM, kind: str = "independent", **speculation: Any) -> SpecDecPPAssistant:
-    speculation = speculation or RULES["fixed"]
-    if kind == "independent":
-        made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
-        return made
-    config = SpeculationConfig(**speculation)
-    if kind == "early_exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=config)
-    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=config)
+    return assistant_of(kind, target, **(speculation or RULES["fixed"]))
 
 
 def static_cache(target: CausalLM, room: int = 192) -> StaticCache:

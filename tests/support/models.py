@@ -122,6 +122,17 @@ def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **
     return SpecDecPPAssistant.from_draft(draft, target if attached else None, speculation=knobs)
 
 
+def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
+    """An attached assistant with a draft that is `"independent"`, an `"early_exit"` or `"conditioned"`."""
+    if kind == "independent":
+        made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
+        return made
+    config = SpeculationConfig(**speculation)
+    if kind == "early_exit":
+        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=config)
+    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=config)
+
+
 def prompt(length: int = 12, seed: int = 0) -> Tensor:
     """Random token ids `[1, length]`, none of them 0: tests pad with 0, and transformers masks padding in prompts."""
     return torch.randint(1, VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(seed))
