@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    MinNewTokensLengthLogitsProcessor,
+    PreTrainedModel,
+    SuppressTokensLogitsProcessor,
+)
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import ModelOutput
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 # Families whose token types may mark the prompt as a prefix in which every token sees every other.
 PREFIX_ATTENTION = {"paligemma", "hrm_text"}
+# Where configs name the tokens that an image, a video or a sound is put in the place of.
+PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")]
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
 
 
@@ -120,6 +127,9 @@ def draft_round(
         # again: after top-k it could forbid the only token left.
         minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
         processors.insert(0, minimum)
+    if past_key_values is None and (placeholders := _placeholders()):
+        # The loop reads these candidates together with the prompt's images, and would look for one for each.
+        processors.insert(0, SuppressTokensLogitsProcessor(placeholders, str(input_ids.device)))
     generator.draft_processing = Processing(processors)
     before = _states(processors)
     with generator.products:
@@ -137,6 +147,14 @@ def draft_round(
         scores=tuple(scores[None] for scores in chain.scores),
         past_key_values=state,
     )
+
+
+def _placeholders() -> list[int]:
+    """Ids of the tokens that the target of the loop puts images or sound in the place of."""
+    loop = _loop_frame()
+    config = None if loop is None else loop.f_locals["self"].config
+    found = (getattr(config, name, None) for name in PLACEHOLDERS)
+    return [token for token in found if isinstance(token, int)]
 
 
 def _states(processors: list[Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -6,10 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from support.families import IMAGE
 from support.hub_server import HubServer
 from support.models import assistant_for, partly_agreeing, tiny
+from support.multimodal import multimodal
 from support.repos import (
     TEXT,
     WORDS,
@@ -22,7 +26,14 @@ from support.repos import (
     save_model,
     tokenizer,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    PreTrainedModel,
+    pipeline,
+)
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.early_exit import early_exit
@@ -264,3 +275,33 @@ def test_adapter_of_an_early_exit_stays_too(tmp_path: Path) -> None:
         assistant.to(dtype=torch.float16)
         assert dtypes(assistant.ready_drafter().model) == {torch.float64}
         assert say(pipe(target, assistant)) == say(pipe(target))
+
+
+@pytest.mark.parametrize("kind", ["attached", "unattached", "early exit"])
+def test_an_image(kind: str) -> None:
+    """`pipeline("image-text-to-text")` takes the assistant among the arguments of `generate()`."""
+    target, _ = multimodal("llava")
+    token, words = f"w{IMAGE}", tokenizer()
+    words.add_special_tokens({"additional_special_tokens": [token]})
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        words,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        image_token=token,
+        num_additional_image_tokens=1,
+    )
+    image = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
+    answer = pipeline("image-text-to-text", model=target, processor=processor)
+
+    def say(**arguments: Any) -> Any:
+        options = {"do_sample": False, "max_new_tokens": 20, **arguments}
+        return answer(image, text=f"{token} w1 w2 w3", generate_kwargs=options)
+
+    plain = say()
+    assistant = make(target, kind) if kind == "early exit" else SpecDecPPAssistant.from_draft(tiny("llama"))
+    assistant.speculation = FIXED
+    if kind == "attached":
+        assistant.attach(target)
+    assert say(assistant_model=assistant) == plain
+    assert assistant.stats.drafted > 0

@@ -10,6 +10,7 @@ import pytest
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.config.costs import Costs, Floats
 from hf_specdecpp.estimation.acceptance_rates import CENTRES
+from hf_specdecpp.generation.decoding import MOST_PENDING
 from hf_specdecpp.throughput.solver import Plan, solve
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
@@ -202,3 +203,49 @@ def test_the_example_of_the_docstring() -> None:
     plan = solve(np.array([0.2, 0.9]), np.full((3, 2), 0.5), np.array([1.0, 1.3, 1.6]))
     assert plan.rate == pytest.approx((1 + 0.55 + 0.5 * 0.9 * 0.55) / (1.3 + 0.5 * 0.3))
     assert plan.critical[1] == pytest.approx([0.676] * 3, abs=1e-3)
+
+
+# A target that reads tokens again after a rejection. --------------------------------------------------------------------
+
+
+def rate_read_again(acceptance: float, length: int, draft: float, slope: float) -> float:
+    """Tokens a second of `length` candidates a round, each accepted with the same chance, on a target whose pass over n
+    tokens takes 1 + slope (n - 1): after a rejection those that stand are read with the next pass, until one without
+    candidates settles `MOST_PENDING` of them. Exact: pending tokens are a Markov chain."""
+    most = MOST_PENDING + length + 2
+    steps, tokens, seconds = np.zeros((most, most)), np.zeros(most), np.zeros(most)
+    for pending in range(most):
+        drafted = 0 if pending >= MOST_PENDING else length
+        outcomes = [(kept, acceptance**kept * (1.0 - acceptance)) for kept in range(drafted)]
+        for kept, chance in outcomes:
+            steps[pending, min(pending + kept + 1, most - 1)] += chance
+            tokens[pending] += chance * (kept + 1)
+        steps[pending, 0] += acceptance**drafted
+        tokens[pending] += acceptance**drafted * (drafted + 1)
+        seconds[pending] = 1.0 + slope * (pending + drafted) + draft * drafted
+    often = np.linalg.matrix_power(steps, 4096)[0]
+    return float(often @ tokens / (often @ seconds))
+
+
+def share_of_the_best(acceptance: float, draft: float, slope: float, twice: bool) -> float:
+    """Tokens a second at the length that the solver chooses, beside the best length in hindsight."""
+    most = 12
+    costs = Costs(draft, tuple(1.0 + slope * np.arange(most + 1)))
+    priced = costs.read_twice(most) if twice else costs
+    plan = solve(np.array([acceptance]), np.ones((2, 1)), priced.round_seconds(most))
+    survivals = acceptance ** np.arange(most)
+    chosen = next((k for k in range(most) if survivals[k] <= plan.critical[k][-1 if k == 0 else 0]), most)
+    rates = [rate_read_again(acceptance, length, draft, slope) for length in range(most + 1)]
+    return rates[chosen] / max(rates)
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("draft", [0.05, 0.2])
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.85, 0.95])
+def test_the_price_of_reading_twice_leads_to_good_lengths(acceptance: float, draft: float, slope: float) -> None:
+    """`Costs.read_twice` is an estimate: at most 5 % are lost to the best length in hindsight."""
+    assert share_of_the_best(acceptance, draft, slope, twice=True) >= 0.95
+
+
+def test_another_price_does_not() -> None:
+    assert share_of_the_best(0.5, 0.05, 0.1, twice=False) < 0.9
