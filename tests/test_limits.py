@@ -62,6 +62,7 @@ TARGETS: dict[str, Callable[[], Built]] = {
     "Jamba": text(lambda: tiny_of("jamba")),
     "Bamba": text(lambda: tiny_of("bamba")),
     "Mamba": text(lambda: tiny_of("mamba")),
+    "Mamba2": text(lambda: tiny_of("mamba2")),
     "RWKV": text(lambda: tiny_of("rwkv")),
     "MiniMax-01": text(lambda: model_of("minimax")),
     "Qwen2.5-VL": lambda: multimodal("qwen2.5 vl"),

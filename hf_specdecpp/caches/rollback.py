@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
 
 from hf_specdecpp.caches.static import hold
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
 
 # Relative error of the logits that rounding does not reach: states are computed in float32 whatever the dtype is.
@@ -106,8 +107,16 @@ class Mark:
 def undoing(cache: Cache, count: int) -> Callable[[], None]:
     """What takes back the next `count` tokens that `cache` reads."""
     if isinstance(cache, StaticCache):
-        return partial(hold, cache, int(cache.get_seq_length()))
+        return partial(hold, cache, num_rows(cache))
     return Mark(cache).back if is_recurrent(cache) else partial(cache.crop, -count)
+
+
+def num_rows(cache: Cache) -> int:
+    """Tokens that a cache holds. A cache of states alone does not count them: 1 once it has read something."""
+    layers: list[Any] = cache.layers
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return int(is_recurrent(cache))
+    return int(cache.get_seq_length())  # of static caches it is a tensor
 
 
 def is_recurrent(cache: Cache) -> bool:
@@ -164,12 +173,12 @@ def state_error(model: CausalLM) -> float:
         other = (text + 3) % vocab
         expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].double()
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        model(input_ids=text[:, :5], past_key_values=cache, use_cache=True, return_dict=True)
+        inputs: dict[str, Any] = {cache_argument(model) or "": cache, "use_cache": True, "return_dict": True}
+        model(input_ids=text[:, :5], **inputs)
         mark, parts = Mark(cache), []
-        model(input_ids=other[:, :4], past_key_values=cache, use_cache=True, return_dict=True)
+        model(input_ids=other[:, :4], **inputs)
         mark.back()
         for begin, end in ((5, 8), (8, 9), (9, 14)):
-            outputs = model(input_ids=text[:, begin:end], past_key_values=cache, use_cache=True, return_dict=True)
-            parts.append(outputs.logits[0].double())
+            parts.append(model(input_ids=text[:, begin:end], **inputs).logits[0].double())
     difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())

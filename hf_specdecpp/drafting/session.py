@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.paths import keep_path
-from hf_specdecpp.caches.rollback import Mark, is_recurrent
+from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import upload
@@ -113,7 +113,7 @@ class DraftSession(Reading):
 
     @property
     def length(self) -> int:
-        return self.cache.get_seq_length() + self.unread
+        return num_rows(self.cache) + self.unread
 
     def _forget(self, count: int) -> None:
         if self._mark is not None:

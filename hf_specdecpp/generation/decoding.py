@@ -28,7 +28,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.stats import PassSeconds
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.models.cpu_products import FasterProducts
@@ -123,11 +123,12 @@ class AssistedDecoding:
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
         outputs = self.target._prefill(input_ids, self.config, self.prefix.model_kwargs)
-        check_cache(outputs.past_key_values)
+        cache = cache_among(outputs)
+        check_cache(cache)
         if self.generator.trees is not None:
             self.prefix.check_rows(input_ids, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
-        outputs.past_key_values.activate_past_recording()
+        cache.activate_past_recording()
         self.stats.plain_passes += 1
         return self._select(input_ids, Chain([], []), outputs)
 
@@ -378,7 +379,7 @@ def time_passes(
     times: dict[str, list[float]] = {"plain": [], "same": []}
     for _ in range(TIMED_PASSES):
         for name, context in (("plain", nullcontext()), ("same", products)):
-            undo = undoing(inputs["past_key_values"], 1)
+            undo = undoing(cache_among(inputs), 1)
             begin = time.perf_counter()
             with context:
                 forward(**inputs, return_dict=True)

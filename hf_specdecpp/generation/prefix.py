@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import StaticCache
 
 from hf_specdecpp.caches.paths import keep_path
-from hf_specdecpp.caches.rollback import Mark, is_recurrent, roll_back
+from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back
 from hf_specdecpp.caches.static import StaticRows, width_of
-from hf_specdecpp.models.causal_lm import CausalLM, longest_text, upload
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, longest_text, upload
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
@@ -32,27 +32,23 @@ class Prefix:
 
     Args:
         target: the model.
-        model_kwargs: arguments of its forward as `generate()` prepared them: `past_key_values`, and where the model
-            takes them `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
+        model_kwargs: arguments of its forward as `generate()` prepared them: the cache, and where the model takes them
+            `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
     """
 
     def __init__(self, target: CausalLM, model_kwargs: dict[str, Any]) -> None:
         self.target, self.model_kwargs = target, model_kwargs
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
-        self.num_settled = self._rows(self.cache)
+        self.num_settled = 0 if self.cache is None else num_rows(self.cache)
         self.static = StaticRows(self.cache, longest_text(target)) if isinstance(self.cache, StaticCache) else None
         self.pending = 0
         # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
         self.mark = Mark(self.cache) if self.num_settled and is_recurrent(self.cache) else None
 
-    @staticmethod
-    def _rows(cache: Any) -> int:
-        return 0 if cache is None else int(cache.get_seq_length())  # of static caches it is a tensor
-
     @property
     def cache(self) -> Any:
-        return self.model_kwargs.get("past_key_values")
+        return cache_among(self.model_kwargs)
 
     @property
     def most_candidates(self) -> int | None:
@@ -97,10 +93,10 @@ class Prefix:
         fed = torch.tensor([tree.tokens[node] for node in order[1:]]), *Lineage().feed(tree, order)
         tokens, ancestors, depths = upload(fed, input_ids.device)
         inputs = self.chain_inputs(input_ids, tokens)
-        num_rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
-        prefix_mask = mask[0, :num_rows].bool() if mask is not None and self.is_masked else None
+        rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
+        prefix_mask = mask[0, :rows].bool() if mask is not None and self.is_masked else None
         position = inputs["position_ids"][..., 0]
-        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, num_rows, prefix_mask, position)
+        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, rows, prefix_mask, position)
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: list[int] | None = None) -> None:
         """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
@@ -111,12 +107,12 @@ class Prefix:
             num_candidates: how many candidates the target read.
             path: rows of the root and the accepted candidates in the pass, where they were a tree.
         """
-        cache = outputs.past_key_values
+        cache = cache_among(outputs)
         if self.static is not None:
             self.num_settled = self.static.keep(kept)
         else:
             self._settle_rows(cache, kept, num_candidates, path)
-            self.num_settled = cache.get_seq_length()
+            self.num_settled = num_rows(cache)
         self.model_kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
         )

@@ -12,7 +12,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
@@ -74,7 +74,7 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
             "The target keeps its image in cross-attention layers, whose cache cannot be rolled back when a candidate "
             "is rejected. Generate without assistant_model= where the prompt has an image."
         )
-    check_cache(model_kwargs.get("past_key_values"))
+    check_cache(cache_among(model_kwargs))
 
 
 def check_batch(
@@ -93,7 +93,7 @@ def check_batch(
             "arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
             "sequence."
         )
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs["past_key_values"]
+    mask, cache = model_kwargs.get("attention_mask"), cache_among(model_kwargs)
     if mask is not None and not bool(mask[:, -1].all()):
         raise ValueError(
             "The batch is padded on the right, so rows would go on after padding. Use padding_side='left', as plain "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,8 @@ CausalLM: TypeAlias = Any
 
 # Decoders whose positions come from a table cannot run past its end; rotary ones merely get worse.
 LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt"})
+# What models call their cache.
+CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 def base_model(model: CausalLM) -> CausalLM:
@@ -54,6 +56,17 @@ def inner_decoder(model: CausalLM) -> CausalLM:
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def cache_argument(model: CausalLM) -> str | None:
+    """What a model, or a part of one, calls its cache, if it takes any: Mamba2 has a name of its own for it."""
+    known = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHE_NAMES if name in known), None)
+
+
+def cache_among(values: Mapping[str, Any]) -> Any:
+    """The cache among arguments or outputs of a forward, if there is one."""
+    return next((values[name] for name in CACHE_NAMES if values.get(name) is not None), None)
 
 
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:

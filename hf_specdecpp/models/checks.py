@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 from transformers.cache_utils import (
     Cache,
     EncoderDecoderCache,
     QuantizedCache,
 )
 
-from hf_specdecpp.models.causal_lm import CausalLM, base_model
+from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
 from hf_specdecpp.models.quantised import quantised_activations
 
 WITHOUT = "Generate without assistant_model="
@@ -39,8 +37,7 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
         return "is an encoder-decoder model; hf_specdecpp assists decoder-only models"
     if not recurrent and keeps_recurrent_state(target):
         return "keeps a recurrent state, which cannot be rolled back when a candidate is rejected"
-    takes_cache = "past_key_values" in inspect.signature(type(target).forward).parameters
-    if not takes_cache or not target._supports_default_dynamic_cache():
+    if cache_argument(target) is None or not target._supports_default_dynamic_cache():
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if config.model_type == "prophetnet":
         return "reads one token at a time once it has a cache, so it cannot verify several at once"

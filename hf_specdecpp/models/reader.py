@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, longest_text
+from hf_specdecpp.models.causal_lm import CACHE_NAMES, CausalLM, cache_argument, inner_decoder, longest_text
 from hf_specdecpp.models.quantised import sizes_of
 
 
@@ -80,7 +80,9 @@ class Reader(nn.Module):
 
     def _decode(self, cache: Cache | None, **inputs: Any) -> Tensor:
         decoder = inner_decoder(self.model)
-        output = decoder(past_key_values=cache, use_cache=cache is not None, **inputs)
+        if cache is not None:
+            inputs[cache_argument(decoder) or CACHE_NAMES[0]] = cache
+        output = decoder(use_cache=cache is not None, **inputs)
         return output.last_hidden_state
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:

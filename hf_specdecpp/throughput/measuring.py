@@ -30,7 +30,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import forget, recall, remember
-from hf_specdecpp.models.causal_lm import CausalLM, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.models.product_times import computing_clock
@@ -234,14 +234,15 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
     """
     context = _context(target)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=_tokens(context, target.device).expand(rows, -1), past_key_values=cache, use_cache=True)
+    inputs: dict[str, Any] = {cache_argument(target) or "": cache, "use_cache": True}
+    target(input_ids=_tokens(context, target.device).expand(rows, -1), **inputs)
     cache.activate_past_recording()
     randomness = TorchRandomness()
 
     def verify(count: int) -> None:
         tokens = _tokens(count, target.device).expand(rows, -1)
         undo = undoing(cache, count)
-        scores = target(input_ids=tokens, past_key_values=cache, use_cache=True).logits.float()
+        scores = target(input_ids=tokens, **inputs).logits.float()
         undo()
         for p in scores.softmax(dim=-1):
             verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")

@@ -13,6 +13,7 @@ import torch
 from support.models import assistant_for, prompt, tiny
 from support.repos import TEXT, tokenizer
 from support.training_files import training_run
+from support.zoo import tiny_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -78,8 +79,10 @@ def test_rounds_add_up(tmp_path: Path, temperature: float) -> None:
     assert min(count for name, count in drafted.items() if name not in (*idle, "prompt lookup")) > 0
 
 
-def test_rounds_are_those_that_the_assistant_counts() -> None:
-    target = tiny("llama")
+@pytest.mark.parametrize("family", ["llama", "granitemoehybrid"])
+def test_rounds_are_those_that_the_assistant_counts(family: str) -> None:
+    """Also where a target with recurrent layers reads tokens again."""
+    target = tiny_of(family)
     assistant = assistant_for(target)
     for seed in range(3):
         ids = prompt(seed=seed)

@@ -22,8 +22,9 @@ from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CausalLM
 
-FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1"]
-FAST = ("granitemoehybrid", "zaya")
+FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",
+            "mamba2"]  # fmt: skip
+FAST = ("granitemoehybrid", "zaya", "mamba2")
 PROMPT = prompt(10)
 PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # States are computed in float32.
@@ -187,18 +188,20 @@ def test_drafts_with_recurrent_layers(kind: str) -> None:
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 @pytest.mark.parametrize("attached", [True, False])
-def test_a_recurrent_draft_for_a_transformer(attached: bool) -> None:
-    """It drafts after every round what it would draft after reading the text anew."""
-    target, draft = tiny("llama"), tiny_of("granitemoehybrid")
+def test_a_recurrent_draft_for_a_transformer(attached: bool, family: str) -> None:
+    target, draft = tiny("llama"), tiny_of(family)
     assistant = SpecDecPPAssistant.from_draft(draft, target if attached else None)
     assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=30)
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=30, assistant_model=assistant), plain)
 
 
-def test_a_recurrent_draft_goes_back() -> None:
-    target = tiny_of("granitemoehybrid")
+@pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
+def test_a_recurrent_draft_goes_back(family: str) -> None:
+    """It drafts after every round what it would draft after reading the text anew."""
+    target = tiny_of(family)
     assistant = SpecDecPPAssistant.from_draft(copy.deepcopy(target), target)
     assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=41)
@@ -244,9 +247,10 @@ def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPa
 # What is refused, and costs. ------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_does_not_go_on_is_refused() -> None:
-    """Bamba reads several tokens at once only at the beginning of a text."""
-    target = tiny_of("bamba")
+@pytest.mark.parametrize("family", ["bamba", "mamba"])
+def test_a_state_that_does_not_go_on_is_refused(family: str) -> None:
+    """Bamba reads several tokens at once only at the beginning of a text, and so does Mamba."""
+    target = tiny_of(family)
     with pytest.raises(
         ValueError, match="keeps a recurrent state that.*cannot be taken back.*Generate without assistant_model"
     ):

@@ -205,7 +205,7 @@ def test_the_example_of_the_docstring() -> None:
     assert plan.critical[1] == pytest.approx([0.676] * 3, abs=1e-3)
 
 
-# A target that reads tokens again after a rejection. --------------------------------------------------------------------
+# A target that reads tokens again after a rejection. -----------------------------------------------------------------
 
 
 def rate_read_again(acceptance: float, length: int, draft: float, slope: float) -> float:

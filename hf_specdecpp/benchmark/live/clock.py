@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 
 # Share of a run that its threads may wait for a processor before it counts as disturbed.
 MOST_WAITING = 0.05
@@ -70,22 +70,24 @@ class RoundClock:
             ids: the whole text, prompt included.
         """
         cached = [*[each.cached for each in self.passes], len(ids) - 1]
-        # Others led nowhere: passes that are only timed are made again.
-        passes = [each for each, later in zip(self.passes, cached[1:], strict=True) if each.cached < later]
-        # All of the text but its last token is in the cache when a pass begins, the prompt's aside.
-        lengths = [prompt_length, *[each.cached + 1 for each in passes[1:]], len(ids)]
-        rounds, ended = [], self.entered
-        for each, before, after in zip(passes, lengths[:-1], lengths[1:], strict=True):
-            candidates = each.tokens[before - each.cached :]
-            accepted = after - before - 1  # the token after them is the target's own
+        rounds, ended, length = [], self.entered, prompt_length
+        for each, later in zip(self.passes, cached[1:], strict=True):
+            candidates = each.tokens[length - each.cached :]
+            if not candidates and (later == each.cached or each.cached + len(each.tokens) < length):
+                continue  # only timed, and made again; or tokens that a target with recurrent layers had yet to read
+            # All of the text but its last token is in the cache when a pass begins. After a rejection a target with
+            # recurrent layers goes back instead, and reads the tokens that stand again.
+            after = later + 1 if later > each.cached else length + _matching(candidates, ids[length:]) + 1
+            after = min(after, len(ids))
+            accepted = after - length - 1  # the token after them is the target's own
             if after == len(ids) and accepted < len(candidates):
                 accepted += candidates[accepted] == ids[-1]  # unless the text ended with a candidate
             rounds.append(Round(len(candidates), accepted, each.begin - ended, each.end - each.begin))
-            ended = each.end
+            ended, length = each.end, after
         return rounds
 
     def _before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        cache = kwargs.get("past_key_values")
+        cache = cache_among(kwargs)
         cached = cache.get_seq_length() if cache is not None else 0
         begin = self._now()
         self.passes.append(_Pass(int(cached), kwargs["input_ids"][0].tolist(), begin))
@@ -97,6 +99,12 @@ class RoundClock:
         if self.target.device.type != "cpu":
             torch.accelerator.synchronize(self.target.device)
         return time.perf_counter()
+
+
+def _matching(candidates: list[int], ids: list[int]) -> int:
+    """How many candidates stand before the first that the text does not have."""
+    pairs = enumerate(zip(candidates, ids, strict=False))
+    return next((place for place, (drafted, said) in pairs if drafted != said), min(len(candidates), len(ids)))
 
 
 class Disturbance:
