@@ -5,6 +5,11 @@
 Drafts are drawn; given a draft, the expected number of accepted candidates is computed, so no coin of the verification
 is thrown. The target's logits are normal with a spread of 2 (a tree's of 3), the draft's are those plus normal noise.
 Beside each mean is the share by which block (or traversal) verification leads, and two standard errors of it.
+
+The last table is about the children of one node: how often one of them is accepted when they are tested one after
+another, as Algorithm 3 and traversal do, and how often at most, whatever the test (the optimal transport from sets of
+children to tokens). Of 8 tokens, so that all sets can be enumerated. a is the chance with which the node itself has to
+be accepted: 1 at the root, less below.
 """
 
 import sys
@@ -27,6 +32,7 @@ VOCAB, CHAINS, TREES = 50, 2000, 300
 LENGTHS, NOISES = (2, 3, 5, 8, 14), (0.3, 0.7, 1.2)
 SHAPES = {"chain of 5": [1] * 5, "4-2-1-1": [4, 2, 1, 1], "4-3-2-1": [4, 3, 2, 1]}
 BUDGETS = {"dyspec 6": 6, "dyspec 16": 16, "dyspec 64": 64}
+FEW, NODES, CHILDREN, CHANCES = 8, 400, (1, 2, 3, 4), (1.0, 0.5)
 
 
 def chain(length: int, noise: float) -> list[float]:
@@ -69,7 +75,73 @@ def tree(name: str, noise: float, pace: ThresholdSchedule) -> list[float]:
     drawn = growth.tree
     p = torch.stack([models.at(drawn, node)[0] for node in range(len(drawn) + 1)]).softmax(-1)
     numbers = torch.tensor(drawn.depths, dtype=torch.float64) + 1.0
-    return [float(ending_chances(drawn, p.clone(), rule) @ numbers) for rule in ("token", "block")]
+    return [float(ending_chances(drawn, p.clone(), rule, range(len(p))) @ numbers) for rule in ("token", "block")]
+
+
+def without(q: Tensor, token: int) -> Tensor:
+    """Of `[nodes, tokens]`: the distributions of the next child after `token`."""
+    left = q.clone()
+    left[:, token] = 0.0
+    return left / left.sum(-1, keepdim=True)
+
+
+def one_after_another(m: Tensor, q: Tensor, a: Tensor, children: int) -> Tensor:
+    """How often one of the children is accepted, `[nodes]`, in the letters of `docs/verification.md`.
+
+    Args:
+        m: a p, `[nodes, tokens]`.
+        q: of the next child.
+        a: `[nodes]`.
+    """
+    kept = torch.minimum(m, q)
+    accepted = kept.sum(-1)
+    if children > 1:
+        missing = (m - q).clamp(min=0.0)
+        left = missing.sum(-1) + 1.0 - a
+        for token in range(q.shape[1]):
+            rejected = (q - kept)[:, token]
+            if bool(rejected.any()):
+                rest = missing / left[:, None], without(q, token), missing.sum(-1) / left
+                accepted = accepted + rejected * one_after_another(*rest, children - 1)
+    return accepted
+
+
+def chances_of_sets(q: Tensor, children: int, drawn: int = 0) -> dict[int, Tensor]:
+    """How likely each set of children is, by the sum of 2 ** token, when they are drawn without replacement."""
+    if children == 0:
+        return {drawn: q.new_ones(len(q))}
+    sets: dict[int, Tensor] = {}
+    for token in range(q.shape[1]):
+        if not drawn >> token & 1:
+            for key, chance in chances_of_sets(without(q, token), children - 1, drawn | 1 << token).items():
+                sets[key] = sets.get(key, 0.0) + q[:, token] * chance
+    return sets
+
+
+def at_best(m: Tensor, q: Tensor, children: int) -> Tensor:
+    """The same as `one_after_another` for the best test there is: a maximal flow, by its minimal cut.
+
+    Whatever the test, with B any set of tokens: a child in B is accepted with a chance of at most m(B), one outside of
+    B only where there is one.
+    """
+    sets = chances_of_sets(q, children)
+    cuts = []
+    for b in range(1 << q.shape[1]):
+        of_b = m[:, [token for token in range(q.shape[1]) if b >> token & 1]].sum(-1)
+        within = [chance for key, chance in sets.items() if key & b == key]
+        cuts.append(of_b + 1.0 - (torch.stack(within).sum(0) if within else 0.0))
+    return torch.stack(cuts).amin(0)
+
+
+def siblings(children: int, noise: float) -> str:
+    logits = 2.0 * torch.randn(NODES, FEW, dtype=torch.float64)
+    p, q = logits.softmax(-1), (logits + noise * torch.randn(NODES, FEW, dtype=torch.float64)).softmax(-1)
+    cells = []
+    for chance in CHANCES:
+        a = p.new_full((NODES,), chance)
+        ours, best = one_after_another(chance * p, q, a, children).mean(), at_best(chance * p, q, children).mean()
+        cells += [f"{ours:.3f}", f"{best:.3f}", f"{best / ours - 1.0:+.1%}"]
+    return f"| {children}, noise {noise} | {' | '.join(cells)} |\n"
 
 
 def line(name: str, rounds: list[list[float]]) -> str:
@@ -89,6 +161,12 @@ def main() -> None:
         for name in (*SHAPES, *BUDGETS):
             pace = ThresholdSchedule()
             sys.stdout.write(line(f"{name}, noise {noise}", [tree(name, noise, pace) for _ in range(TREES)]))
+    torch.manual_seed(0)
+    names = [f"{name}, a = {chance:g}" for chance in CHANCES for name in ("one after another", "at best", "left")]
+    sys.stdout.write(f"\n| children | {' | '.join(names)} |\n|{' --- |' * (1 + len(names))}\n")
+    for noise in NOISES:
+        for children in CHILDREN:
+            sys.stdout.write(siblings(children, noise))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,18 @@ import importlib
 import json
 import runpy
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
+import torch
 from support.models import tiny
 from support.repos import save_model
+from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.trees.at_once import ending_chances
+from hf_specdecpp.trees.tree import DraftTree
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -47,6 +52,41 @@ def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["attached", "unattached", "stock"]
     assert [row.split(",")[0] for row in rows] == ["greedy", "sampled"]
+
+
+def test_verification_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    """The chances of siblings that are tested one after another are those of the verifier; no test accepts more than
+    the best, which for one child is the sum of min(p, q)."""
+    example = runpy.run_path(str(FOLDER / "verification_gain.py"))
+    example["main"].__globals__.update(CHAINS=3, TREES=3, NODES=3, NOISES=(0.7,), CHILDREN=(2,))
+    example["main"]()
+    assert capsys.readouterr().out.count("|\n") == 2 + 5 + 2 + 6 + 2 + 1
+    torch.manual_seed(0)
+    p, q = (torch.randn(3, 5, dtype=torch.float64).softmax(-1) for _ in range(2))
+    a = p.new_ones(3)
+    for children in (1, 2, 3):
+        sets = example["chances_of_sets"](q, children)
+        assert torch.allclose(torch.stack(list(sets.values())).sum(0), a)
+        ours, best = example["one_after_another"](p, q, a, children), example["at_best"](p, q, children)
+        assert bool((ours <= best + 1e-12).all())
+        if children == 1:
+            assert torch.allclose(ours, torch.minimum(p, q).sum(-1))
+            assert torch.allclose(best, ours)
+        if children == 2:
+            assert torch.allclose(ours[:1], accepted_by_the_verifier(p[0], q[0]))
+
+
+def accepted_by_the_verifier(p: Tensor, q: Tensor) -> Tensor:
+    """How often one of two children is accepted, over all that may be drawn."""
+    accepted = p.new_zeros(1)
+    for first, second in permutations(range(len(q)), 2):
+        tree = DraftTree(0)
+        tree.add(0, first)
+        tree.add(0, second)
+        tree.scores[0] = q.log()
+        ends_at_root = ending_chances(tree, p.repeat(3, 1), "token", range(3))[0]
+        accepted += q[first] * q[second] / (1.0 - q[first]) * (1.0 - ends_at_root)
+    return accepted
 
 
 def test_publish_benchmark(tmp_path: Path) -> None:
