@@ -34,7 +34,10 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
     """What about the model rules out assistance."""
     config = target.config
     if config.is_encoder_decoder:
-        return "is an encoder-decoder model; hf_specdecpp assists decoder-only models"
+        return (
+            "is an encoder-decoder model, and hf_specdecpp assists decoder-only ones. transformers itself takes a "
+            "smaller model of its kind as assistant_model= (for Whisper a distil-whisper)"
+        )
     if not recurrent and keeps_recurrent_state(target):
         return "keeps a recurrent state, which cannot be rolled back when a candidate is rejected"
     if cache_argument(target) is None or not target._supports_default_dynamic_cache():

@@ -13,8 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
-    MambaConfig,
-    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     StaticCache,
     SynthIDTextWatermarkingConfig,
 )
@@ -163,12 +163,15 @@ def encoder_decoder() -> CausalLM:
 
 
 def stateful() -> CausalLM:
-    return MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)).eval()
+    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)).eval()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(encoder_decoder, "is an encoder-decoder model"), (stateful, "does not use a key-value cache of transformers")],
+    [
+        (encoder_decoder, "transformers itself takes a smaller model of its kind"),
+        (stateful, "does not use a key-value cache of transformers"),
+    ],
     ids=["encoder-decoder", "stateful"],
 )
 def test_targets(make: Any, message: str, target: CausalLM) -> None:
