@@ -5,10 +5,14 @@
 The target is a random Llama of 28 layers of 64 numbers. The draft is its first three layers. What the other layers add
 is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants take turns; medians
 of the repetitions. With one thread the times are the processor's, without the time that other processes have it.
+economize (PyPI) takes part where it is installed, with the same draft and as many candidates.
 """
 
 import argparse
+import copy
+import importlib.util
 import statistics
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,12 +60,33 @@ def contestants(target: LlamaForCausalLM) -> dict[str, Any]:
     stock.generation_config.num_assistant_tokens_schedule = "constant"
     stock.generation_config.assistant_confidence_threshold = 0.0
     found = {"plain generate()": None, "transformers' assisted": stock}
+    if importlib.util.find_spec("economize"):
+        found["economize, 4 candidates"] = Economize(target)
     for name, settings in SPECULATION.items():
         found[name] = SpecDecPPAssistant.from_early_exit(target, 3, speculation=SpeculationConfig(**settings))
     return found
 
 
+class Economize:
+    """Its `draft_model` technique on a copy of the target."""
+
+    def __init__(self, target: LlamaForCausalLM) -> None:
+        import economize  # noqa: PLC0415 - may be missing
+        from economize.techniques.draft_model import DraftModelConfig  # noqa: PLC0415
+
+        with tempfile.TemporaryDirectory() as folder:
+            early_exit(target, 3).save_pretrained(folder)
+            decoding = economize.DecodeConfig(cycle_length=LENGTH + 1)
+            self.model = economize.apply(copy.deepcopy(target), DraftModelConfig(model=folder), decoding=decoding)
+
+    def __call__(self) -> torch.Tensor:
+        prompt = torch.arange(1, 11)
+        return torch.cat((prompt, self.model.decode(prompt, NEW_TOKENS).tokens))[None]
+
+
 def answer(target: LlamaForCausalLM, assistant: Any) -> torch.Tensor:
+    if isinstance(assistant, Economize):
+        return assistant()
     if isinstance(assistant, SpecDecPPAssistant):
         assistant.attach(target)
     text: torch.Tensor = target.generate(

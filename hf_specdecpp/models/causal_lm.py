@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -61,12 +60,7 @@ def takes_positions(model: CausalLM) -> bool:
 
 def cache_argument(model: CausalLM) -> str | None:
     """What a model, or a part of one, calls its cache, if it takes any: Mamba2 has a name of its own for it."""
-    return _cache_argument(type(model).forward)
-
-
-@cache  # a signature takes long, and every draft step asks
-def _cache_argument(forward: Callable[..., Any]) -> str | None:
-    known = inspect.signature(forward).parameters
+    known = inspect.signature(type(model).forward).parameters
     return next((name for name in CACHE_NAMES if name in known), None)
 
 

@@ -38,6 +38,7 @@ class Reader(nn.Module):
         else:
             object.__setattr__(self, "model", model)  # past nn.Module's registration, on purpose
         self.text_config = model.config.get_text_config(decoder=True)
+        self._cache_argument = cache_argument(inner_decoder(model)) or CACHE_NAMES[0]
         self._check_logits()
 
     @property
@@ -81,7 +82,7 @@ class Reader(nn.Module):
     def _decode(self, cache: Cache | None, **inputs: Any) -> Tensor:
         decoder = inner_decoder(self.model)
         if cache is not None:
-            inputs[cache_argument(decoder) or CACHE_NAMES[0]] = cache
+            inputs[self._cache_argument] = cache
         output = decoder(use_cache=cache is not None, **inputs)
         return output.last_hidden_state
 

@@ -61,7 +61,7 @@ def ending_chances(tree: DraftTree, p: Tensor, verification: Verification, order
 
 
 @dataclass
-class Ranks:
+class RankedNodes:
     """The nodes of a depth that have children, those with the most children first.
 
     Attributes:
@@ -76,7 +76,7 @@ class Ranks:
     scores: Tensor
 
 
-def _test_block(level: Ranks, p: Tensor, own: Tensor) -> None:
+def _test_block(level: RankedNodes, p: Tensor, own: Tensor) -> None:
     """`own` `[nodes]`, what a node is owed, becomes what is left of it after its children; theirs is entered."""
     owed = own.index_select(0, level.nodes)
     mass = p.index_select(0, level.nodes) * owed[:, None].to(p.dtype)
@@ -94,7 +94,7 @@ def _test_block(level: Ranks, p: Tensor, own: Tensor) -> None:
     p.index_copy_(0, level.nodes, mass)
 
 
-def _test_siblings(level: Ranks, p: Tensor, own: Tensor) -> None:
+def _test_siblings(level: RankedNodes, p: Tensor, own: Tensor) -> None:
     """`own` `[nodes]`, the chance that a node is accepted, becomes that of ending there; its children's is entered."""
     reached = own.index_select(0, level.nodes)
     rest = p.index_select(0, level.nodes)
@@ -122,7 +122,7 @@ def _remove(q: Tensor, tokens: Tensor) -> None:
     q.div_(q.sum(-1, keepdim=True))
 
 
-def _upload(tree: DraftTree, device: torch.device, order: Sequence[int]) -> tuple[list[Ranks], Tensor]:
+def _upload(tree: DraftTree, device: torch.device, order: Sequence[int]) -> tuple[list[RankedNodes], Tensor]:
     """The levels of the tree from the root down, and `_subtrees_first`, by the rows of nodes that stand in `order`: one
     copy to the device for all of them."""
     rows = {node: row for row, node in enumerate(order)}
@@ -142,7 +142,7 @@ def _upload(tree: DraftTree, device: torch.device, order: Sequence[int]) -> tupl
     parts = iter(torch.tensor(sum(lists, []), device=device).split([len(each) for each in lists]))
     last_first, levels = next(parts), []
     for nodes in parents:
-        ranks = Ranks(next(parts), [], [], torch.stack([tree.scores[node] for node in nodes]).to(device))
+        ranks = RankedNodes(next(parts), [], [], torch.stack([tree.scores[node] for node in nodes]).to(device))
         for _ in range(len(tree.children[nodes[0]])):
             ranks.children.append(next(parts))
             ranks.tokens.append(next(parts))
