@@ -4,11 +4,12 @@
     OMP_NUM_THREADS=1 python examples/beside_economize.py TARGET DRAFT --data prompts.jsonl
 
 Greedy, float32, rows of different lengths. All take turns; the times are medians. With one thread they are the
-processor's, without the time that other processes have it. Beside ours on the faster matrix products of some CPUs stands
-ours on PyTorch's own, as economize uses them.
+processor's, without the time that other processes have it. Ours runs on the faster matrix products of some CPUs, and
+once more on PyTorch's own, which economize uses.
 """
 
 import argparse
+import importlib
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -50,11 +51,9 @@ def ours(target: CausalLM, draft: CausalLM, settings: dict[str, Any]) -> Callabl
 
 
 def economize(target: CausalLM, draft: str, num_tokens: int) -> Callable[..., Run]:
-    import economize as package  # noqa: PLC0415 - not needed by anything else here
-    from economize.techniques.draft_model import DraftModelConfig  # noqa: PLC0415
-
+    package, technique = (importlib.import_module(f"economize{name}") for name in ("", ".techniques.draft_model"))
     decoding = package.DecodeConfig(cycle_length=num_tokens + 1)
-    model = package.apply(target, DraftModelConfig(model=draft), decoding=decoding)
+    model = package.apply(target, technique.DraftModelConfig(model=draft), decoding=decoding)
 
     def run(batch: dict[str, Tensor], new_tokens: int) -> Run:
         masks = batch["attention_mask"].bool()

@@ -10,6 +10,7 @@ economize (PyPI) takes part where it is installed, with the same draft and as ma
 
 import argparse
 import copy
+import importlib
 import importlib.util
 import statistics
 import tempfile
@@ -71,13 +72,13 @@ class Economize:
     """Its `draft_model` technique on a copy of the target."""
 
     def __init__(self, target: LlamaForCausalLM) -> None:
-        import economize  # noqa: PLC0415 - may be missing
-        from economize.techniques.draft_model import DraftModelConfig  # noqa: PLC0415
-
+        economize, technique = (importlib.import_module(f"economize{name}") for name in ("", ".techniques.draft_model"))
         with tempfile.TemporaryDirectory() as folder:
             early_exit(target, 3).save_pretrained(folder)
             decoding = economize.DecodeConfig(cycle_length=LENGTH + 1)
-            self.model = economize.apply(copy.deepcopy(target), DraftModelConfig(model=folder), decoding=decoding)
+            self.model = economize.apply(
+                copy.deepcopy(target), technique.DraftModelConfig(model=folder), decoding=decoding
+            )
 
     def __call__(self) -> torch.Tensor:
         prompt = torch.arange(1, 11)

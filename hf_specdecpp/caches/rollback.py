@@ -132,7 +132,10 @@ def _states(layer: Any) -> list[Tensor]:
     return [state for state in states if state is not None]
 
 
-# Families whose forward over several tokens begins anew instead of going on from their state, by model.
+# Families whose forward over several tokens begins anew instead of going on from their state. In small ones of them the
+# difference may be too small to be seen.
+BEGIN_ANEW = {"mamba", "falcon_mamba"}
+# Whether others go on, by model.
 _states_go_on: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 
 
@@ -143,6 +146,8 @@ def no_way_back(model: CausalLM) -> str | None:
     """
     if not keeps_recurrent_state(model):
         return None
+    if model.config.model_type in BEGIN_ANEW:
+        _states_go_on[model] = False
     if model not in _states_go_on:
         try:
             _states_go_on[model] = state_error(model) <= STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
