@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.benchmark.live.batches import padded
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.product_times import computing_clock
 from hf_specdecpp.texts.encoding import Codec
@@ -77,14 +78,6 @@ def contestants(target: CausalLM, draft: CausalLM, draft_name: str, num_tokens: 
     }
 
 
-def padded(rows: list[list[int]]) -> dict[str, Tensor]:
-    """A batch, padded on the left."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def table(everyone: dict[str, Callable[..., Run]], batches: list[dict[str, Tensor]], new_tokens: int) -> Table:
     clock = computing_clock()
     seconds: dict[str, list[float]] = {name: [] for name in everyone}
@@ -125,9 +118,9 @@ def main() -> None:
     )
     items = Codec.from_pretrained(args.target).encode_all(read_prompts(args.data))[: args.batches * args.batch_size]
     rows = [item.input_ids for item in items]
-    batches = [padded(rows[start : start + args.batch_size]) for start in range(0, len(rows), args.batch_size)]
+    batches = [padded(rows[start : start + args.batch_size], pad=0) for start in range(0, len(rows), args.batch_size)]
     everyone = contestants(target, draft, args.draft, args.num_tokens)
-    Console(width=120).print(table(everyone, batches, args.max_new_tokens))
+    Console().print(table(everyone, batches, args.max_new_tokens))
 
 
 if __name__ == "__main__":

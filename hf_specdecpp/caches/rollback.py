@@ -146,11 +146,10 @@ def no_way_back(model: CausalLM) -> str | None:
     """
     if not keeps_recurrent_state(model):
         return None
-    if model.config.model_type in BEGIN_ANEW:
-        _states_go_on[model] = False
     if model not in _states_go_on:
         try:
-            _states_go_on[model] = state_error(model) <= STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
+            tolerance = STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
+            _states_go_on[model] = model.config.model_type not in BEGIN_ANEW and state_error(model) <= tolerance
         except Exception:  # noqa: BLE001 - whatever goes wrong in a foreign forward, the model is refused
             _states_go_on[model] = False
     if _states_go_on[model]:
@@ -178,7 +177,7 @@ def state_error(model: CausalLM) -> float:
         other = (text + 3) % vocab
         expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].double()
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        inputs: dict[str, Any] = {cache_argument(model) or "": cache, "use_cache": True, "return_dict": True}
+        inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "return_dict": True}
         model(input_ids=text[:, :5], **inputs)
         mark, parts = Mark(cache), []
         model(input_ids=other[:, :4], **inputs)

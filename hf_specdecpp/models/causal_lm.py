@@ -58,10 +58,10 @@ def takes_positions(model: CausalLM) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def cache_argument(model: CausalLM) -> str | None:
-    """What a model, or a part of one, calls its cache, if it takes any: Mamba2 has a name of its own for it."""
+def cache_argument(model: CausalLM) -> str:
+    """What a model, or a part of one, calls its cache: Mamba2 has a name of its own. One without a cache: the usual."""
     known = inspect.signature(type(model).forward).parameters
-    return next((name for name in CACHE_NAMES if name in known), None)
+    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
 
 
 def cache_among(values: Mapping[str, Any]) -> Any:

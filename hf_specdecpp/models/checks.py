@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from transformers.cache_utils import (
     Cache,
     EncoderDecoderCache,
@@ -40,7 +42,8 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
         )
     if not recurrent and keeps_recurrent_state(target):
         return "keeps a recurrent state, which cannot be rolled back when a candidate is rejected"
-    if cache_argument(target) is None or not target._supports_default_dynamic_cache():
+    takes_cache = cache_argument(target) in inspect.signature(type(target).forward).parameters
+    if not takes_cache or not target._supports_default_dynamic_cache():
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if config.model_type == "prophetnet":
         return "reads one token at a time once it has a cache, so it cannot verify several at once"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import CACHE_NAMES, CausalLM, cache_argument, inner_decoder, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, inner_decoder, longest_text
 from hf_specdecpp.models.quantised import sizes_of
 
 
@@ -38,7 +38,7 @@ class Reader(nn.Module):
         else:
             object.__setattr__(self, "model", model)  # past nn.Module's registration, on purpose
         self.text_config = model.config.get_text_config(decoder=True)
-        self._cache_argument = cache_argument(inner_decoder(model)) or CACHE_NAMES[0]
+        self._cache_argument = cache_argument(inner_decoder(model))
         self._check_logits()
 
     @property

@@ -234,7 +234,7 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
     """
     context = _context(target)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    inputs: dict[str, Any] = {cache_argument(target) or "": cache, "use_cache": True}
+    inputs: dict[str, Any] = {cache_argument(target): cache, "use_cache": True}
     target(input_ids=_tokens(context, target.device).expand(rows, -1), **inputs)
     cache.activate_past_recording()
     randomness = TorchRandomness()
