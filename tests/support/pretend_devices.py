@@ -171,6 +171,8 @@ def pretend_devices() -> Iterator[Counter[str]]:
         "torch.cuda.set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "torch.cuda.synchronize": synchronize,
         "torch.accelerator.synchronize": synchronize,
+        # `module.to` else keeps its Parameter objects, which cannot become tensors of another class.
+        "torch.__future__.get_swap_module_params_on_conversion": lambda: True,
     }
     counts.clear()
     with pytest.MonkeyPatch.context() as patch, _Dispatch(), _Functions():
