@@ -27,6 +27,7 @@ from hf_specdecpp.trees.shapes import make_shape
 from hf_specdecpp.trees.siblings import Level
 from hf_specdecpp.trees.slots import Growth
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree_pass import TreePass
 
 VOCAB, CHAINS, TREES = 50, 2000, 300
 LENGTHS, NOISES = (2, 3, 5, 8, 14), (0.3, 0.7, 1.2)
@@ -75,7 +76,8 @@ def tree(name: str, noise: float, pace: ThresholdSchedule) -> list[float]:
     drawn = growth.tree
     p = torch.stack([models.at(drawn, node)[0] for node in range(len(drawn) + 1)]).softmax(-1)
     numbers = torch.tensor(drawn.depths, dtype=torch.float64) + 1.0
-    return [float(ending_chances(drawn, p.clone(), rule, range(len(p))) @ numbers) for rule in ("token", "block")]
+    drawn_order = TreePass(drawn, range(len(p)))
+    return [float(ending_chances(drawn_order, p.clone(), rule) @ numbers) for rule in ("token", "block")]
 
 
 def without(q: Tensor, token: int) -> Tensor:

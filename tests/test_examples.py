@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.trees.at_once import ending_chances
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree_pass import TreePass
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -84,7 +85,7 @@ def accepted_by_the_verifier(p: Tensor, q: Tensor) -> Tensor:
         tree.add(0, first)
         tree.add(0, second)
         tree.scores[0] = q.log()
-        ends_at_root = ending_chances(tree, p.repeat(3, 1), "token", range(3))[0]
+        ends_at_root = ending_chances(TreePass(tree), p.repeat(3, 1), "token")[0]
         accepted += q[first] * q[second] / (1.0 - q[first]) * (1.0 - ends_at_root)
     return accepted
 

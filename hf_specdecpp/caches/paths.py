@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 
-def keep_path(cache: Cache, num_prefix: int, path: list[int]) -> None:
+class PathRows(NamedTuple):
+    """The rows of a path in a pass over a tree: ascending, the root's (0) first.
+
+    Attributes:
+        rows: on the host, which knows with them where to crop.
+        on_device: `[n]`, the same on a device, which copies them.
+    """
+
+    rows: list[int]
+    on_device: Tensor
+
+    def first(self, count: int) -> PathRows:
+        """The first `count` of them."""
+        return PathRows(self.rows[:count], self.on_device[:count])
+
+
+def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor | None = None) -> None:
     """Reduce a tree in the cache to one path, in place.
 
     The rows of the path move up to the text, then the cache is cropped to them, which costs O(path): the text is
@@ -23,6 +39,7 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int]) -> None:
         cache: holds `num_prefix` tokens of text, then nodes in feeding order. Sliding-window layers must have recorded
             their past (`activate_past_recording`) since before the nodes were fed.
         path: ascending indices of the nodes to keep, the root (node 0) among them.
+        on_device: `[n]`, the same on a device; uploaded by default.
     """
     in_place = sum(place == node for place, node in enumerate(path))  # the first of the path lie where they belong
     indices: dict[torch.device, Tensor] = {}
@@ -34,7 +51,8 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int]) -> None:
         if in_place < len(path):
             device = layer.keys.device
             if device not in indices:
-                indices[device] = torch.tensor(path[in_place:], device=device)
+                known = torch.tensor(path) if on_device is None else on_device
+                indices[device] = known[in_place:].to(device)
             for rows in (layer.keys, layer.values):
                 _move(rows[..., rows.shape[-2] - nodes :, :], indices[device], in_place)
         # Also with nothing to remove: sliding-window layers shrink back to their window here.

@@ -13,6 +13,7 @@ from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import upload
+from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 
@@ -160,10 +161,14 @@ class DraftSession(Reading):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def keep(self, path: list[int]) -> None:
-        """After a tree: roll back to those of the accepted nodes that were fed; to the root if they are read again."""
+        """After a tree: roll back to those of the accepted nodes that were fed; to the root if they are read again.
+
+        On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
+        be uploaded.
+        """
         if self._lineage is None:  # nothing was drafted
             return
-        path = [] if self.is_conditioned else path
+        path = [] if self.is_conditioned or waits_for_reads(self.drafter.device) else path
         fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
         keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
         self._fed_candidates, self._lineage = len(fed), None

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchCache
+from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.drafting.batch_session import BatchSession
 from hf_specdecpp.drafting.chain import Chain, draft_chains
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -281,7 +282,7 @@ class _Row(AssistedDecoding):
         """
         return self._select(text, chain, outputs)
 
-    def _settle(self, outputs: Any, kept: int, _num_candidates: int, _path: list[int] | None) -> None:
+    def _settle(self, outputs: Any, kept: int, _num_candidates: int, _path: PathRows | None) -> None:
         self.kept = kept
         if outputs.states is not None:
             self.states = outputs.states[:, :kept] if self.stats.generated else outputs.states

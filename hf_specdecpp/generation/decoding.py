@@ -21,6 +21,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.caches.rollback import undoing
 from hf_specdecpp.caches.static_targets import uncompiled
 from hf_specdecpp.drafting.chain import Chain
@@ -28,7 +29,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.stats import PassSeconds
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.models.cpu_products import FasterProducts
@@ -37,6 +38,7 @@ from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree_pass import TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block, verify_tree_greedy
 
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
@@ -193,11 +195,13 @@ class AssistedDecoding:
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
         tree = self.generator.draft_tree(input_ids, self.states)
-        order = tree.depth_first()
+        tree_pass = TreePass(tree)
+        is_tested = self.generator.randomness is not None and self._verifies_at_once(input_ids)
+        inputs = self.prefix.tree_inputs(input_ids, tree_pass, families=is_tested)
         begin = time.perf_counter()
-        outputs = self.target(**self.prefix.tree_inputs(input_ids, tree, order), return_dict=True)
+        outputs = self.target(**inputs, return_dict=True)
         self.stats.target_seconds += time.perf_counter() - begin
-        path, emitted, scores, raw, rows = self._walk(input_ids, tree, order, outputs)
+        path, emitted, scores, raw, rows = self._walk(input_ids, tree_pass, outputs)
         self.generator.update_tree(tree, path)
         return self._emit(input_ids, emitted, scores, raw, outputs, len(tree), rows)
 
@@ -207,31 +211,28 @@ class AssistedDecoding:
         Token by token: to accept a block, the processors would be called for candidates that are then rejected.
         """
         tree, count = DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores), len(chain.tokens)
-        path, emitted, scores, raw, _ = self._walk(input_ids, tree, list(range(count + 1)), outputs)
+        path, emitted, scores, raw, _ = self._walk(input_ids, TreePass(tree), outputs)
         if count or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, len(path))
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
 
     def _walk(
-        self, input_ids: Tensor, tree: DraftTree, order: list[int], outputs: Any
+        self, input_ids: Tensor, tree_pass: TreePass, outputs: Any
     ) -> tuple[list[int], list[int], Tensor, Tensor, list[int]]:
         """Verify a tree. Processors are called at the nodes that p is asked about, once each: those that must be called
         in order at the nodes on the way down only; on a device all others at every node.
-
-        Args:
-            order: of the nodes in the target's pass.
 
         Returns:
             The accepted nodes; the k emitted tokens; `[k, vocab]` logits that they were chosen from, with and without
             processing; the rows of the root and the accepted nodes in the pass.
         """
-        logits = outputs.logits[0, -len(order) :]
-        rows = {node: row for row, node in enumerate(order)}
-        if waits_for_reads(input_ids.device) and not self.generator.processing.in_order:
+        tree, rows = tree_pass.tree, tree_pass.rows
+        logits = outputs.logits[0, -len(rows) :]
+        if self._verifies_at_once(input_ids):
             every = logits.to(input_ids.device, torch.float32, copy=True)
-            every = self._process_all(input_ids, tree, order, every)
+            every = self._process_all(input_ids, tree_pass, every)
             begin = time.perf_counter()
-            path, token = self._accept_at_once(tree, every, order)
+            path, token = self._accept_at_once(tree_pass, every)
             self._note_wait(begin)
 
             def scores(node: int) -> Tensor:
@@ -253,6 +254,10 @@ class AssistedDecoding:
         raw = logits[kept_rows].to(chosen_from) if self.records.keeps_logits else chosen_from
         return path, emitted, chosen_from, raw, kept_rows
 
+    def _verifies_at_once(self, input_ids: Tensor) -> bool:
+        """Whether a tree is verified on the device, with one read."""
+        return waits_for_reads(input_ids.device) and not self.generator.processing.in_order
+
     def _accept(self, tree: DraftTree, scores: Callable[[int], Tensor]) -> tuple[list[int], int]:
         """The accepted nodes and the token after them, by `[vocab]` scores that are asked for where they matter."""
         randomness = self.generator.randomness
@@ -262,17 +267,18 @@ class AssistedDecoding:
         verify = verify_tree_block if is_block else verify_tree
         return verify(tree, lambda node: scores(node).softmax(dim=-1), randomness)
 
-    def _accept_at_once(self, tree: DraftTree, scores: Tensor, order: list[int]) -> tuple[list[int], int]:
-        """The same with one read from the device, by the scores of all nodes in `order`, `[nodes, vocab]`."""
+    def _accept_at_once(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
+        """The same with one read from the device, by the scores of all rows, `[rows, vocab]`."""
         randomness = self.generator.randomness
         if randomness is None:
-            choices = dict(zip(order, likeliest_tokens(scores), strict=True))
-            return verify_tree_greedy(tree, choices.__getitem__)
+            choices = likeliest_tokens(scores)
+            return verify_tree_greedy(tree_pass.tree, lambda node: choices[tree_pass.rows[node]])
         verification = self.generator.setup.speculation.verification
-        return verify_tree_at_once(tree, scores.softmax(dim=-1), randomness, verification, order)
+        return verify_tree_at_once(tree_pass, scores.softmax(dim=-1), randomness, verification)
 
-    def _process_all(self, input_ids: Tensor, tree: DraftTree, order: list[int], scores: Tensor) -> Tensor:
-        """Process the scores of all nodes in `order`, `[nodes, vocab]`."""
+    def _process_all(self, input_ids: Tensor, tree_pass: TreePass, scores: Tensor) -> Tensor:
+        """Process the scores of all rows, `[rows, vocab]`."""
+        tree, order = tree_pass.tree, tree_pass.order
         rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
         paths, process = [tree.path(order[row]) for row in rows], self.generator.processing.after_each
         if len(rows) == len(scores):
@@ -304,21 +310,28 @@ class AssistedDecoding:
         """
         before = input_ids.shape[1]
         # As int64 whatever the prompt's type is, like plain generation.
-        input_ids = torch.cat((input_ids, torch.tensor([emitted], device=input_ids.device)), dim=1)
+        known = torch.tensor([emitted]), torch.tensor(path or [], dtype=torch.long)
+        new_ids, on_device = upload(known, input_ids.device)
+        input_ids = torch.cat((input_ids, new_ids), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path, again=self.prefix.pending)
-        self._settle(outputs, kept, count, path)
+        self._settle(outputs, kept, count, None if path is None else PathRows(path, on_device))
         self.stats.generated += kept
         if self.streamer is not None:
             self.streamer.put(input_ids[:, before:].cpu())
         return input_ids, finished
 
-    def _settle(self, outputs: Any, kept: int, num_candidates: int, path: list[int] | None) -> None:
+    def _settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
         """Take what a conditioned draft reads of the pass, and leave the cache at what was emitted."""
         # All of the prompt; later the last token before the round and the accepted candidates.
-        rows = [self.prefix.pending + row for row in (path or list(range(kept)))[:kept]]
-        self.states = self.caught.take(rows if self.stats.generated else slice(None))
+        if not self.stats.generated:
+            rows: Tensor | slice = slice(None)
+        elif path is None:
+            rows = slice(self.prefix.pending, self.prefix.pending + kept)
+        else:
+            rows = path.on_device[:kept]
+        self.states = self.caught.take(rows)
         self.prefix.settle(outputs, kept, num_candidates, path)
 
     def _first_stop(

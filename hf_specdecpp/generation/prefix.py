@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from hf_specdecpp.caches.paths import keep_path
+from hf_specdecpp.caches.paths import PathRows, keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back
 from hf_specdecpp.caches.static import StaticRows, width_of
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, longest_text, upload
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, longest_text
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
-from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.tree_pass import TreePass
 
 
 class Prefix:
@@ -86,26 +86,29 @@ class Prefix:
             inputs["logits_to_keep"] = count + 1 if self.static is None or not count else 0
         return inputs
 
-    def tree_inputs(self, input_ids: Tensor, tree: DraftTree, order: list[int]) -> dict[str, Any]:
-        """The same for the nodes of a tree in `order`, the root first, which is the last token of `input_ids`."""
-        if not len(tree):
-            return self.chain_inputs(input_ids, [])
-        fed = torch.tensor([tree.tokens[node] for node in order[1:]]), *Lineage().feed(tree, order)
-        tokens, ancestors, depths = upload(fed, input_ids.device)
+    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
+        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`.
+
+        Args:
+            families: upload them with the rest, for the verification.
+        """
+        tokens, ancestors, depths = tree_pass.upload(input_ids.device, families)
         inputs = self.chain_inputs(input_ids, tokens)
+        if not len(tokens):
+            return inputs
         rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
         prefix_mask = mask[0, :rows].bool() if mask is not None and self.is_masked else None
         position = inputs["position_ids"][..., 0]
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, rows, prefix_mask, position)
 
-    def settle(self, outputs: Any, kept: int, num_candidates: int, path: list[int] | None = None) -> None:
+    def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
 
         Args:
             outputs: of the pass.
             kept: how many tokens were emitted.
             num_candidates: how many candidates the target read.
-            path: rows of the root and the accepted candidates in the pass, where they were a tree.
+            path: of the root and the accepted candidates, where they were a tree.
         """
         cache = cache_among(outputs)
         if self.static is not None:
@@ -117,13 +120,13 @@ class Prefix:
             outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
         )
 
-    def _settle_rows(self, cache: Any, kept: int, num_candidates: int, path: list[int] | None) -> None:
+    def _settle_rows(self, cache: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
         if self.mark is not None:
             self._settle_marked(self.mark, kept, num_candidates + 1)
         elif path is None:
             cache.crop(kept - 1 - num_candidates)
         else:
-            keep_path(cache, cache.get_seq_length() - num_candidates - 1, path[:kept])
+            keep_path(cache, cache.get_seq_length() - num_candidates - 1, *path.first(kept))
 
     def _settle_marked(self, mark: Mark, kept: int, fed: int) -> None:
         if kept == fed:

@@ -151,11 +151,12 @@ class TargetStates:
         for caught in self._caught:
             caught.clear()
 
-    def take(self, rows: Sequence[int] | slice = slice(None)) -> Tensor | None:
+    def take(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
         """States `[batch, n, width]` of `rows` of what was read since the last call; `None` where nothing is caught."""
         if not self._modules:
             return None
         device = self._caught[0][0].device
+        rows = rows.to(device) if isinstance(rows, Tensor) else rows
         parts = [torch.cat([part.to(device) for part in caught], dim=1)[:, rows] for caught in self._caught]
         self.clear()
         return torch.cat(parts, dim=-1)

@@ -18,6 +18,7 @@ from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.verification import verify_block
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree_pass import TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
 
 TOLERANCE = 1e-12
@@ -154,12 +155,13 @@ def test_at_once_decides_as_the_readable_versions_do(parents: list[int], tokens:
 
         return {each: weight for each, weight in exact_distribution(program).items() if weight > TOLERANCE}
 
-    order = tree.depth_first()  # as the target reads them
-    found = outcomes(lambda replay: verify_tree_at_once(tree, p[order], replay, "block", order))
+    rows = TreePass(tree)  # as the target reads them
+    found = outcomes(lambda replay: verify_tree_at_once(rows, p[rows.order], replay, "block"))
     assert found == pytest.approx(
         outcomes(lambda replay: verify_tree_block(tree, p.__getitem__, replay)), abs=TOLERANCE
     )
-    found = outcomes(lambda replay: verify_tree_at_once(tree, p.clone(), replay, "token"))
+    drawn = TreePass(tree, range(len(p)))
+    found = outcomes(lambda replay: verify_tree_at_once(drawn, p.clone(), replay, "token"))
     assert found == pytest.approx(outcomes(lambda replay: verify_tree(tree, p.__getitem__, replay)), abs=TOLERANCE)
 
 

@@ -17,6 +17,7 @@ from hf_specdecpp.trees.shapes import from_nodes
 from hf_specdecpp.trees.siblings import Level
 from hf_specdecpp.trees.slots import CalibratedSlots, Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree_pass import TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
 from support.exact_distribution import Tokens
 from support.toy_rounds import Models, make_estimator
@@ -84,7 +85,8 @@ class ToyTree:
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
         if "at once" in self.verifier:
             p = torch.stack([self.p(tree, node, prefix) for node in range(len(tree) + 1)])
-            return verify_tree_at_once(tree, p, randomness, "block" if "block" in self.verifier else "token")
+            drawn = TreePass(tree, range(len(p)))
+            return verify_tree_at_once(drawn, p, randomness, "block" if "block" in self.verifier else "token")
         verify_one = verify_tree_block if self.verifier == "block" else verify_tree
         return verify_one(tree, lambda node: self.p(tree, node, prefix), randomness)
 

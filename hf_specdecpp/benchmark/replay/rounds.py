@@ -40,6 +40,7 @@ from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.trees.at_once import ending_chances
 from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.tree_pass import TreePass
 
 
 @dataclass
@@ -203,7 +204,7 @@ def chances(tree: DraftTree, p: Mapping[int, Tensor], verification: Verification
         return [1.0]
     rows = p[0].new_zeros((len(tree) + 1, len(p[0])))
     rows[list(p)] = torch.stack(list(p.values()))
-    reached = ending_chances(tree, rows, verification, range(len(rows))).tolist()
+    reached = ending_chances(TreePass(tree, range(len(rows))), rows, verification).tolist()
     for node in tree.depth_first()[:0:-1]:  # an accepted node's parent is accepted
         reached[tree.parents[node]] += reached[node]
     return reached

@@ -1,0 +1,111 @@
+"""A token tree as the target reads it in one pass, and all that its device is told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.models.causal_lm import upload
+from hf_specdecpp.trees.tree import DraftTree, Lineage
+
+
+@dataclass
+class Families:
+    """The nodes of a depth that have children, those with the most children first, by their rows in the pass.
+
+    Attributes:
+        parents: `[n]`.
+        children, tokens: for each rank the children of that rank and their tokens, `[m]` with m <= n.
+        scores: `[n, vocab]`, logits whose softmax the first children were drawn from.
+    """
+
+    parents: Tensor
+    children: list[Tensor]
+    tokens: list[Tensor]
+    scores: Tensor
+
+
+class TreePass:
+    """The rows of a pass over a tree: which node is read in which.
+
+    A tree whose root has the children 1 and 2, of which 1 has the child 3, is read as the nodes 0, 1, 3, 2: node 2 is
+    in row 3.
+
+    Args:
+        tree: its shape is taken as it is now.
+        order: of the nodes; by default depth first.
+
+    Attributes:
+        order: node of each row.
+        rows: row of each node.
+    """
+
+    def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:
+        self.tree = tree
+        self.order = tree.depth_first() if order is None else list(order)
+        self.rows = {node: row for row, node in enumerate(self.order)}
+        self._parents = _parents(tree)
+        self._lists: list[Tensor] | None = None  # of `_family_lists`, on a device
+
+    def upload(self, device: torch.device, families: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """What the pass needs, with one copy to the device; the shape of the `families`, too, if they are asked for.
+
+        Returns:
+            Tokens `[n]` of all rows but the root's, and `ancestors` `[n + 1, n + 1]` and `depths` `[n + 1]` as
+            `tree_inputs` takes them.
+        """
+        fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]]), *Lineage().feed(self.tree, self.order)
+        tokens, ancestors, depths, *lists = upload([*fed, *(self._family_lists() if families else ())], device)
+        self._lists = lists or None
+        return tokens, ancestors, depths
+
+    def families(self, device: torch.device) -> tuple[list[Families], Tensor]:
+        """The families of each depth from the root down, and the rows `[n + 1]` in an order in which each node stands
+        after its subtree."""
+        lists = upload(self._family_lists(), device) if self._lists is None else self._lists
+        subtrees_first, *rest = lists
+        parts, families = iter(rest), []
+        for parents in self._parents:
+            scores = torch.stack([self.tree.scores[node] for node in parents]).to(device)
+            family = Families(next(parts), [], [], scores)
+            for _ in self.tree.children[parents[0]]:
+                family.children.append(next(parts))
+                family.tokens.append(next(parts))
+            families.append(family)
+        return families, subtrees_first
+
+    def _family_lists(self) -> list[Tensor]:
+        """What `families` are made of, on the host."""
+        tree, rows = self.tree, self.rows
+        lists = [[rows[node] for node in _subtrees_first(tree)]]
+        for parents in self._parents:
+            lists.append([rows[node] for node in parents])
+            for rank in range(len(tree.children[parents[0]])):
+                children = [tree.children[node][rank] for node in parents if len(tree.children[node]) > rank]
+                lists += [[rows[child] for child in children], [tree.tokens[child] for child in children]]
+        return [torch.tensor(each) for each in lists]
+
+
+def _parents(tree: DraftTree) -> list[list[int]]:
+    """For each depth the nodes that have children, those with the most children first."""
+    depths: list[list[int]] = [[] for _ in range(tree.depth + 1)]
+    for node, children in enumerate(tree.children):
+        if children:
+            depths[tree.depths[node]].append(node)
+    return [sorted(nodes, key=lambda node: -len(tree.children[node])) for nodes in depths if nodes]
+
+
+def _subtrees_first(tree: DraftTree) -> list[int]:
+    """All nodes, each after its subtree, which is the order of `verify_tree_block`.
+
+    A root with two children, the first of which has a child: [2, 1, 3, 0], if they are numbered depth first.
+    """
+    order, stack = [], [0]
+    while stack:  # parents first and last children first; reversed below
+        node = stack.pop()
+        order.append(node)
+        stack += tree.children[node]
+    return order[::-1]
