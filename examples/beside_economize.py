@@ -21,10 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.benchmark.live.batches import padded
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.product_times import computing_clock
-from hf_specdecpp.texts.encoding import Codec
+from hf_specdecpp.texts.encoding import Codec, padded
 from hf_specdecpp.texts.prompts import read_prompts
 
 Run = tuple[Tensor, float]  # new tokens of all rows `[rows, new_tokens]`, and tokens a row emits in a pass
@@ -118,7 +117,7 @@ def main() -> None:
     )
     items = Codec.from_pretrained(args.target).encode_all(read_prompts(args.data))[: args.batches * args.batch_size]
     rows = [item.input_ids for item in items]
-    batches = [padded(rows[start : start + args.batch_size], pad=0) for start in range(0, len(rows), args.batch_size)]
+    batches = [padded(rows[start : start + args.batch_size]) for start in range(0, len(rows), args.batch_size)]
     everyone = contestants(target, draft, args.draft, args.num_tokens)
     Console().print(table(everyone, batches, args.max_new_tokens))
 

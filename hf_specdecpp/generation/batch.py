@@ -61,17 +61,17 @@ class BatchDecoding:
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[batch, length]`, padded on the left: what `generate()` returns."""
+        is_restored = False
         try:
             with self.caught:
                 self._generate(input_ids)
             sequences = self._sequences()
             if self.carries_cache:
                 self._restore_cache(sequences)
-        except BaseException:
-            self.cache.cache.layers = [_UsedUp()]
-            raise
-        if not self.carries_cache:
-            self.cache.cache.layers = [_UsedUp()]
+                is_restored = True
+        finally:
+            if not is_restored:
+                self.cache.cache.layers = [_UsedUp()]
         return self._output(sequences)
 
     def _generate(self, input_ids: Tensor) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -122,3 +125,14 @@ class Codec:
     def _tokens(self, text: str) -> list[int]:
         # A chat template writes the special tokens itself.
         return self.tokenizer(text, add_special_tokens=self.tokenizer.chat_template is None).input_ids
+
+
+def padded(texts: Sequence[list[int]], pad: int = 0) -> dict[str, Tensor]:
+    """Texts of different lengths, padded on the left: `input_ids` and `attention_mask`, both `[batch, longest]`.
+
+    For [[5, 6, 7], [8]]: ids [[5, 6, 7], [0, 0, 8]] and mask [[1, 1, 1], [0, 0, 1]].
+    """
+    longest = max(map(len, texts))
+    ids = [[pad] * (longest - len(text)) + text for text in texts]
+    mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}

@@ -29,7 +29,7 @@ from hf_specdecpp.benchmark.contestants import (
     untuned_contestants,
 )
 from hf_specdecpp.benchmark.live import clock, runner
-from hf_specdecpp.benchmark.live.batches import padded, summarise_batches
+from hf_specdecpp.benchmark.live.batches import summarise_batches
 from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, rotated
@@ -42,6 +42,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import until_end
+from hf_specdecpp.texts.encoding import padded
 
 SOME = ["plain", "fixed 3", "confidence*", "dyspec 4*", "transformers default", "prompt lookup"]
 QUESTIONS = [Question("set", f"prompt-{seed}", prompt(seed=seed)[0].tolist()) for seed in range(2)]
@@ -430,7 +431,7 @@ def test_batches_that_part_from_plain_generation_are_counted() -> None:
 
 
 def test_padding_and_ends_of_rows() -> None:
-    inputs = padded([[5, 6, 7], [8]], pad=0)
+    inputs = padded([[5, 6, 7], [8]])
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
     assert until_end([1, 7, 0, 0], frozenset({7})) == [1, 7]

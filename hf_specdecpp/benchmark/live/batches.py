@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, SAME_PASSES, Contestant
@@ -15,6 +14,7 @@ from hf_specdecpp.benchmark.live.runner import WARM_UP_TOKENS, Benchmark, Questi
 from hf_specdecpp.intervals import median_of_ratios
 from hf_specdecpp.models.causal_lm import eos_ids, until_end
 from hf_specdecpp.sampling.randomness import seed_of
+from hf_specdecpp.texts.encoding import padded
 
 
 class BatchBenchmark(Benchmark):
@@ -92,14 +92,6 @@ class BatchBenchmark(Benchmark):
 
 def _drafts_chains(contestant: Contestant) -> bool:
     return contestant.speculation is not None and contestant.speculation.tree is None
-
-
-def padded(texts: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
-    """Texts of different lengths, padded on the left."""
-    longest = max(map(len, texts))
-    ids = [[pad] * (longest - len(text)) + text for text in texts]
-    mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def summarise_batches(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

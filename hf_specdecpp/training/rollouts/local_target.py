@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_specdecpp.models.causal_lm import takes_positions
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.randomness import draw_rows, seed_of
-from hf_specdecpp.texts.encoding import Codec, Encoded
+from hf_specdecpp.texts.encoding import Codec, Encoded, padded
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.models import load_target
@@ -65,7 +65,8 @@ class LocalTarget:
         cache, rows = DynamicCache(config=self.model.config.get_text_config(decoder=True)), list(range(len(batch)))
         length = max(len(item.input_ids) for item in batch) + max(room)
         cache.layers = [_Preallocated(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        ids, mask = (tensor.to(self.model.device) for tensor in _pad_left([item.input_ids for item in batch]))
+        prompts = padded([item.input_ids for item in batch])
+        ids, mask = (prompts[name].to(self.model.device) for name in ("input_ids", "attention_mask"))
         writing = set(rows)
         while writing:
             logits = self._forward(ids, mask, cache)
@@ -143,11 +144,3 @@ class _Preallocated(DynamicLayer):
         end = self.get_seq_length()
         self.rooms = [room[indices] for room in self.rooms]
         self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-
-
-def _pad_left(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, both `[batch, longest]`."""
-    longest = max(map(len, prompts))
-    padded = [[0] * (longest - len(ids)) + ids for ids in prompts]
-    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-    return torch.tensor(padded), torch.tensor(mask)
