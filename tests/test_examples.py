@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from support.distillation_files import prepare
 from support.models import tiny
 from support.repos import save_model
 from torch import Tensor
+from transformers import Trainer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.trees.at_once import ending_chances
@@ -130,3 +133,25 @@ def test_publish_renews_the_speeds_of_a_card(tmp_path: Path) -> None:
     )
     assert text.startswith("# Card\n\n## Speed\n\n")
     assert "old" not in text
+
+
+def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Variants are trained once each, in their own folders, on the answers of the run or a share of them."""
+    module = runpy.run_path(str(FOLDER / "draft_ablations.py"))
+    main = module["main"]
+    config = prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
+    config.rollouts.data = ["prompts.jsonl"]
+    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    without_states = "reads nothing: an early exit of the last layer"
+    chosen = ("as configured", "unrolled 1 step", without_states, "half of the answers")
+    every = module["variants"](config)
+    monkeypatch.setitem(main.__globals__, "variants", lambda _: {name: every[name] for name in chosen})
+    main(str(tmp_path / "draft.yaml"))
+    header, _, *rows = table = capsys.readouterr().out.splitlines()[-6:]
+    assert header == "| | all | code | maths | later candidates | answer tokens | steps |"
+    assert [row.split("|")[1].strip() for row in rows] == list(chosen)
+    assert [row.split("|")[-2].strip() for row in rows] == ["5", "5", "5", "3"]
+    assert [bool(row.split("|")[5].strip()) for row in rows] == [True, False, False, True]
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("a variant is trained again"))
+    main(str(tmp_path / "draft.yaml"))
+    assert capsys.readouterr().out.splitlines()[-6:] == table

@@ -12,6 +12,7 @@ from hf_specdecpp.config.types import check_types
 
 CONDITIONED = "conditioned"
 DTYPES = ("auto", "bfloat16", "float32")
+LOSSES = ("kl", "tv")
 
 
 @dataclass
@@ -70,6 +71,7 @@ class DistillConfig:
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
         cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
             further epochs need no pass of the target; how much that takes is said before.
+        loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
         start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion training goes on with:
             for more answers, or more epochs. By default it begins with an adapter that changes nothing.
@@ -90,6 +92,7 @@ class DistillConfig:
     fusion_learning_rate: float = 5e-5
     fusion_rank: int | None = None
     cache_states: bool = False
+    loss: str = "kl"
     bf16: bool = False
     start_from: str | None = None
 
@@ -278,6 +281,8 @@ class TrainingConfig:
         for name in ("epochs", "learning_rate", "fusion_learning_rate"):
             _above_zero(f"distill.{name}", getattr(distill, name))
         _share("distill.dropout", distill.dropout)
+        if distill.loss not in LOSSES:
+            raise ValueError(f"distill.loss={distill.loss!r} must be one of {', '.join(LOSSES)}.")
 
     def _validate_head(self) -> None:
         head = self.head

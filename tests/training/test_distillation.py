@@ -116,11 +116,11 @@ def test_loss_and_measures(
     assert metrics["eval_code/tokens"] + metrics["eval_maths/tokens"] == metrics["eval_all/tokens"]
 
 
-@pytest.mark.parametrize("vocab_size", [None, 20])
-def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None) -> None:
+@pytest.mark.parametrize(("vocab_size", "loss"), [(None, "kl"), (20, "kl"), (20, "tv")])
+def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None, loss: str) -> None:
     """The chunked gradient is that of the loss written in one line over all positions."""
     monkeypatch.setattr(distillation_trainer, "CHUNK", 7)
-    trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size), monkeypatch)
+    trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss), monkeypatch)
     model, drafter = trainer.model, trainer.model.drafter
     batch = trainer.data_collator(rows(5, seed=3))
     where = batch["labels"][:, 1:] != -100
@@ -129,7 +129,8 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
     kept = torch.arange(VOCAB_SIZE) if drafter.draft_vocab is None else drafter.draft_vocab
     hidden = drafter.hidden_states(batch["input_ids"])[:, :-1][where]
     p, log_q = p_logits[:, kept].softmax(-1), drafter.logits(hidden, VOCAB_SIZE)[:, kept].log_softmax(-1)
-    expected = (p * (p.log() - log_q)).sum(-1).mean()
+    each = p * (p.log() - log_q) if loss == "kl" else 0.5 * (p - log_q.exp()).abs()
+    expected = each.sum(-1).mean()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(expected, list(trained.values()))
     trainer.compute_loss(model, batch).backward()

@@ -1,8 +1,9 @@
 """Stage `distill`: a LoRA adapter that makes the draft say what the target says; for a conditioned draft its fusion.
 
-The loss is KL(p || q) at the tokens that the target wrote, with p computed on the fly at temperature 1 and without
-top-k, however the rollouts were drawn: the plain distributions contain every warped one, so that one adapter serves
-all settings of a generation. `accelerate launch` runs it in several processes, each with the whole target.
+The loss is KL(p || q), or their total variation, at the tokens that the target wrote, with p computed on the fly at
+temperature 1 and without top-k, however the rollouts were drawn: the plain distributions contain every warped one, so
+that one adapter serves all settings of a generation. `accelerate launch` runs it in several processes, each with the
+whole target.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
     rollouts = digest(config.work / answers.FOLDER / answers.RECORD)
     distill = asdict(config.distill)
     del distill["cache_states"], distill["start_from"]
+    if config.distill.loss == "kl":  # runs that were begun before there was a choice go on
+        del distill["loss"]
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
         distill["start_from"] = [digest(folder / name) for name in (Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], FUSION)]
@@ -184,7 +187,7 @@ def _trainer(
         base_model_name_or_path=draft.config.name_or_path,
     )
     fusion = _initial_fusion(config, target, train) if config.is_conditioned else None
-    student = Student(draft, lora, vocab, fusion, distill.unroll)
+    student = Student(draft, lora, vocab, fusion, distill.unroll, distill.loss)
     if distill.start_from is not None:
         start_from(student, Path(distill.start_from))
     arguments = TrainingArguments(

@@ -31,6 +31,11 @@ def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="sum", log_target=True)
 
 
+def total_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """1 - sum min(p, q), the chance that a candidate from q is rejected, summed over positions, of the same."""
+    return (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum()
+
+
 def with_own_parameters(model: CausalLM) -> CausalLM:
     """The model's structure with new, frozen `Parameter` objects over the same memory.
 
@@ -53,6 +58,7 @@ class Student(PeftModel):
         draft_vocab: token ids that the draft may propose, or `None` for all.
         fusion: of a conditioned draft.
         unroll: steps of a round that a conditioned draft is taught.
+        loss: `"kl"` or `"tv"`.
     """
 
     drafter: Drafter
@@ -64,6 +70,7 @@ class Student(PeftModel):
         draft_vocab: Tensor | None,
         fusion: Fusion | None = None,
         unroll: int = 1,
+        loss: str = "kl",
     ) -> None:
         own = with_own_parameters(draft)
         if fusion is not None:
@@ -76,6 +83,7 @@ class Student(PeftModel):
         # Not registered: its model is, already, and its slice of the LM head is not to be trained, moved or stored.
         object.__setattr__(self, "drafter", drafter)
         self.unroll = unroll
+        self.distance = total_variation if loss == "tv" else divergence
 
     @property
     def fusion(self) -> Fusion | None:
@@ -100,9 +108,9 @@ class Student(PeftModel):
             measure: report on the draft instead of teaching it.
 
         Returns:
-            The sum of KL(p || q) over the positions, the mean of all steps; or `[positions, steps, 2]`: how likely a
-            candidate is accepted and whether the likeliest token is the target's. An unconditioned draft reads real
-            tokens alone, and has one step.
+            The sum of the distance between p and q over the positions, the mean of all steps; or
+            `[positions, steps, 2]`: how likely a candidate is accepted and whether the likeliest token is the target's.
+            An unconditioned draft reads real tokens alone, and has one step.
         """
         if states is None:
             steps = [self.drafter.hidden_states(input_ids)]
@@ -129,7 +137,8 @@ class Student(PeftModel):
         return torch.stack((torch.minimum(p[:, None], q).sum(-1), agree.float()), dim=-1)
 
     def _loss(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """KL(p || q) with p renormalised on the tokens that the draft has, summed over positions and steps.
+        """The distance of q from p, which is renormalised on the tokens that the draft has: the sum over positions and
+        steps.
 
         Args:
             hidden: `[positions, steps, hidden_size]`.
@@ -142,7 +151,7 @@ class Student(PeftModel):
         q_logits = self.drafter.vocab_logits(hidden)
         both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
         q_logits = q_logits[..., :both]
-        return divergence(p_logits[:, None, :both].expand_as(q_logits), q_logits)
+        return self.distance(p_logits[:, None, :both].expand_as(q_logits), q_logits)
 
 
 def _num_ids(drafter: Reader) -> int:
