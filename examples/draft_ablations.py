@@ -11,23 +11,34 @@ a round by source, and the later ones, for which the draft reads its own states.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import yaml
-from transformers import AutoConfig
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, DynamicCache
 
+from hf_specdecpp.caches.masks import as_mask
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import read_json
+from hf_specdecpp.models.conditioning import Fusion, TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage
+from hf_specdecpp.training.distillation import stage, trainer
+from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
 
 
 def variants(config: TrainingConfig) -> dict[str, Settings]:
-    """Settings that differ from `config`, those of `distill` with a dot before their names."""
+    """Settings that differ from `config`, those of `distill` with a dot before their names. `answers` and `keys` are
+    this program's own: the share of the training texts, and whose keys the draft attends to."""
     text = AutoConfig.from_pretrained(config.target).get_text_config(decoder=True)
     last, middle, epochs = text.num_hidden_layers - 1, text.num_hidden_layers // 2, config.distill.epochs
     return {
@@ -38,6 +49,7 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "the layer before the last drafts": {"layers": [last - 1]},
         "a middle layer drafts": {"layers": [middle]},
         "the last two layers draft": {"layers": [last - 1, last]},
+        "attends to the target's keys and values": {"keys": "target"},
         "unrolled 1 step": {".unroll": 1},
         "unrolled 2 steps": {".unroll": 2},
         "unrolled 6 steps": {".unroll": 6},
@@ -52,12 +64,14 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
 
 def trained(config: TrainingConfig, folder: Path, settings: Settings) -> dict[str, Any]:
     """The report of a variant, which is trained in `folder` unless it is there."""
-    whole = {name: value for name, value in settings.items() if not name.startswith(".") and name != "answers"}
+    own = ("answers", "keys")
+    whole = {name: value for name, value in settings.items() if not name.startswith(".") and name not in own}
     distill = {name[1:]: value for name, value in settings.items() if name.startswith(".")}
     variant = replace(config, work_dir=str(folder), distill=replace(config.distill, **distill), **whole)
     variant.validate()
     share_answers(config.work, folder, settings.get("answers", 1.0))
-    stage.run(variant)
+    with over_target_keys() if "keys" in settings else nullcontext():
+        stage.run(variant)
     return read_json(folder / stage.REPORT)
 
 
@@ -73,6 +87,50 @@ def share_answers(work: Path, folder: Path, share: float) -> None:
         (made / split).mkdir(parents=True, exist_ok=True)
         texts.to_parquet(str(made / split / "shard-0.parquet"))
     (made / answers.RECORD).write_bytes((work / answers.FOLDER / answers.RECORD).read_bytes())
+
+
+@contextmanager
+def over_target_keys() -> Iterator[None]:
+    """Within it drafts are trained over the target's keys and values."""
+    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(trainer, "unrolled", read):
+        yield
+
+
+class OverTargetKeys(DistillationTrainer):
+    """Trains a draft of the target's last layer that attends to the target's keys and values of that layer wherever the
+    target has read, and to its own at the tokens of the round: it would not have to read the prompt."""
+
+    keys: Tensor
+    values: Tensor
+
+    def _read(self, inputs: dict[str, Any], fusion: Fusion | None) -> tuple[Tensor, Tensor | None]:
+        with TargetStates(self.target.model, fusion) as caught:
+            cache = self.target.model(inputs["input_ids"], use_cache=True, logits_to_keep=1).past_key_values
+            states = caught.take()
+        OverTargetKeys.keys, OverTargetKeys.values = cache.layers[-1].keys, cache.layers[-1].values
+        return states[..., : fusion.hidden_size], states
+
+
+def read(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
+    """As `unrolling.unrolled`, over the target's keys. A round that begins with the token at place b sees the target's
+    up to place b - 1, which it has read before it emits that token.
+
+    Example: in step 2 the token at place 5 is the second of a round that begins at 4. It sees the target's keys at
+    places 0 to 3, and the draft's own at 4 (of step 1) and 5.
+    """
+    later, length = input_ids[:, 1:], input_ids.shape[1] - 1
+    cache = DynamicCache()
+    cache.update(OverTargetKeys.keys, OverTargetKeys.values, 0)
+    places = torch.arange(1, length + 1, device=input_ids.device)
+    key, query = places[None], places[:, None]
+    before = states[:, :-1]
+    for step in range(1, steps + 1):
+        blocks = [torch.arange(length + 1, device=query.device) <= query - step]
+        blocks += [key == query - step + other for other in range(1, step + 1)]
+        mask = as_mask(torch.cat(blocks, dim=1), drafter.model)
+        hidden = drafter.hidden_states(later, cache, before, attention_mask=mask, position_ids=places[None])
+        yield functional.pad(hidden, (0, 0, 1, 0))
+        before = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
 
 
 def row(name: str, report: dict[str, Any], sources: list[str]) -> str:
