@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,7 +48,6 @@ class TreePass:
         self.tree = tree
         self.order = tree.depth_first() if order is None else list(order)
         self.rows = {node: row for row, node in enumerate(self.order)}
-        self._parents = _parents(tree)
         self._lists: list[Tensor] | None = None  # of `_family_lists`, on a device
 
     def upload(self, device: torch.device, families: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,8 +57,9 @@ class TreePass:
             Tokens `[n]` of all rows but the root's, and `ancestors` `[n + 1, n + 1]` and `depths` `[n + 1]` as
             `tree_inputs` takes them.
         """
-        fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]]), *Lineage().feed(self.tree, self.order)
-        tokens, ancestors, depths, *lists = upload([*fed, *(self._family_lists() if families else ())], device)
+        fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long)
+        parts = [fed, *Lineage().feed(self.tree, self.order), *(self._family_lists() if families else ())]
+        tokens, ancestors, depths, *lists = upload(parts, device)
         self._lists = lists or None
         return tokens, ancestors, depths
 
@@ -77,6 +78,16 @@ class TreePass:
             families.append(family)
         return families, subtrees_first
 
+    @cached_property
+    def _parents(self) -> list[list[int]]:
+        """For each depth the nodes that have children, those with the most children first."""
+        tree = self.tree
+        depths: list[list[int]] = [[] for _ in range(tree.depth + 1)]
+        for node, children in enumerate(tree.children):
+            if children:
+                depths[tree.depths[node]].append(node)
+        return [sorted(nodes, key=lambda node: -len(tree.children[node])) for nodes in depths if nodes]
+
     def _family_lists(self) -> list[Tensor]:
         """What `families` are made of, on the host."""
         tree, rows = self.tree, self.rows
@@ -87,15 +98,6 @@ class TreePass:
                 children = [tree.children[node][rank] for node in parents if len(tree.children[node]) > rank]
                 lists += [[rows[child] for child in children], [tree.tokens[child] for child in children]]
         return [torch.tensor(each) for each in lists]
-
-
-def _parents(tree: DraftTree) -> list[list[int]]:
-    """For each depth the nodes that have children, those with the most children first."""
-    depths: list[list[int]] = [[] for _ in range(tree.depth + 1)]
-    for node, children in enumerate(tree.children):
-        if children:
-            depths[tree.depths[node]].append(node)
-    return [sorted(nodes, key=lambda node: -len(tree.children[node])) for nodes in depths if nodes]
 
 
 def _subtrees_first(tree: DraftTree) -> list[int]:
