@@ -1,9 +1,10 @@
-"""What a target pass over a few tokens costs on this CPU in float32, with each choice of `cpu_products`.
+"""What a pass over a few tokens costs on this CPU in float32, with each choice of products.
 
     OMP_NUM_THREADS=1 python examples/cpu_passes.py HuggingFaceTB/SmolLM2-135M-Instruct
 
-Three rows: plain PyTorch (`cpu_products="off"`), oneDNN where it is faster (`"auto"`), the same with packed weights
-(`pack_weights=True`). Milliseconds, the least of several passes taken in turns.
+Four rows: plain PyTorch (`cpu_products="off"`), oneDNN where it is faster (`"auto"`), the same with packed weights
+(`pack_weights=True`), and int8, which is for drafts only (`int8_draft=True`). Milliseconds, the least of several passes
+taken in turns.
 """
 
 import sys
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, products_of
+from hf_specdecpp.models.int8_products import quantise
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, TURNS = 64, 7
@@ -41,10 +43,15 @@ def least_times(model, contexts):
 def main(name):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     packed = PackedWeights()
-    contexts = {"off": nullcontext(), "auto": FasterProducts(model), "packed": FasterProducts(model, packed=packed)}
+    contexts = {
+        "off": nullcontext(),
+        "auto": FasterProducts(model),
+        "packed": FasterProducts(model, packed=packed),
+        "int8": FasterProducts(draft=[model], int8=PackedWeights(quantise)),
+    }
     best = least_times(model, contexts)
     print(f"{name}, {torch.get_num_threads()} thread(s), ms a pass")
-    for kind in ("auto", "packed"):
+    for kind in ("auto", "packed", "int8"):
         with contexts[kind]:
             print(f"layers by product, {kind}: {products_of(model)}")
     print(f"packed copies take {packed.bytes / 2**20:.0f} MiB")

@@ -32,6 +32,7 @@ from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.cpu_products import PackedWeights
 from hf_specdecpp.models.early_exit import check_layers, early_exit
+from hf_specdecpp.models.int8_products import quantise
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import commit_of, warn_of_drift
@@ -87,7 +88,7 @@ class SpecDecPPAssistant(ModelInterface):
         self.draft_vocab = draft_vocab
         self.fusion = fusion
         self.memory = Memory(config.calibration)
-        self.packed = PackedWeights()
+        self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
         if head is not None and drafter is not None:
             check_head(head, drafter, config.draft_name)
 
@@ -298,6 +299,7 @@ class SpecDecPPAssistant(ModelInterface):
             if attached.is_attached(self, model):
                 attached.detach(self, model)
                 self.packed.clear()
+                self.int8.clear()
 
     @property
     def estimator(self) -> Estimator:
@@ -338,6 +340,7 @@ class SpecDecPPAssistant(ModelInterface):
             speculation=self.speculation,
             memory=self.memory,
             packed=self.packed,
+            int8=self.int8,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
         )

@@ -33,6 +33,7 @@ STOCK_LENGTHS = (2, 3, 5, 10)
 PASSES = (
     "cpu_products",
     "pack_weights",
+    "int8_draft",
 )  # fields of `SpeculationConfig` that say how passes compute, not what is drafted
 HEURISTIC_START = 5  # candidates in the first round of transformers' "heuristic" schedule
 

@@ -41,6 +41,7 @@ class BenchmarkConfig:
         cpu_products: CPU products of ours, `"auto"` or `"off"` (`SpeculationConfig`); by default as the assistant says.
         pack_weights: whether ours keeps packed copies of the weights (`SpeculationConfig`); by default as the assistant
             says.
+        int8_draft: whether ours drafts in int8 (`SpeculationConfig`); by default as the assistant says.
         cost_ratio (target passes): make the target slower until a draft step costs this share of a pass.
         costs: what replays reckon with: `measured`, `paper`, a ratio t_draft / t_target, a JSON file; may be repeated.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
@@ -70,6 +71,7 @@ class BenchmarkConfig:
     seed: int = 0
     cpu_products: str | None = None
     pack_weights: bool | None = None
+    int8_draft: bool | None = None
     cost_ratio: float | None = None
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     rollouts: Path | None = field(default=None, metadata={"metavar": "WORK_DIR"})

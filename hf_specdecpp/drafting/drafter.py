@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.rollback import no_way_back
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
 from hf_specdecpp.models.reader import Reader
@@ -57,6 +57,12 @@ class Drafter(Reader):
     @property
     def shares_target(self) -> bool:
         return not self.owns_model
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that a draft step runs; of an LM head of which only some rows are used, these."""
+        head = self._head() if self.small_head is None else self.small_head
+        return [inner_decoder(self.model), head, *([] if self.fusion is None else [self.fusion])]
 
     def hidden_states(
         self, input_ids: Tensor, cache: Cache | None = None, states: Tensor | None = None, **inputs: Any

@@ -89,9 +89,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.randomness = sample if generation_config.do_sample else None
         self.rule: StoppingRule | None = None
         self.trees: TreeDrafting | None = None
+        draws_trees = setup.speculation.tree is not None and target is not None
+        if draws_trees:  # before products that round more coarsely than the check allows for
+            check_tree(target, "target")
+            check_tree(setup.drafter.model, "draft")
         self.products = setup.products(target)
         with self.products:  # costs are measured with them
-            if setup.speculation.tree is not None and target is not None:
+            if draws_trees:
                 self.trees = self._tree_drafting(target, generation_config)
             else:
                 self.rule = rule_of(setup, target, generation_config)
@@ -105,8 +109,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _tree_drafting(self, target: CausalLM, generation_config: GenerationConfig) -> TreeDrafting:
         setup, config = self.setup, self.setup.speculation
-        check_tree(target, "target")
-        check_tree(setup.drafter.model, "draft")
         estimator = setup.head or DraftProbability()
         session = self.session = DraftSession(setup.drafter, self.vocab_size)
         trees = TreeDrafting(

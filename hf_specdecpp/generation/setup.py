@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -16,6 +17,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
+from hf_specdecpp.models.int8_products import is_available, quantise
 from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, settings_of
 from hf_specdecpp.throughput.memory import Memory
 
@@ -32,6 +34,7 @@ class DraftSetup:
         speculation: the settings of a run.
         memory: what was learned of targets, which generations add to.
         packed: packed copies of weights, which a generation renews.
+        int8: int8 copies of the draft's, likewise.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
         rows: sequences in the batch, which share the target's passes.
         vocab_size: width of the target's logits, where no target says it.
@@ -42,24 +45,31 @@ class DraftSetup:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     memory: Memory = field(default_factory=Memory)
     packed: PackedWeights = field(default_factory=PackedWeights)
+    int8: PackedWeights = field(default_factory=lambda: PackedWeights(quantise))
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     rows: int = 1
     vocab_size: int | None = None
 
     def products(self, target: CausalLM | None) -> FasterProducts:
-        """The context in which target and draft compute as `cpu_products` and `pack_weights` say.
+        """The context in which target and draft compute as `cpu_products`, `pack_weights` and `int8_draft` say.
 
-        Packed copies are made, checked or dropped now. Where no target is given, which is the unattached door, there
-        are none: nothing would say when they are no longer needed.
+        Copies of weights are made, checked or dropped now. Where no target is given, which is the unattached door,
+        there are none: nothing would say when they are no longer needed.
         """
         config = self.speculation
         packs = config.cpu_products == "auto" and config.pack_weights and target is not None
         if not packs:
             self.packed.clear()
-        if config.cpu_products == "off":
-            return FasterProducts()
-        models = [] if self.drafter.is_compiled else [self.drafter.model, self.drafter]
-        return FasterProducts(*([] if target is None else [target]), *models, packed=self.packed if packs else None)
+        in_int8 = config.int8_draft and target is not None and not self.drafter.is_compiled and is_available()
+        if not in_int8:
+            self.int8.clear()
+        draft = [] if self.drafter.is_compiled else self.drafter.parts
+        models: list[nn.Module] = []
+        if config.cpu_products == "auto":
+            models = ([] if target is None else [target]) + ([] if in_int8 else draft)
+        return FasterProducts(
+            *models, packed=self.packed if packs else None, draft=draft, int8=self.int8 if in_int8 else None
+        )
 
 
 def make_rule(

@@ -236,7 +236,10 @@ class SpeculationStats:
             return reason + "The draft is not good enough for this target: train it and a head, or draft fewer tokens."
         per_candidate = draft * self.rounds / max(self.drafted, 1)
         if per_candidate > 0.4:
-            return reason + f"The draft is too slow: one of its tokens costs {per_candidate:.2f} target passes."
+            return reason + (
+                f"The draft is too slow: one of its tokens costs {per_candidate:.2f} target passes. In float32 on a "
+                "CPU SpeculationConfig(int8_draft=True) helps."
+            )
         if verify > 1.5:
             return reason + (
                 "Verifying several tokens at once is expensive on this device: draft fewer tokens. In float32 on a CPU "

@@ -1,19 +1,22 @@
-"""Faster float32 matrix products on a CPU, for linear layers of the target and the draft (`FasterProducts`).
+"""Faster matrix products on a CPU, for float32 linear layers of the target and the draft (`FasterProducts`).
 
 PyTorch gives float32 products to MKL. oneDNN, which comes with PyTorch and does its bfloat16 products, is faster for
 some shapes of weights, on some processors, and faster still if it may keep a copy of the weights in an order of its own
 (`PackedWeights`). Which product a layer takes for how many rows is measured (`product_times.fastest`); small layers
 keep PyTorch's own.
 
-All of them round in the last digits, each in its own way: the same kind of difference as between a pass over one token
+A draft may compute in int8 (`int8_products`), which is three times as fast and not the same.
+
+All others round in the last digits, each in its own way: the same kind of difference as between a pass over one token
 and a pass over several, which verification has anyway.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
@@ -21,8 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_specdecpp.models import int8_products
 from hf_specdecpp.models.product_times import Product, fastest, index_of, onednn, pack
 
+Forward = Callable[[Tensor], Tensor]
 BUCKETS = 1021  # a prime, so that whatever moves rows or columns of a weight moves numbers from bucket to bucket
 
 
@@ -36,10 +41,21 @@ class FasterProducts:
     Args:
         models: whose layers. By default none, and then nothing changes.
         packed: keeps packed copies of the weights for which they are faster; they are checked and renewed here.
+        draft: modules whose large layers compute in int8 where they are given a few tokens.
+        int8: keeps their int8 copies, likewise. Without it the draft is one of the `models`.
     """
 
-    def __init__(self, *models: nn.Module, packed: PackedWeights | None = None) -> None:
-        self.layers: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]] = []
+    def __init__(
+        self,
+        *models: nn.Module,
+        packed: PackedWeights | None = None,
+        draft: Iterable[nn.Module] = (),
+        int8: PackedWeights | None = None,
+    ) -> None:
+        self.layers: list[tuple[nn.Linear, Forward]] = []
+        for layer in linear_layers(draft) if int8 is not None else ():
+            if int8_products.pays(layer) and can_be_packed(layer):
+                self.layers.append((layer, _int8_forward(layer, int8.current(layer.weight))))
         for layer in linear_layers(models):
             may_pack = packed is not None and can_be_packed(layer)
             products = fastest(layer.out_features, layer.in_features, may_pack)
@@ -66,10 +82,14 @@ def products_of(model: nn.Module) -> dict[str, int]:
 class PackedWeights:
     """Packed copies of weights. They go with this object, and each of them with its weight.
 
-    Another object that packs the same weight shares the copy.
+    Another object that packs the same weight in the same way shares the copy.
+
+    Args:
+        pack: makes a copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pack: Callable[[Tensor], Any] = pack) -> None:
+        self._pack = pack
         self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> PackedCopy
 
     def current(self, weight: Tensor) -> PackedCopy:
@@ -77,12 +97,13 @@ class PackedWeights:
 
         The whole weight is read for this, which takes about as long as a product with one row.
         """
-        shared = _shared.get(weight)
+        copies = _shared[self._pack]
+        shared = copies.get(weight)
         copy = shared() if shared is not None else None
         state = fingerprint(weight)
         if copy is None or not torch.equal(copy.state, state):
-            copy = PackedCopy(state, pack(weight))
-            _shared[weight] = ref(copy)
+            copy = PackedCopy(state, self._pack(weight))
+            copies[weight] = ref(copy)
         self._copies[weight] = copy
         return copy
 
@@ -92,13 +113,13 @@ class PackedWeights:
 
     @property
     def bytes(self) -> int:
-        """Memory of the copies."""
+        """Memory of the weights that there are copies of."""
         return sum(weight.nbytes for weight in self._copies)
 
 
 @dataclass(eq=False)
 class PackedCopy:
-    """A weight in oneDNN's order.
+    """A weight in another order, or rounded.
 
     Args:
         state: `fingerprint` of the weight that it was made of.
@@ -106,10 +127,11 @@ class PackedCopy:
     """
 
     state: Tensor
-    tensor: Tensor
+    tensor: Any
 
 
-_shared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> weak reference to its copy
+# By the function that packs: weight -> weak reference to its copy.
+_shared: defaultdict[Callable[[Tensor], Any], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
 def fingerprint(weight: Tensor) -> Tensor:
@@ -166,29 +188,52 @@ def can_be_packed(layer: nn.Linear) -> bool:
     return even and weight.is_contiguous() and not weight.is_inference() and not layer._forward_pre_hooks
 
 
-def _forward(layer: nn.Linear, products: tuple[Product, ...], packed: PackedCopy | None) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, products: tuple[Product, ...], packed: PackedCopy | None) -> Forward:
     """A forward of the layer with these products, by `product_times.index_of` the number of rows."""
-    made_of = layer.weight
-    version, address = (made_of._version, made_of.data_ptr()) if packed is not None else (0, 0)
+    is_current = _unchanged(layer) if packed is not None else None
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
-        if (
-            input.dtype is not torch.float32
-            or weight.dtype is not torch.float32
-            or torch.is_autocast_enabled("cpu")
-            or torch.is_grad_enabled()
-            or not (rows := input.numel() // layer.in_features)
-        ):
+        if not (rows := _plain_rows(layer, input)):
             return functional.linear(input, weight, bias)
         product = products[index_of(rows)]
         if product == "own":
             return functional.linear(input, weight, bias)
-        if product == "packed" and packed is not None:
-            if weight is not made_of or weight._version != version or weight.data_ptr() != address:
-                return functional.linear(input, weight, bias)
-            return onednn(input, packed.tensor, bias)
+        if product == "packed" and packed is not None and is_current is not None:
+            return onednn(input, packed.tensor, bias) if is_current() else functional.linear(input, weight, bias)
         return onednn(input, weight, bias)
 
     forward.product = "onednn" if packed is None else "packed"  # type: ignore[attr-defined]
     return forward
+
+
+def _int8_forward(layer: nn.Linear, copy: PackedCopy) -> Forward:
+    """A forward of the layer that is in int8 for up to `MOST_ROWS` rows."""
+    is_current = _unchanged(layer)
+
+    def forward(input: Tensor) -> Tensor:
+        if 0 < _plain_rows(layer, input) <= int8_products.MOST_ROWS and is_current():
+            return int8_products.multiply(input, copy.tensor, layer.bias)
+        return functional.linear(input, layer.weight, layer.bias)
+
+    forward.product = "int8"  # type: ignore[attr-defined]
+    return forward
+
+
+def _plain_rows(layer: nn.Linear, input: Tensor) -> int:
+    """Rows of a product that may take another way; 0 where it has to be PyTorch's own."""
+    if (
+        input.dtype is not torch.float32
+        or layer.weight.dtype is not torch.float32
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_grad_enabled()
+    ):
+        return 0
+    return input.numel() // layer.in_features
+
+
+def _unchanged(layer: nn.Linear) -> Callable[[], bool]:
+    """Says whether the weight is the one that it is now."""
+    made_of = layer.weight
+    version, address = made_of._version, made_of.data_ptr()
+    return lambda: layer.weight is made_of and made_of._version == version and made_of.data_ptr() == address

@@ -1,0 +1,108 @@
+"""Drafts that compute in int8: the target's output is as ever, and its layers are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
+from torch import nn
+from torch.nn import functional
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models import int8_products
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, products_of
+from hf_specdecpp.models.int8_products import MOST_ROWS, multiply, quantise
+
+pytestmark = pytest.mark.skipif(not int8_products.is_available(), reason="this PyTorch has no int8 products")
+SPECULATION: list[dict[str, Any]] = [
+    {"rule": "fixed", "num_tokens": 4},
+    {"rule": "threshold", "threshold": 0.6},
+    {"tree": "dyspec", "tree_budget": 8, "tree_depth": 4},
+]
+
+
+@pytest.fixture
+def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tiny models take part, too."""
+    monkeypatch.setattr(int8_products, "LEAST_ELEMENTS", 1)
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_product_is_nearly_that_of_float32(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 48, bias=bias), torch.randn(shape)
+    with torch.no_grad():
+        expected, found = layer(x), multiply(x, quantise(layer.weight), layer.bias)
+    assert found.shape == expected.shape
+    assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.usefixtures("small_layers")
+def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
+    layer, int8 = nn.Linear(64, 48), PackedWeights(quantise)
+    few, many = torch.randn(MOST_ROWS, 64), torch.randn(MOST_ROWS + 1, 64)
+    with torch.no_grad():
+        with FasterProducts(draft=[layer], int8=int8):
+            assert products_of(layer) == {"int8": 1}
+            assert not torch.equal(layer(few), functional.linear(few, layer.weight, layer.bias))
+            assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias))
+            layer.weight.mul_(2.0)
+            assert torch.equal(layer(few), functional.linear(few, layer.weight, layer.bias))
+        with FasterProducts(draft=[layer], int8=int8):  # the copy is made anew
+            error = layer(few) - functional.linear(few, layer.weight, layer.bias)
+            assert 0.0 < float(error.abs().max()) < 0.2
+    assert products_of(layer) == {"own": 1}
+
+
+def assistant_of(kind: str, target: Any, **speculation: Any) -> SpecDecPPAssistant:
+    knobs = SpeculationConfig(**speculation)
+    if kind == "independent":
+        return SpecDecPPAssistant.from_draft(partly_agreeing(target, 0.9), target, speculation=knobs)
+    if kind == "early exit":
+        return SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46), speculation=knobs)
+    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=knobs)
+
+
+@pytest.mark.usefixtures("small_layers")
+@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned"])
+@pytest.mark.parametrize("speculation", SPECULATION, ids=str)
+def test_the_output_is_the_targets(kind: str, speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = quiet_later_layers(tiny("llama")).float()
+    options: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": 0}
+    plain = target.generate(prompt(), do_sample=False, **options)
+    assistant = assistant_of(kind, target, int8_draft=True, cpu_products="off", **speculation)
+    used, forward = [], type(target.model).forward
+
+    def watched(decoder: Any, *args: Any, **kwargs: Any) -> Any:
+        used.append((decoder is target.model, set(products_of(decoder))))
+        return forward(decoder, *args, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", watched)
+    assert torch.equal(target.generate(prompt(), do_sample=False, assistant_model=assistant, **options), plain)
+    assert {products for is_target, products in map(_frozen, used) if is_target} == {frozenset({"own"})}
+    assert frozenset({"int8"}) in {products for is_target, products in map(_frozen, used) if not is_target}
+    assert assistant.stats.accepted > 0
+    target.generate(prompt(), do_sample=True, assistant_model=assistant, **options)
+
+
+def _frozen(call: tuple[bool, set[str]]) -> tuple[bool, frozenset[str]]:
+    return call[0], frozenset(call[1])
+
+
+@pytest.mark.usefixtures("small_layers")
+def test_copies_go_with_the_setting_and_the_target() -> None:
+    target = quiet_later_layers(tiny("llama")).float()
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assistant = assistant_of("early exit", target, rule="fixed", int8_draft=True)
+    target.generate(prompt(), assistant_model=assistant, **options)
+    assert assistant.int8.bytes > 0
+    assistant.speculation.int8_draft = False
+    target.generate(prompt(), assistant_model=assistant, **options)
+    assert assistant.int8.bytes == 0
+    assistant.speculation.int8_draft = True
+    target.generate(prompt(), assistant_model=assistant, **options)
+    assistant.detach()
+    assert assistant.int8.bytes == 0
