@@ -60,7 +60,10 @@ class DraftSetup:
         packs = config.cpu_products == "auto" and config.pack_weights and target is not None
         if not packs:
             self.packed.clear()
-        in_int8 = config.int8_draft and target is not None and not self.drafter.is_compiled and is_available()
+        in_int8 = config.int8_draft and target is not None and not self.drafter.is_compiled
+        if in_int8 and not is_available():
+            logger.warning_once("int8_draft=True: this PyTorch has no int8 products, so the draft runs in float32.")
+            in_int8 = False
         if not in_int8:
             self.int8.clear()
         draft = [] if self.drafter.is_compiled else self.drafter.parts

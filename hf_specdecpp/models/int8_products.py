@@ -8,7 +8,6 @@ what the candidates were drawn from, whatever it was computed with.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 MOST_ROWS = 16  # tokens read at once in int8. They share a scale, and the first token of a prompt would spoil it.
 LEAST_ELEMENTS = 100_000  # of a weight: below, a product costs little more than its call
 LEVELS = 127
-
-Forward = Callable[[Tensor], Tensor]
 
 
 def is_available() -> bool:
@@ -52,4 +49,4 @@ def pays(layer: nn.Linear) -> bool:
 
 
 def _has_vnni() -> bool:
-    return bool(torch.cpu._is_vnni_supported())
+    return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())  # not in every PyTorch

@@ -77,9 +77,9 @@ def test_positions_counted_from_the_mask_are_noticed(monkeypatch: pytest.MonkeyP
     arguments = {**given, "do_sample": False, "max_new_tokens": 24, "no_repeat_ngram_size": 6}
     plain, made = target.generate(text, **arguments), Prefix.tree_inputs
 
-    def counted(self: Prefix, input_ids: Tensor, *tree: Any) -> dict[str, Any]:
+    def counted(self: Prefix, input_ids: Tensor, *tree: Any, **options: Any) -> dict[str, Any]:
         self.model_kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
-        return made(self, input_ids, *tree)
+        return made(self, input_ids, *tree, **options)
 
     monkeypatch.setattr(Prefix, "tree_inputs", counted)
     assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
