@@ -53,9 +53,9 @@ class FasterProducts:
         int8: PackedWeights | None = None,
     ) -> None:
         self.layers: list[tuple[nn.Linear, Forward]] = []
-        for layer in linear_layers(draft) if int8 is not None else ():
-            if int8_products.pays(layer) and can_be_packed(layer):
-                self.layers.append((layer, _int8_forward(layer, int8.current(layer.weight))))
+        if int8 is not None:
+            large = (layer for layer in linear_layers(draft) if int8_products.pays(layer) and can_be_packed(layer))
+            self.layers += [(layer, _int8_forward(layer, int8.current(layer.weight))) for layer in large]
         for layer in linear_layers(models):
             may_pack = packed is not None and can_be_packed(layer)
             products = fastest(layer.out_features, layer.in_features, may_pack)
