@@ -70,9 +70,8 @@ class DraftSetup:
         models: list[nn.Module] = []
         if config.cpu_products == "auto":
             models = ([] if target is None else [target]) + ([] if in_int8 else draft)
-        return FasterProducts(
-            *models, packed=self.packed if packs else None, draft=draft, int8=self.int8 if in_int8 else None
-        )
+        packed, int8 = self.packed if packs else None, self.int8 if in_int8 else None
+        return FasterProducts(*models, packed=packed, draft=draft, target=target, int8=int8)
 
 
 def make_rule(

@@ -42,7 +42,8 @@ class FasterProducts:
         models: whose layers. By default none, and then nothing changes.
         packed: keeps packed copies of the weights for which they are faster; they are checked and renewed here.
         draft: modules whose large layers compute in int8 where they are given a few tokens.
-        int8: keeps their int8 copies, likewise. Without it the draft is one of the `models`.
+        target: a layer that it shares with the draft stays as it is: int8 would change the output.
+        int8: keeps the int8 copies of the draft's, likewise. Without it the draft is one of the `models`.
     """
 
     def __init__(
@@ -50,11 +51,14 @@ class FasterProducts:
         *models: nn.Module,
         packed: PackedWeights | None = None,
         draft: Iterable[nn.Module] = (),
+        target: nn.Module | None = None,
         int8: PackedWeights | None = None,
     ) -> None:
         self.layers: list[tuple[nn.Linear, Forward]] = []
         if int8 is not None:
-            large = (layer for layer in linear_layers(draft) if int8_products.pays(layer) and can_be_packed(layer))
+            shared = set() if target is None else set(target.modules())
+            own = (layer for layer in linear_layers(draft) if layer not in shared)
+            large = (layer for layer in own if int8_products.pays(layer) and can_be_packed(layer))
             self.layers += [(layer, _int8_forward(layer, int8.current(layer.weight))) for layer in large]
         for layer in linear_layers(models):
             may_pack = packed is not None and can_be_packed(layer)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.generation import setup
 from hf_specdecpp.models import int8_products
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, products_of
 from hf_specdecpp.models.int8_products import MOST_ROWS, multiply, quantise
@@ -86,6 +87,29 @@ def test_the_output_is_the_targets(kind: str, speculation: dict[str, Any], monke
     assert frozenset({"int8"}) in {products for is_target, products in map(_frozen, used) if not is_target}
     assert assistant.stats.accepted > 0
     target.generate(prompt(), do_sample=True, assistant_model=assistant, **options)
+
+
+@pytest.mark.usefixtures("small_layers")
+def test_a_layer_that_is_the_targets_too_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that somebody made of the target's own modules; the mutant puts them into int8."""
+    target = quiet_later_layers(tiny("llama")).float()
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(prompt(), output_logits=True, return_dict_in_generate=True, **options)
+
+    def off_by() -> float:
+        draft = tiny("llama", num_hidden_layers=2).float()
+        draft.model.layers[0], draft.lm_head = target.model.layers[0], target.lm_head
+        knobs = SpeculationConfig(rule="fixed", num_tokens=4, int8_draft=True, cpu_products="off")
+        assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
+        found = target.generate(
+            prompt(), assistant_model=assistant, output_logits=True, return_dict_in_generate=True, **options
+        )
+        assistant.detach()
+        return float((found.logits[-1] - plain.logits[-1]).abs().max())
+
+    assert off_by() < 1e-3
+    monkeypatch.setattr(setup, "FasterProducts", lambda *models, target, **rest: FasterProducts(*models, **rest))
+    assert off_by() > 1e-3
 
 
 def _frozen(call: tuple[bool, set[str]]) -> tuple[bool, frozenset[str]]:
