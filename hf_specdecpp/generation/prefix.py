@@ -92,10 +92,10 @@ class Prefix:
         Args:
             families: upload them with the rest, for the verification.
         """
+        if not len(tree_pass.tree):
+            return self.chain_inputs(input_ids, [])
         tokens, ancestors, depths = tree_pass.upload(input_ids.device, families)
         inputs = self.chain_inputs(input_ids, tokens)
-        if not len(tokens):
-            return inputs
         rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
         prefix_mask = mask[0, :rows].bool() if mask is not None and self.is_masked else None
         position = inputs["position_ids"][..., 0]

@@ -194,7 +194,7 @@ def can_be_packed(layer: nn.Linear) -> bool:
 
 def _forward(layer: nn.Linear, products: tuple[Product, ...], packed: PackedCopy | None) -> Forward:
     """A forward of the layer with these products, by `product_times.index_of` the number of rows."""
-    is_current = _unchanged(layer) if packed is not None else None
+    is_current = _unchanged(layer)
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
@@ -203,12 +203,11 @@ def _forward(layer: nn.Linear, products: tuple[Product, ...], packed: PackedCopy
         product = products[index_of(rows)]
         if product == "own":
             return functional.linear(input, weight, bias)
-        if product == "packed" and packed is not None and is_current is not None:
+        if product == "packed" and packed is not None:
             return onednn(input, packed.tensor, bias) if is_current() else functional.linear(input, weight, bias)
         return onednn(input, weight, bias)
 
-    forward.product = "onednn" if packed is None else "packed"  # type: ignore[attr-defined]
-    return forward
+    return _named(forward, "onednn" if packed is None else "packed")
 
 
 def _int8_forward(layer: nn.Linear, copy: PackedCopy) -> Forward:
@@ -220,7 +219,12 @@ def _int8_forward(layer: nn.Linear, copy: PackedCopy) -> Forward:
             return int8_products.multiply(input, copy.tensor, layer.bias)
         return functional.linear(input, layer.weight, layer.bias)
 
-    forward.product = "int8"  # type: ignore[attr-defined]
+    return _named(forward, "int8")
+
+
+def _named(forward: Forward, product: str) -> Forward:
+    """The forward, with the name of its product, which `products_of` reads."""
+    vars(forward)["product"] = product
     return forward
 
 
