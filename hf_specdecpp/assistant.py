@@ -30,7 +30,7 @@ from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.conditioning import Fusion
-from hf_specdecpp.models.cpu_products import PackedWeights
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
 from hf_specdecpp.models.early_exit import check_layers, early_exit
 from hf_specdecpp.models.int8_products import quantise
 from hf_specdecpp.models.loading import load_draft
@@ -352,14 +352,21 @@ class SpecDecPPAssistant(ModelInterface):
         logits_processor: Sequence[LogitsProcessor] | None = None,
         attention_mask: Tensor | None = None,
         rows: int = 1,
+        products: FasterProducts | None = None,
     ) -> SpecDecPPCandidateGenerator:
         """Begin one `generate()` call of `target`, or of a target that this assistant is not attached to (`None`).
+
+        Args:
+            rows: how many sequences the call has; each is begun by itself.
+            products: those of the rows begun before, which all share.
 
         Raises:
             ValueError: the generation cannot be assisted.
         """
         setup = replace(self.setup(), rows=rows)
-        generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
+        generator = SpecDecPPCandidateGenerator(
+            setup, config, logits_processor, attention_mask, target=target, products=products
+        )
         self.stats = generator.stats
         return generator
 

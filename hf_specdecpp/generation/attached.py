@@ -24,6 +24,7 @@ from hf_specdecpp.generation.refusals import check_batch, check_inputs, check_mo
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing, for_row
 
 
@@ -40,6 +41,7 @@ class Assistant(Protocol):
         logits_processor: Any,
         attention_mask: Tensor | None,
         rows: int = 1,
+        products: FasterProducts | None = None,
     ) -> SpecDecPPCandidateGenerator:
         """Begin one `generate()` call of `target`, or one of the `rows` of a batch."""
 
@@ -156,10 +158,11 @@ class AttachedMixin:
             has_trees = assistant.speculation.tree is not None
             check_batch(self, model_kwargs, generation_config, logits_processor, stopping_criteria, streamer, has_trees)
             masks = [None] * count if mask is None else mask.split(1)
-            generators = [
-                assistant.start_generation(self, generation_config, for_row(logits_processor, row, count), own, count)
-                for row, own in enumerate(masks)
-            ]
+            generators: list[SpecDecPPCandidateGenerator] = []
+            for row, own in enumerate(masks):
+                processors = for_row(logits_processor, row, count)
+                products = generators[0].products if generators else None
+                generators.append(assistant.start_generation(self, generation_config, processors, own, count, products))
             try:
                 return BatchDecoding(self, generators, stopping_criteria, generation_config, model_kwargs).run(
                     input_ids

@@ -23,6 +23,7 @@ from hf_specdecpp.generation.setup import DraftSetup, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.trees.checks import check_tree
@@ -45,6 +46,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         attention_mask: `[1, length]` of the prompt, or `None`. Masked tokens are not shown to the draft.
         randomness: draws the candidates when sampling.
         target: the model that decides; `rule="throughput"` measures it. Trees are drafted only where it is given.
+        products: of another row of the same batch. To make them reads every packed weight.
 
     Attributes:
         stats: of this generation.
@@ -65,6 +67,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         attention_mask: Tensor | None = None,
         randomness: TreeRandomness | None = None,
         target: CausalLM | None = None,
+        products: FasterProducts | None = None,
     ) -> None:
         setup.speculation.validate()
         if target is None and setup.drafter.fusion is not None:
@@ -93,7 +96,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             check_tree(setup.drafter.model, "draft")
-        self.products = setup.products(target)
+        self.products = products or setup.products(target)
         with self.products:  # costs are measured with them
             if draws_trees:
                 self.trees = self._tree_drafting(target, generation_config)

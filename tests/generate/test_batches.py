@@ -22,6 +22,7 @@ from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.setup import DraftSetup
 
 FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
 OTHERS = ["qwen2", "qwen3", "phi3", "granite", "cohere", "gemma2", "cohere2"]
@@ -491,6 +492,17 @@ def test_what_rows_cannot_share_is_refused() -> None:
     cache = generate(windows, inputs, return_dict_in_generate=True).past_key_values
     with pytest.raises(ValueError, match="has dropped tokens"):
         generate(windows, inputs, assistant_for(windows), past_key_values=cache)
+
+
+def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Making them reads every packed weight, as long as a pass takes: once for each row would be paid for.
+    made: list[Any] = []
+    products = DraftSetup.products
+    monkeypatch.setattr(DraftSetup, "products", lambda *arguments: made.append(products(*arguments)) or made[-1])
+    target = tiny("llama")
+    assistant = assistant_for(target, **RULES["throughput"])
+    generate(target, padded(LENGTHS), assistant, max_new_tokens=4)
+    assert len(made) == 1
 
 
 def test_speculation_fades_as_the_batch_grows() -> None:
