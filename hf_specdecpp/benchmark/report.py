@@ -82,6 +82,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         )
     if settings["pack_weights"]:
         lines.append("Ours keeps packed copies of the float32 weights (pack_weights): twice their memory.")
+    if settings["int8_draft"]:
+        lines.append(f"Ours drafts in int8 (int8_draft), transformers with the same draft in {settings['dtype']}.")
     lines.append(f'"{SAME_PASSES.name}" is plain generate() on the CPU products and packed weights that ours runs on.')
     if (ratio := measured_ratio(results["runs"])) is not None:
         lines.append(f"A draft step, reading the prompt included, costs {ratio:.3f} target passes in these runs.")

@@ -209,11 +209,13 @@ def test_where_the_system_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_report_says_what_others_did() -> None:
     where = {"threads": 1, "device": "CPU", "processors": 2}
-    settings = {"dtype": "float32", "target": "t", "draft_name": "d", "extra_layers": 0, "pack_weights": False}
+    settings = {"dtype": "float32", "target": "t", "draft_name": "d", "extra_layers": 0}
+    settings |= {"pack_weights": False, "int8_draft": True}
     for others, said in ((1.0, True), (0.02, False), (None, False)):
         row = {"contestant": "plain", "rounds": [], "disturbed": False, "others": others}
         lines = notes({"settings": settings, "environment": where, "runs": [row] * 3})
         assert any("1.0 of the machine's 2 processors" in line for line in lines) == said
+        assert any("int8" in line for line in lines)
 
 
 # Losslessness ---------------------------------------------------------------------------------------------------------
