@@ -216,7 +216,7 @@ def _digest(assistant: SpecDecPPAssistant) -> str:
         digest.update((assistant.adapter_folder / ADAPTER_FILES[1]).read_bytes())
     for part in (assistant.head, assistant.fusion):
         for name, tensor in part.state_dict().items() if part is not None else ():
-            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+            digest.update(name.encode() + tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

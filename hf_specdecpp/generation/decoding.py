@@ -310,13 +310,13 @@ class AssistedDecoding:
         """
         before = input_ids.shape[1]
         # As int64 whatever the prompt's type is, like plain generation.
-        known = torch.tensor([emitted]), torch.tensor(path or [], dtype=torch.long)
-        new_ids, on_device = upload(known, input_ids.device)
+        known = [torch.tensor([emitted])] + ([] if path is None else [torch.tensor(path)])
+        new_ids, *on_device = upload(known, input_ids.device)
         input_ids = torch.cat((input_ids, new_ids), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path, again=self.prefix.pending)
-        self._settle(outputs, kept, count, None if path is None else PathRows(path, on_device))
+        self._settle(outputs, kept, count, None if path is None else PathRows(path, *on_device))
         self.stats.generated += kept
         if self.streamer is not None:
             self.streamer.put(input_ids[:, before:].cpu())

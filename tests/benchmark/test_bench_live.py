@@ -440,6 +440,14 @@ def test_padding_and_ends_of_rows() -> None:
     assert until_end([1, 2], frozenset({7})) == [1, 2]
 
 
+def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
+    reading = AutoModelForCausalLM.from_pretrained(target.config.name_or_path)
+    SpecDecPPAssistant.from_conditioned(reading, [0]).save_pretrained(tmp_path / "assistant")
+    options = ("--assistant", str(tmp_path / "assistant"), "--dtype", "bfloat16", "--temperatures", "0", "--no-replay")
+    result = run_command(target, tmp_path, *options, "--max_new_tokens", "4", "--contestants", "fixed 2")
+    assert result.exit_code == 0, result.output
+
+
 def test_slow_target_is_labelled(target: PreTrainedModel, tmp_path: Path) -> None:
     options = ("--max_new_tokens", "8", "--contestants", "fixed 2", "--temperatures", "0", "--cost_ratio", "0.1")
     result = run_command(target, tmp_path, *options, "--no-replay", "--pack_weights", "--cpu-products", "auto")
