@@ -22,12 +22,13 @@ from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.drafting.batch_session import BatchSession
 from hf_specdecpp.drafting.chain import Chain, draft_chains
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding, pass_seconds
+from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.throughput.chains import BatchThroughput, pays_to_go_on
+from hf_specdecpp.throughput.plain_passes import pass_seconds
 
 
 class BatchDecoding:
@@ -141,8 +142,8 @@ class BatchDecoding:
         """Note each row's share of a pass over one token a row, measured once a target and number of rows."""
         count = len(self.active)
         last = [Chain([], [])] * count, torch.ones(count, 1, dtype=torch.bool)
-        generator = self.rows[0].generator
-        seconds = pass_seconds(self.target, generator, lambda: self._inputs(*last), count)
+        config = self.rows[0].generator.setup.speculation
+        seconds = pass_seconds(self.target, config, self.products, lambda: self._inputs(*last), count)
         self.caught.clear()
         for row in self.rows:
             row.stats.plain_pass_seconds, row.stats.same_pass_seconds = (each / count for each in seconds)

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
-from statistics import median
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,31 +19,24 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.caches.paths import PathRows
-from hf_specdecpp.caches.rollback import undoing
 from hf_specdecpp.caches.static_targets import uncompiled
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
-from hf_specdecpp.generation.stats import PassSeconds
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.conditioning import TargetStates
-from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
+from hf_specdecpp.throughput.plain_passes import pass_seconds
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block, verify_tree_greedy
 
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
-
-# How many plain target passes are timed with each kind of products, once a target, so that the verdict can compare.
-TIMED_PASSES = 3
-# What they took: of each target, by `cpu_products`, `pack_weights`, number of sequences, and whether it is compiled.
-_pass_seconds: WeakKeyDictionary[CausalLM, dict[tuple[str, bool, int, bool], PassSeconds]] = WeakKeyDictionary()
 
 
 class AssistedDecoding:
@@ -353,8 +343,9 @@ class AssistedDecoding:
 
     def _compare_passes(self, input_ids: Tensor) -> None:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
+        config, products = self.generator.setup.speculation, self.generator.products
         seconds = pass_seconds(
-            self.target, self.generator, lambda: self.prefix.chain_inputs(input_ids, []), forward=self.forward
+            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, []), forward=self.forward
         )
         self.caught.clear()
         self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
@@ -363,46 +354,3 @@ class AssistedDecoding:
         if not self.config.return_dict_in_generate:
             return input_ids
         return self.records.output(input_ids, self.prefix.cache)
-
-
-def pass_seconds(
-    target: CausalLM,
-    generator: SpecDecPPCandidateGenerator,
-    inputs: Callable[[], dict[str, Any]],
-    rows: int = 1,
-    forward: Callable[..., Any] | None = None,
-) -> PassSeconds:
-    """What a pass over one token of each of `rows` sequences takes, measured once a target; `inputs` are the pass's."""
-    forward = forward or target
-    known, config = _pass_seconds.setdefault(target, {}), generator.setup.speculation
-    kind = config.cpu_products, config.pack_weights, rows, forward is not target
-    if kind not in known:
-        known[kind] = time_passes(forward, inputs(), generator.products, input_device(target))
-    return known[kind]
-
-
-def time_passes(
-    forward: Callable[..., Any], inputs: dict[str, Any], products: FasterProducts, device: torch.device
-) -> PassSeconds:
-    """One target pass over the last token, with its own products and with ours in turns: medians.
-
-    Plain `generate()` makes this very pass, so the text has room for it. Leaves the cache as it was. A forward may be
-    compiled in the first.
-    """
-    times: dict[str, list[float]] = {"plain": [], "same": []}
-    for _ in range(TIMED_PASSES):
-        for name, context in (("plain", nullcontext()), ("same", products)):
-            undo = undoing(cache_among(inputs), 1)
-            begin = time.perf_counter()
-            with context:
-                forward(**inputs, return_dict=True)
-            times[name].append(seconds_since(begin, device))
-            undo()
-    return PassSeconds(median(times["plain"]), median(times["same"]))
-
-
-def seconds_since(begin: float, device: torch.device) -> float:
-    """Seconds until the device has done all that it has to do."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)  # verification waits for the result anyway
-    return time.perf_counter() - begin

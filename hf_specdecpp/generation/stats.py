@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
 
 PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
-
-
-class PassSeconds(NamedTuple):
-    """Seconds of one target pass over a single token.
-
-    Attributes:
-        plain: as plain `generate()` makes it.
-        same: with the CPU products and packed weights that an assistant's passes run on.
-    """
-
-    plain: float
-    same: float
 
 
 @dataclass

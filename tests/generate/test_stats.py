@@ -9,8 +9,8 @@ import torch
 from support.models import Rounds, assistant_for, prompt, tiny
 
 from hf_specdecpp import SpeculationStats
-from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.throughput.plain_passes import TIMED_PASSES
 
 
 def made(**values: object) -> SpeculationStats:
@@ -130,8 +130,8 @@ def test_the_passes_are_timed_with_and_without_our_products(monkeypatch: pytest.
     monkeypatch.setattr(DraftSetup, "products", lambda *_: Products())
     with target.register_forward_pre_hook(watch, with_kwargs=True):
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False)
-        length, timed = prompt().shape[1], 2 * decoding.TIMED_PASSES
-        assert seen[1 : 1 + timed] == [(length, 1, False), (length, 1, True)] * decoding.TIMED_PASSES
+        length, timed = prompt().shape[1], 2 * TIMED_PASSES
+        assert seen[1 : 1 + timed] == [(length, 1, False), (length, 1, True)] * TIMED_PASSES
         assert seen[1 + timed] == (length, 5, True)
         assert len(seen) == assistant.stats.target_passes + timed
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False)

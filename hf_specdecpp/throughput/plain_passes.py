@@ -1,0 +1,79 @@
+"""What a plain target pass takes, with PyTorch's products and with ours: a generation is judged by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
+from hf_specdecpp.models.cpu_products import FasterProducts
+
+TIMED_PASSES = 3  # with each kind of products, once a target
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of one target pass over a single token.
+
+    Attributes:
+        plain: as plain `generate()` makes it.
+        same: with the CPU products and packed weights that an assistant's passes run on.
+    """
+
+    plain: float
+    same: float
+
+
+# What they took: of each target, by `cpu_products`, `pack_weights`, number of sequences, and whether it is compiled.
+_known: WeakKeyDictionary[CausalLM, dict[tuple[str, bool, int, bool], PassSeconds]] = WeakKeyDictionary()
+
+
+def pass_seconds(
+    target: CausalLM,
+    config: SpeculationConfig,
+    products: FasterProducts,
+    inputs: Callable[[], dict[str, Any]],
+    rows: int = 1,
+    forward: Callable[..., Any] | None = None,
+) -> PassSeconds:
+    """What a pass over one token of each of `rows` sequences takes, measured once a target; `inputs` are the pass's."""
+    forward = forward or target
+    known = _known.setdefault(target, {})
+    kind = config.cpu_products, config.pack_weights, rows, forward is not target
+    if kind not in known:
+        known[kind] = time_passes(forward, inputs(), products, input_device(target))
+    return known[kind]
+
+
+def time_passes(
+    forward: Callable[..., Any], inputs: dict[str, Any], products: FasterProducts, device: torch.device
+) -> PassSeconds:
+    """One target pass over the last token, with its own products and with ours in turns: medians.
+
+    Plain `generate()` makes this very pass, so the text has room for it. Leaves the cache as it was. A forward may be
+    compiled in the first.
+    """
+    times: dict[str, list[float]] = {"plain": [], "same": []}
+    for _ in range(TIMED_PASSES):
+        for name, context in (("plain", nullcontext()), ("same", products)):
+            undo = undoing(cache_among(inputs), 1)
+            begin = time.perf_counter()
+            with context:
+                forward(**inputs, return_dict=True)
+            times[name].append(seconds_since(begin, device))
+            undo()
+    return PassSeconds(median(times["plain"]), median(times["same"]))
+
+
+def seconds_since(begin: float, device: torch.device) -> float:
+    """Seconds until the device has done all that it has to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # verification waits for the result anyway
+    return time.perf_counter() - begin
