@@ -441,7 +441,7 @@ def test_padding_and_ends_of_rows() -> None:
 
 
 def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
-    reading = AutoModelForCausalLM.from_pretrained(target.config.name_or_path)
+    reading = AutoModelForCausalLM.from_pretrained(str(target.config.name_or_path))
     SpecDecPPAssistant.from_conditioned(reading, [0]).save_pretrained(tmp_path / "assistant")
     options = ("--assistant", str(tmp_path / "assistant"), "--dtype", "bfloat16", "--temperatures", "0", "--no-replay")
     result = run_command(target, tmp_path, *options, "--max_new_tokens", "4", "--contestants", "fixed 2")

@@ -498,7 +498,12 @@ def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
     # Making them reads every packed weight, as long as a pass takes: once for each row would be paid for.
     made: list[Any] = []
     products = DraftSetup.products
-    monkeypatch.setattr(DraftSetup, "products", lambda *arguments: made.append(products(*arguments)) or made[-1])
+
+    def spy(setup: DraftSetup, target: Any) -> Any:
+        made.append(products(setup, target))
+        return made[-1]
+
+    monkeypatch.setattr(DraftSetup, "products", spy)
     target = tiny("llama")
     assistant = assistant_for(target, **RULES["throughput"])
     generate(target, padded(LENGTHS), assistant, max_new_tokens=4)
