@@ -5,6 +5,8 @@ The readable versions are in `verification.py`; a test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -55,16 +57,15 @@ def _test_block(level: Families, p: Tensor, own: Tensor) -> None:
     """`own` `[rows]`, what a node is owed, becomes what is left of it after its children; theirs is entered."""
     owed = own.index_select(0, level.parents)
     mass = p.index_select(0, level.parents) * owed[:, None].to(p.dtype)
-    q = level.scores.softmax(dim=-1)
-    for children, tokens in zip(level.children, level.tokens, strict=True):
-        rows, drawn_from, due = mass[: len(children)], q[: len(children)], owed[: len(children)]
+    tiny = torch.finfo(p.dtype).tiny
+    for children, tokens, drawn_from in _ranks(level):
+        rows, due = mass[: len(children)], owed[: len(children)]
         own.index_copy_(0, children, _ratios(rows, drawn_from, tokens))
-        left = (rows - drawn_from).clamp_min_(0.0)
-        sums = left.sum(-1).double()
-        total = sums + 1.0 - due
-        rows.copy_(torch.where(total[:, None] > 0.0, left / total[:, None].to(left.dtype), rows))
-        due.copy_(torch.where(total > 0.0, sums / total, due))
-        _remove(drawn_from, tokens)
+        left = rows.sub_(drawn_from).clamp_min_(0.0)
+        sums = left.sum(-1, dtype=torch.float64)
+        rejected = (1.0 - due).add_(sums).clamp_min_(tiny)  # 0 where the child is always accepted: nothing is left
+        left.div_(rejected[:, None].to(left.dtype))
+        torch.div(sums, rejected, out=due)
     own.index_copy_(0, level.parents, owed)
     p.index_copy_(0, level.parents, mass)
 
@@ -73,25 +74,30 @@ def _test_siblings(level: Families, p: Tensor, own: Tensor) -> None:
     """`own` `[rows]`, the chance that a node is accepted, becomes that of ending there; its children's is entered."""
     reached = own.index_select(0, level.parents)
     rest = p.index_select(0, level.parents)
-    q = level.scores.softmax(dim=-1)
-    for children, tokens in zip(level.children, level.tokens, strict=True):
-        rows, drawn_from, tested = rest[: len(children)], q[: len(children)], reached[: len(children)]
+    for children, tokens, drawn_from in _ranks(level):
+        rows, tested = rest[: len(children)], reached[: len(children)]
         accepts = _ratios(rows, drawn_from, tokens)
         own.index_copy_(0, children, tested * accepts)
         tested.mul_(1.0 - accepts)
         rows.copy_(residual(rows, drawn_from))
-        _remove(drawn_from, tokens)
     own.index_copy_(0, level.parents, reached)
     p.index_copy_(0, level.parents, rest)
 
 
+def _ranks(level: Families) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """First children, then second ones, and so on: their rows `[m]`, their tokens `[m]`, and the distributions
+    `[m, vocab]` that they were drawn from: without the siblings before them."""
+    q, before = level.scores.softmax(dim=-1), None
+    for children, tokens in zip(level.children, level.tokens, strict=True):
+        q = q[: len(children)]
+        if before is not None:
+            q.scatter_(-1, before[: len(children), None], 0.0)
+            q.div_(q.sum(-1, keepdim=True))
+        yield children, tokens, q
+        before = tokens
+
+
 def _ratios(rows: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
     """min(1, rows(y) / q(y)), `[m]` float64, of `rows` and `q` `[m, vocab]` and the tokens y `[m]`."""
-    of_rows, of_q = (probs.gather(-1, tokens[:, None])[:, 0].double() for probs in (rows, q))
-    return (of_rows / of_q).clamp_max(1.0)
-
-
-def _remove(q: Tensor, tokens: Tensor) -> None:
-    """Take the tokens `[m]` out of `q` `[m, vocab]` and renormalise it."""
-    q.scatter_(-1, tokens[:, None], 0.0)
-    q.div_(q.sum(-1, keepdim=True))
+    of_rows, of_q = (probs.gather(-1, tokens[:, None])[:, 0] for probs in (rows, q))
+    return (of_rows / of_q).clamp_max_(1.0).double()
