@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, SAME_PASSES, Contestant
-from hf_specdecpp.benchmark.live.clock import Disturbance
+from hf_specdecpp.benchmark.live.clock import quietest
 from hf_specdecpp.benchmark.live.runner import WARM_UP_TOKENS, Benchmark, Question, rotated, sampling_at
 from hf_specdecpp.intervals import median_of_ratios
 from hf_specdecpp.models.causal_lm import eos_ids, until_end
@@ -62,18 +63,15 @@ class BatchBenchmark(Benchmark):
             self.log.add({**where, **self._time(batch, where["temperature"], contestant)})
 
     def _time(self, batch: Sequence[Question], temperature: float, contestant: Contestant) -> dict[str, Any]:
-        """One generation, again if it was disturbed: the least disturbed attempt counts."""
-        attempts: list[dict[str, Any]] = []
-        while len(attempts) < self.attempts and not (attempts and not attempts[-1]["disturbed"]):
-            with Disturbance() as load:
-                texts = self._generate(batch, temperature, contestant, self.max_new_tokens)
-            stats = self.assistant.stats
-            attempts.append({
-                "contestant": contestant.name, "seconds": load.seconds, "tokens": sum(map(len, texts)),
-                "tokens_per_pass": stats.tokens_per_pass if contestant.ours else 1.0, "texts": texts,
-                "disturbed": load.disturbed, "waited": round(load.waited, 4),
-            })  # fmt: skip
-        return min(attempts, key=lambda each: each["waited"])
+        """One generation of a batch."""
+
+        def describe(texts: list[list[int]]) -> dict[str, Any]:
+            passes = self.assistant.stats.tokens_per_pass if contestant.ours else 1.0
+            tokens = sum(map(len, texts))
+            return {"contestant": contestant.name, "tokens": tokens, "tokens_per_pass": passes, "texts": texts}
+
+        generate = partial(self._generate, batch, temperature, contestant, self.max_new_tokens)
+        return quietest(self.attempts, generate, describe)
 
     def _generate(
         self, batch: Sequence[Question], temperature: float, contestant: Contestant, max_new_tokens: int

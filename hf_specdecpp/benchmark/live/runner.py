@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
-from hf_specdecpp.benchmark.live.clock import Disturbance, RoundClock
+from hf_specdecpp.benchmark.live.clock import RoundClock, quietest
 from hf_specdecpp.benchmark.live.losslessness import explain_parting, parting
 from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.benchmark.summary import comparable
@@ -91,31 +91,29 @@ class LiveBenchmark(Benchmark):
             self._generate(question, 0.0, contestant, WARM_UP_TOKENS, 0)
 
     def _time(self, question: Question, temperature: float, contestant: Contestant) -> dict[str, Any]:
-        """One generation, again if it was disturbed: the least disturbed attempt counts."""
+        """One generation, its rounds included."""
         seed = seed_of(self.seed, question.set, question.prompt, temperature)
-        best: tuple[float, dict[str, Any]] | None = None
-        for attempt in range(1, self.attempts + 1):
-            with RoundClock(self.target) as clock, Disturbance() as load:
-                ids = self._generate(question, temperature, contestant, self.max_new_tokens, seed)
+
+        def generate() -> tuple[list[int], RoundClock]:
+            with RoundClock(self.target) as clock:
+                return self._generate(question, temperature, contestant, self.max_new_tokens, seed), clock
+
+        def describe(generated: tuple[list[int], RoundClock]) -> dict[str, Any]:
+            ids, clock = generated
             rounds = clock.rounds(ids, len(question.ids))
             row = {
                 "set": question.set, "prompt": question.prompt, "temperature": temperature,
                 "contestant": contestant.name, "seed": seed, "prompt_length": len(question.ids),
-                "tokens": len(ids) - len(question.ids), "seconds": load.seconds, "attempts": attempt,
-                "disturbed": load.disturbed, "waited": round(load.waited, 4),
-                "others": None if load.others is None else round(load.others, 3),
+                "tokens": len(ids) - len(question.ids),
                 "rounds": [[r.drafted, r.accepted, round(r.between, 6), round(r.target, 6)] for r in rounds],
                 "ids": ids,
             }  # fmt: skip
             if contestant.ours:
                 stats = self.assistant.stats
                 row["split"] = [stats.prompt_seconds, stats.draft_seconds, stats.target_seconds, stats.overhead_seconds]
-            if best is None or load.waited < best[0]:
-                best = load.waited, row
-            if not load.disturbed:
-                break
-        assert best is not None  # noqa: S101 - there is at least one attempt
-        return {**best[1], "attempts": attempt}
+            return row
+
+        return quietest(self.attempts, generate, describe)
 
     def _generate(
         self, question: Question, temperature: float, contestant: Contestant, max_new_tokens: int, seed: int
