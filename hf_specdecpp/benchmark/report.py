@@ -147,7 +147,7 @@ def markdown(results: dict[str, Any]) -> str:
         parts += [_replay_table(name, each["best"][name], results["costs"][name]) for name in results["costs"]]
     if results["round_replays"]:
         rows = results["round_replays"]
-        parts += ["## Rounds, replayed", _round_table(rows)]
+        parts += ["## Rounds, replayed", round_table(rows)]
         if any(row["judged"] for row in rows):
             parts += ["## Estimates of chains", _ESTIMATES, _estimate_table(rows)]
     return "\n\n".join(parts) + "\n"
@@ -193,7 +193,8 @@ def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, An
     return f"{title}\n\n{_rows(header, lines)}"
 
 
-def _round_table(rows: Sequence[dict[str, Any]]) -> str:
+def round_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Replayed rounds by set and of all sets, contestant by contestant; `rows` are `replay_rounds`'."""
     header = ("set", "decoding", "contestant", "tokens/pass", "95 % interval", "token by token", "lead of the block",
               "95 % interval", *(f"x plain, step {ratio:g}" for ratio in STEPS), "candidates/round",
               "draft passes/round", "texts")  # fmt: skip
@@ -254,9 +255,12 @@ def _batch_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, float, str], list[dict[str, Any]]]:
+    """By set, temperature and contestant; of several sets together, too, as the set "all"."""
     groups: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    together = ["all"] if len({row["set"] for row in rows}) > 1 else []
     for row in rows:
-        groups.setdefault((row["set"], row["temperature"], row["contestant"]), []).append(row)
+        for name in (row["set"], *together):
+            groups.setdefault((name, row["temperature"], row["contestant"]), []).append(row)
     return groups
 
 

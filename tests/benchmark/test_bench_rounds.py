@@ -19,6 +19,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.replay.record import Text
 from hf_specdecpp.benchmark.replay.rounds import RoundReplay, chances, draw, judged_chances, replay_rounds
+from hf_specdecpp.benchmark.report import round_table
 from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
@@ -138,6 +139,22 @@ def test_the_chances_of_judged_candidates() -> None:
     assert judged_chances(chain, p, 3, "block") == pytest.approx([1.0, 0.5, 1.0])
     assert judged_chances(chain, p, 1, "token") == pytest.approx([1.0, 0.5])
     assert judged_chances(chain, None, 1, "token") == [1.0, 0.0]
+
+
+def test_the_table_of_rounds() -> None:
+    row = {"temperature": 1.0, "contestant": "fixed 3", "rounds": 10, "drafted": 30, "draft_passes": 30}
+    rows = [
+        {**row, "set": "code", "prompt": "one", "accepted": 20.0, "by_token": 15.0},
+        {**row, "set": "talk", "prompt": "two", "accepted": 10.0, "by_token": 5.0},
+    ]
+    lines = [line.split(" | ") for line in round_table(rows).splitlines()[2:]]
+    assert [line[0] for line in lines] == ["| all", "| code", "| talk"]
+    tokens, by_token, leads = zip(*((line[3], line[5], line[6]) for line in lines), strict=True)
+    assert tokens == ("2.50", "3.00", "2.00")
+    assert by_token == ("2.00", "2.50", "1.50")
+    assert leads == ("+25.0%", "+20.0%", "+33.3%")
+    assert lines[0][8:10] == [f"{2.5 / 1.15:.3f}", f"{2.5 / 1.57:.3f}"], "three draft steps of 0.05 or 0.19 passes"
+    assert len(round_table(rows[:1]).splitlines()) == 3
 
 
 def test_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
