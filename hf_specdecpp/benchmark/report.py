@@ -196,7 +196,8 @@ def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, An
 def round_table(rows: Sequence[dict[str, Any]]) -> str:
     """Replayed rounds by set and of all sets, contestant by contestant; `rows` are `replay_rounds`'."""
     header = ("set", "decoding", "contestant", "tokens/pass", "95 % interval", "token by token", "lead of the block",
-              "95 % interval", *(f"x plain, step {ratio:g}" for ratio in STEPS), "candidates/round",
+              "95 % interval", *(f"x plain, step {ratio:g}" for ratio in STEPS),
+              *(f"the same token by token, step {ratio:g}" for ratio in STEPS), "candidates/round",
               "draft passes/round", "texts")  # fmt: skip
     lines = []
     for (name, temperature, contestant), group in _grouped(rows).items():
@@ -205,11 +206,12 @@ def round_table(rows: Sequence[dict[str, Any]]) -> str:
         mean, low, high = ratio_of_sums(tokens, rounds)
         lead, *around = ratio_of_sums(tokens, by_token)
         drafted, passes = (sum(row[field] for row in group) / sum(rounds) for field in ("drafted", "draft_passes"))
-        speeds = (f"{mean / (1.0 + ratio * passes):.3f}" for ratio in STEPS)
+        mean_by_token = sum(by_token) / sum(rounds)
+        speeds = (f"{each / (1.0 + ratio * passes):.3f}" for each in (mean, mean_by_token) for ratio in STEPS)
         leads = f"{lead - 1.0:+.1%}", " to ".join(f"{each - 1.0:+.1%}" for each in around)
         if temperature == 0.0:
             leads = "", ""
-        cells = (f"{mean:.2f}", f"{low:.2f} to {high:.2f}", f"{sum(by_token) / sum(rounds):.2f}", *leads, *speeds,
+        cells = (f"{mean:.2f}", f"{low:.2f} to {high:.2f}", f"{mean_by_token:.2f}", *leads, *speeds,
                  f"{drafted:.1f}", f"{passes:.1f}", len(group))  # fmt: skip
         lines.append((name, _mode(temperature), contestant, *cells))
     return _rows(header, sorted(lines))

@@ -154,6 +154,7 @@ def test_the_table_of_rounds() -> None:
     assert by_token == ("2.00", "2.50", "1.50")
     assert leads == ("+25.0%", "+20.0%", "+33.3%")
     assert lines[0][8:10] == [f"{2.5 / 1.15:.3f}", f"{2.5 / 1.57:.3f}"], "three draft steps of 0.05 or 0.19 passes"
+    assert lines[0][10:12] == [f"{2.0 / 1.15:.3f}", f"{2.0 / 1.57:.3f}"], "the same token by token"
     assert len(round_table(rows[:1]).splitlines()) == 3
 
 
