@@ -33,6 +33,7 @@ class Reading(ABC):
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.device = drafter.device  # once: finding it takes as long as a small product
         self.unread = 0
         # Tokens `[1, n]` and, for a conditioned draft, states `[1, n, size]`: put together once the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
@@ -88,8 +89,8 @@ class Reading(ABC):
             own = self._own_states[0][None, None] if self.is_conditioned else None
             self._pending = [(candidates[-1].view(1, 1), own)]
             self._fed_candidates += 1
-        tokens = torch.cat([each.to(self.drafter.device) for each, _ in self._pending], dim=1)
-        states = [each.to(self.drafter.device) for _, each in self._pending if each is not None]
+        tokens = torch.cat([each.to(self.device) for each, _ in self._pending], dim=1)
+        states = [each.to(self.device) for _, each in self._pending if each is not None]
         self._pending, self.unread = [], 0
         return tokens, torch.cat(states, dim=1) if states else None
 
@@ -151,7 +152,7 @@ class DraftSession(Reading):
             raise ValueError("The root of a tree is fed first, by itself.")
         num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
         fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
-        tokens, ancestors, depths = upload(fed, self.drafter.device)
+        tokens, ancestors, depths = upload(fed, self.device)
         inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
         states = None
         if self.is_conditioned:
@@ -168,7 +169,7 @@ class DraftSession(Reading):
         """
         if self._lineage is None:  # nothing was drafted
             return
-        path = [] if self.is_conditioned or waits_for_reads(self.drafter.device) else path
+        path = [] if self.is_conditioned or waits_for_reads(self.device) else path
         fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
         keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
         self._fed_candidates, self._lineage = len(fed), None

@@ -28,6 +28,7 @@ class Reader(nn.Module):
     """
 
     model: CausalLM
+    _decoder: CausalLM
 
     def __init__(self, model: CausalLM, owns_model: bool = False) -> None:
         super().__init__()
@@ -38,7 +39,12 @@ class Reader(nn.Module):
         else:
             object.__setattr__(self, "model", model)  # past nn.Module's registration, on purpose
         self.text_config = model.config.get_text_config(decoder=True)
-        self._cache_argument = cache_argument(inner_decoder(model))
+        # What each step needs is looked up once: on small models the ways there take as long as the products.
+        object.__setattr__(self, "_decoder", inner_decoder(model))
+        self._cache_argument = cache_argument(self._decoder)
+        self._scale = getattr(self.text_config, "logit_scale", None)  # Cohere
+        self._divisor = getattr(self.text_config, "logits_scaling", None)  # Granite
+        self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
         self._check_logits()
 
     @property
@@ -80,10 +86,9 @@ class Reader(nn.Module):
         return self._decode(cache, inputs_embeds=embeddings, **inputs)
 
     def _decode(self, cache: Cache | None, **inputs: Any) -> Tensor:
-        decoder = inner_decoder(self.model)
         if cache is not None:
             inputs[self._cache_argument] = cache
-        output = decoder(use_cache=cache is not None, **inputs)
+        output = self._decoder(use_cache=cache is not None, **inputs)
         return output.last_hidden_state
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
@@ -108,13 +113,12 @@ class Reader(nn.Module):
         """The model's own route from hidden state to logits: the head, then what some families do to its output."""
         one = hidden.dim() == 1 and type(head) is not nn.Linear  # bitsandbytes' layers take matrices only
         logits = head(hidden[None])[0] if one else head(hidden)
-        config = self.text_config
-        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-            logits = logits * scale
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / divisor
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2 and later
-            logits = torch.tanh(logits / cap) * cap
+        if self._scale is not None:
+            logits = logits * self._scale
+        if self._divisor is not None:
+            logits = logits / self._divisor
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
         return logits.float()
 
     def _known(self, token_ids: Tensor) -> Tensor:
