@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.sampling.at_once import block_weights, carried, token_weights
+from hf_specdecpp.sampling.at_once import block_tests, carried, leftovers, token_weights, weights_of
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import chain_ratios
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_shape
@@ -42,8 +42,9 @@ def chain(length: int, noise: float) -> list[float]:
     p = logits.softmax(-1)
     q = (logits[:-1] + noise * torch.randn(length, VOCAB, dtype=torch.float64)).softmax(-1)
     ratios = chain_ratios(q.multinomial(1)[:, 0].tolist(), p, q)
-    numbers = torch.arange(1, length + 2, dtype=torch.float64)
-    return [float(weights @ numbers) for weights in (token_weights(ratios), block_weights(carried(ratios), p, q))]
+    carries, numbers = carried(ratios), torch.arange(1, length + 2, dtype=torch.float64)
+    by_block = weights_of(block_tests(carries, leftovers(carries, p, q)))
+    return [float(weights @ numbers) for weights in (token_weights(ratios), by_block)]
 
 
 class RandomModels:

@@ -24,8 +24,8 @@ class RowSession(Reading):
 
     found: tuple[Tensor, Tensor]
 
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter)
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        super().__init__(drafter, vocab_size)
         self.forgotten = 0
         self._num_read = 0
 
@@ -60,14 +60,13 @@ class BatchSession:
 
     Args:
         rows: of the batch.
-        vocab_size: width of the target's logits.
 
     Raises:
         ValueError: the draft has layers that are not attention.
     """
 
-    def __init__(self, rows: Sequence[RowSession], vocab_size: int) -> None:
-        self.rows, self.vocab_size, self.drafter = list(rows), vocab_size, rows[0].drafter
+    def __init__(self, rows: Sequence[RowSession]) -> None:
+        self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
         cache = DynamicCache(config=self.drafter.text_config)
         self.cache = BatchCache(self.drafter.model, cache, len(rows))
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
@@ -108,7 +107,7 @@ class BatchSession:
         if self._takes_positions:
             positions = self.cache.lengths[:, None] + is_token.cumsum(dim=1) - 1
             inputs["position_ids"] = positions.where(is_token, 0).to(device)
-        hidden = self.drafter.hidden_states(all_tokens, self.cache.cache, all_states, **inputs)[:, -1]
+        hidden = self.drafter.hidden_states(all_tokens, self.cache.cache, all_states, are_known=True, **inputs)[:, -1]
         self.cache.note(is_token)
         return hidden
 

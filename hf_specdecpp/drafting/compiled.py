@@ -30,7 +30,7 @@ def read(
     Returns:
         Logits `[vocab_size]` and hidden state `[hidden_size]` after token number `last`, which is `[1]`.
     """
-    hidden = drafter.hidden_states(tokens, cache, states)[0].index_select(0, last)[0]
+    hidden = drafter.hidden_states(tokens, cache, states, are_known=True)[0].index_select(0, last)[0]
     cache.length.add_(last[0] + 1)
     return drafter.logits(hidden, vocab_size), hidden
 
@@ -142,8 +142,8 @@ class CompiledSession(Reading):
     """The draft's side of one generation of chains, with compiled steps."""
 
     def __init__(self, drafter: Drafter, vocab_size: int, steps: CompiledSteps) -> None:
-        super().__init__(drafter)
-        self.vocab_size, self.steps = vocab_size, steps
+        super().__init__(drafter, vocab_size)
+        self.steps = steps
         self.cache: FixedCache | None = None
         self._length = 0  # as `cache.length`, on the host
 

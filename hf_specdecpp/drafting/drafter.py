@@ -65,14 +65,19 @@ class Drafter(Reader):
         return [inner_decoder(self.model), head, *([] if self.fusion is None else [self.fusion])]
 
     def hidden_states(
-        self, input_ids: Tensor, cache: Cache | None = None, states: Tensor | None = None, **inputs: Any
+        self,
+        input_ids: Tensor,
+        cache: Cache | None = None,
+        states: Tensor | None = None,
+        are_known: bool = False,
+        **inputs: Any,
     ) -> Tensor:
         """As in `Reader`; a conditioned draft also reads `states`, those before each token: see `Fusion.forward`."""
         if states is None:
-            return super().hidden_states(input_ids, cache, **inputs)
+            return super().hidden_states(input_ids, cache, are_known, **inputs)
         if self.fusion is None:
             raise ValueError(f"{type(self.model).__name__} is an unconditioned draft, which reads no states.")
-        embeddings = self.embed(input_ids)
+        embeddings = self.embed(input_ids, are_known)
         return self.hidden_states_of(self.fusion(states.to(embeddings), embeddings), cache, **inputs)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:

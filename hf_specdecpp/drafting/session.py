@@ -27,12 +27,16 @@ class Reading(ABC):
     the text has none, and is left out. What it read of candidates with states of its own is read again with the
     target's once they are accepted. A draft with recurrent layers, too, goes back to where the round began.
 
+    Args:
+        vocab_size: width of the target's logits.
+
     Attributes:
         unread: how many tokens the draft is about to read.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self.drafter, self.vocab_size = drafter, vocab_size
+        self.knows_all = drafter.num_embeddings >= vocab_size  # of what is emitted and drafted; prompts may hold more
         self.device = drafter.device  # once: finding it takes as long as a small product
         self.unread = 0
         # Tokens `[1, n]` and, for a conditioned draft, states `[1, n, size]`: put together once the draft reads them.
@@ -79,7 +83,10 @@ class Reading(ABC):
         if states is not None:
             known = min(states.shape[1], new_tokens.shape[1])  # fewer than the tokens where a cache is carried on
             new_tokens, states = new_tokens[:, -known:], states[:, -known:]
-        self._pending.append((new_tokens.clone(), states))  # a view would keep the whole text, one for each round
+        if self.length == 0 or not self.knows_all:
+            new_tokens = self.drafter.known(new_tokens)
+        # A view would keep the whole text, one for each round; and compiled steps look at strides.
+        self._pending.append((new_tokens.clone(memory_format=torch.contiguous_format), states))
         self.unread += new_tokens.shape[1]
         self._fed_candidates = 0
 
@@ -87,12 +94,13 @@ class Reading(ABC):
         """The tokens `[1, n]` to feed now, and a conditioned draft's states `[1, n, size]` before them."""
         if candidates:
             own = self._own_states[0][None, None] if self.is_conditioned else None
-            self._pending = [(candidates[-1].view(1, 1), own)]
+            token = candidates[-1].view(1, 1)
+            self._pending = [(token if self.knows_all else self.drafter.known(token), own)]
             self._fed_candidates += 1
-        tokens = torch.cat([each.to(self.device) for each, _ in self._pending], dim=1)
+        tokens = [each.to(self.device) for each, _ in self._pending]
         states = [each.to(self.device) for _, each in self._pending if each is not None]
         self._pending, self.unread = [], 0
-        return tokens, torch.cat(states, dim=1) if states else None
+        return joined(tokens), joined(states) if states else None
 
     def draft_step(self, index: int, scores: Tensor, hidden: Tensor, greedy: bool) -> DraftStep:
         return DraftStep(index=index, scores=scores, hidden=hidden, embed=self.drafter.embed, greedy=greedy)
@@ -102,8 +110,7 @@ class DraftSession(Reading):
     """The draft's side of one generation: its KV cache, and the next step."""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        super().__init__(drafter)
-        self.vocab_size = vocab_size
+        super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
         self._recording = False
         self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
@@ -127,7 +134,7 @@ class DraftSession(Reading):
 
     def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, states = self._take(candidates)
-        hidden = self.drafter.hidden_states(tokens, self.cache, states)[0, -1]
+        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
         self._own_states = {0: hidden}
         if not self._recording:
             # From here on the cache must be able to roll back. Not before: the prompt needs no roll-back, and its
@@ -157,7 +164,7 @@ class DraftSession(Reading):
         states = None
         if self.is_conditioned:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
-        hidden = self.drafter.hidden_states(tokens, self.cache, states, **inputs)[0]
+        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True, **inputs)[0]
         self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
@@ -173,3 +180,8 @@ class DraftSession(Reading):
         fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
         keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
         self._fed_candidates, self._lineage = len(fed), None
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Pieces `[1, n, ...]` of a text, one after another."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

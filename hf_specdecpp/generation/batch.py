@@ -54,7 +54,7 @@ class BatchDecoding:
         self.rows = [_Row(target, each, criteria, config, None, {}) for each in generators]
         self.caught = TargetStates(target, generators[0].setup.drafter.fusion)
         sessions: list[Any] = [each.session for each in generators]
-        self.drafts = BatchSession(sessions, generators[0].vocab_size)
+        self.drafts = BatchSession(sessions)
         self.cache = BatchCache(target, model_kwargs["past_key_values"], len(generators))
         self.products = generators[0].products
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left

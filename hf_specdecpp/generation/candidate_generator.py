@@ -80,7 +80,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.vocab_size = width or 0
         self.session: Reading
         if setup.rows > 1:
-            self.session = RowSession(setup.drafter)
+            self.session = RowSession(setup.drafter, self.vocab_size)
         else:
             self.session = chain_session(setup.drafter, self.vocab_size)
         self.processing = Processing(logits_processor or [])

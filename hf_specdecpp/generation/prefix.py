@@ -38,6 +38,7 @@ class Prefix:
 
     def __init__(self, target: CausalLM, model_kwargs: dict[str, Any]) -> None:
         self.target, self.model_kwargs = target, model_kwargs
+        self._longer, self._spare = model_kwargs, 0  # the same with so many columns for tokens to come
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
         self.num_settled = 0 if self.cache is None else num_rows(self.cache)
@@ -79,12 +80,22 @@ class Prefix:
             tokens,
             next_sequence_length=self.pending + count + 1 + dummies,
             is_first_iteration=False,
-            **extended(self.model_kwargs, count, dummies),
+            **self._for_further(count, dummies),
         )
         if "logits_to_keep" in inputs:
             # In a static cache all, which has one name for every width: the number would be compiled for, too.
             inputs["logits_to_keep"] = count + 1 if self.static is None or not count else 0
         return inputs
+
+    def _for_further(self, count: int, dummies: int) -> dict[str, Any]:
+        """`model_kwargs` for `count` more tokens and dummies. Columns are made for many rounds at once: each round only
+        cuts its own out of them."""
+        if self._spare <= count:  # the candidates may all stand, and a token after them
+            self._spare = max(count + 1, COLUMNS_AHEAD)
+            self._longer = extended(self.model_kwargs, self._spare)
+        if dummies:
+            return extended(self.model_kwargs, count, dummies)
+        return without_last(self._longer, self._spare - count)
 
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
         """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`.
@@ -116,9 +127,13 @@ class Prefix:
         else:
             self._settle_rows(cache, kept, num_candidates, path)
             self.num_settled = num_rows(cache)
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
-        )
+        if self._spare:
+            self._spare -= kept
+            self.model_kwargs = without_last(self._longer, self._spare)
+        else:  # after the prompt, which may be of another kind than what is generated
+            self.model_kwargs = self.target._update_model_kwargs_for_generation(
+                outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
+            )
 
     def _settle_rows(self, cache: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
         if self.mark is not None:
@@ -138,13 +153,11 @@ class Prefix:
     def read_pending(self, input_ids: Tensor) -> None:
         """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
         if self.pending:
-            known = {name: self.model_kwargs[name] for name in GROWING if self.model_kwargs.get(name) is not None}
-            shorter = {name: each[..., :-1] for name, each in known.items()}
             inputs = self.target.prepare_inputs_for_generation(
                 input_ids[:, :-1],
                 next_sequence_length=self.pending,
                 is_first_iteration=False,
-                **{**self.model_kwargs, **shorter},
+                **without_last(self.model_kwargs, 1),
             )
             self.target(**inputs, return_dict=True)
             self.pending, self.mark = 0, None
@@ -159,6 +172,13 @@ class Prefix:
 
 # Arguments of a forward that grow with the text.
 GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+COLUMNS_AHEAD = 256
+
+
+def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` without the last `count` columns of what grows with the text: views, nothing is copied."""
+    growing = {name: model_kwargs[name] for name in GROWING if model_kwargs.get(name) is not None}
+    return {**model_kwargs, **{name: each[..., : each.shape[-1] - count] for name, each in growing.items()}}
 
 
 def extended(model_kwargs: dict[str, Any], count: int, dummies: int = 0) -> dict[str, Any]:

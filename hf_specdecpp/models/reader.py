@@ -68,18 +68,23 @@ class Reader(nn.Module):
         """Longest sequence that the model can read."""
         return longest_text(self.model)
 
-    def embed(self, token: Tensor) -> Tensor:
+    def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
         """Input embeddings `[..., embedding_size]` of token ids `[...]`; unknown ids count as 0."""
         weight = self.model.get_input_embeddings().weight
-        return nn.functional.embedding(self._known(token), weight)
+        return nn.functional.embedding(token if are_known else self.known(token), weight)
 
-    def hidden_states(self, input_ids: Tensor, cache: Cache | None = None, **inputs: Any) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, cache: Cache | None = None, are_known: bool = False, **inputs: Any
+    ) -> Tensor:
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
 
         With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward,
         such as those of `tree_attention.tree_inputs`.
+
+        Args:
+            are_known: whether the embedding table is known to have all ids; else unknown ids count as 0.
         """
-        return self._decode(cache, input_ids=self._known(input_ids), **inputs)
+        return self._decode(cache, input_ids=input_ids if are_known else self.known(input_ids), **inputs)
 
     def hidden_states_of(self, embeddings: Tensor, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """The same for input embeddings `[batch, n, embedding_size]` in the place of tokens."""
@@ -121,9 +126,14 @@ class Reader(nn.Module):
             logits = torch.tanh(logits / self._cap) * self._cap
         return logits.float()
 
-    def _known(self, token_ids: Tensor) -> Tensor:
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding table."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def known(self, token_ids: Tensor) -> Tensor:
         """Replace ids beyond the embedding table: a draft then guesses badly, but its guesses are verified."""
-        return token_ids.where(token_ids < self.model.get_input_embeddings().weight.shape[0], 0)
+        return token_ids.where(token_ids < self.num_embeddings, 0)
 
     @torch.inference_mode()
     def _check_logits(self) -> None:

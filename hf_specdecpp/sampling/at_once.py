@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads
-from hf_specdecpp.sampling.verification import Verification, chain_ratios, residual, verify_block, verify_chain
+from hf_specdecpp.sampling.verification import Verification, chain_ratios, verify_block, verify_chain
+
+NEGLIGIBLE = 1e-30
 
 
 def verify_sampled(
@@ -27,8 +29,8 @@ def verify_sampled(
 def verify_at_once(
     candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
 ) -> tuple[int, int]:
-    """The same distribution of results as `verify_block` or `verify_chain`: the number of accepted candidates is drawn
-    by the chance of each, then the token after them.
+    """The same distribution of results as `verify_block` or `verify_chain`: all tests of the number of accepted
+    candidates are made, and the longest that passes counts; then the token after them is drawn.
 
     Args:
         candidates: k tokens, the i-th drawn from `q[i]`.
@@ -36,17 +38,33 @@ def verify_at_once(
         q: `[k, vocab]` probabilities of the draft.
     """
     ratios = chain_ratios(candidates, p, q)
-    carries = carried(ratios) if verification == "block" else ratios.new_ones(len(candidates) + 1)
-    weights = block_weights(carries, p, q) if verification == "block" else token_weights(ratios)
+    is_block = verification == "block"
+    carries = carried(ratios) if is_block else ratios.new_ones(len(candidates) + 1)
+    left = leftovers(carries, p, q)
+    tests = block_tests(carries, left) if is_block else tests_of(token_weights(ratios))
 
     def follows(accepted: Tensor) -> Tensor:
-        scaled = p.index_select(0, accepted) * carries.index_select(0, accepted)[:, None].to(p.dtype)
-        if len(candidates) == 0:
-            return scaled
-        is_rejected = accepted < len(candidates)
-        return residual(scaled, q.index_select(0, accepted.clamp_max(len(candidates) - 1)) * is_rejected[:, None])
+        # In floating point a candidate can be rejected although p and q are equal to rounding, which leaves nothing to
+        # draw from: then p, which is too small to matter anywhere else.
+        return left.index_select(0, accepted).add_(p.index_select(0, accepted), alpha=NEGLIGIBLE)
 
-    return randomness.outcome(weights, follows, p.shape[-1])
+    return randomness.outcome(tests, follows, p.shape[-1])
+
+
+def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """(c_i p - q)+, `[n, vocab]`, by c_i `[n]` and p `[n, vocab]`; c_i p in rows for which q `[k, vocab]` has none."""
+    left = p * carries[:, None].to(p.dtype)
+    left[: len(q)].sub_(q)
+    return left.clamp_min_(0.0)
+
+
+def block_tests(carries: Tensor, left: Tensor) -> Tensor:
+    """h_i = s_i / (s_i + 1 - c_i), `[n]`, by c_i `[n]` and the `leftovers` `[n, vocab]`, whose sums are s_i.
+
+    After the last candidate s_i is c_i, and so is h_i. Where c_i is 1 nothing may be left: h_i is 1 all the same.
+    """
+    sums = left.sum(-1, dtype=torch.float64).add_(torch.finfo(torch.float64).tiny)
+    return sums / (1.0 - carries).add_(sums)
 
 
 def token_weights(ratios: Tensor) -> Tensor:
@@ -58,20 +76,18 @@ def token_weights(ratios: Tensor) -> Tensor:
     return torch.cat((one, accepts.cumprod(0))) * torch.cat((1.0 - accepts, one))
 
 
-def block_weights(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """The chance that `verify_block` accepts i candidates, `[k + 1]`, by its c_i `[k + 1]`.
+def weights_of(tests: Tensor) -> Tensor:
+    """The chance that each of the `tests` `[n]` is the first that passes, of those from the last to the first.
 
-    Of the longest first: h_k, (1 - h_k) h_{k-1}, (1 - h_k) (1 - h_{k-1}) h_{k-2}, ...
+    For [1, 0.5, 0.25]: [0.375, 0.375, 0.25].
     """
-    passes = torch.cat((block_tests(carries[:-1], p[:-1], q), carries[-1:])).flip(0)
-    failed = (1.0 - passes).cumprod(0)
-    return (passes * torch.cat((passes.new_ones(1), failed[:-1]))).flip(0)
+    failed = (1.0 - tests).flip(0).cumprod(0)[:-1].flip(0)
+    return tests * torch.cat((failed, tests.new_ones(1)))
 
 
-def block_tests(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """h_i of all but the last i, `[k]`, by c_i `[k]`, p and q `[k, vocab]`."""
-    left = (p * carries[:, None].to(p.dtype)).sub_(q).clamp_min_(0.0).sum(-1).double()
-    return torch.where(carries < 1.0, left / (left + 1.0 - carries), 1.0)
+def tests_of(weights: Tensor) -> Tensor:
+    """The inverse of `weights_of`."""
+    return weights / weights.cumsum(0)
 
 
 def carried(ratios: Tensor) -> Tensor:

@@ -177,8 +177,8 @@ def _sessions(
     """The draft's sides of some texts, and what is called before each of their steps (`draft_chains`)."""
     if rows == 1:
         return [chain_session(drafter, vocab_size)], lambda _: True
-    sessions = [RowSession(drafter) for _ in range(rows)]
-    batch = BatchSession(sessions, vocab_size)
+    sessions = [RowSession(drafter, vocab_size) for _ in range(rows)]
+    batch = BatchSession(sessions)
 
     def prepare(asking: dict[int, list[Tensor]]) -> bool:
         batch.step(asking)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hf_specdecpp.sampling.at_once import tests_of, weights_of
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.verification import Verification, residual
-from hf_specdecpp.trees.tree_pass import Families, TreePass
+from hf_specdecpp.trees.tree_pass import Families, TreePass, parents_first
 
 
 def verify_tree_at_once(
@@ -27,9 +28,11 @@ def verify_tree_at_once(
     Args:
         p: `[rows, vocab]`, the target's distribution after each node; overwritten by what is left of it.
     """
-    weights = ending_chances(tree_pass, p, verification)
-    row, token = randomness.outcome(weights, lambda chosen: p.index_select(0, chosen), p.shape[-1])
-    parents, node, path = tree_pass.tree.parents, tree_pass.order[row], []
+    tests, rows = _tests(tree_pass, p, verification)
+    index, token = randomness.outcome(
+        tests, lambda chosen: p.index_select(0, rows.index_select(0, chosen)), p.shape[-1]
+    )
+    parents, node, path = tree_pass.tree.parents, parents_first(tree_pass.tree)[index], []
     while node > 0:
         path.append(node)
         node = parents[node]
@@ -41,16 +44,20 @@ def ending_chances(tree_pass: TreePass, p: Tensor, verification: Verification) -
 
     For p = [0.5, 0.3, 0.2] at the root and its child 1 from q = [0.2, 0.6, 0.2]: [0.5, 0.5].
     """
-    levels, subtrees_first = tree_pass.families(p.device)
+    tests, rows = _tests(tree_pass, p, verification)
+    return torch.empty_like(tests).index_copy_(0, rows, weights_of(tests))
+
+
+def _tests(tree_pass: TreePass, p: Tensor, verification: Verification) -> tuple[Tensor, Tensor]:
+    """The chances `[rows]` with which nodes pass their tests, those of a subtree before that of its root, last first;
+    and the nodes' rows, parents first."""
+    levels, rows = tree_pass.families(p.device)
     own = torch.ones(len(p), dtype=torch.float64, device=p.device)
     test = _test_block if verification == "block" else _test_siblings
     for level in levels:
         test(level, p, own)
-    if verification == "token":
-        return own
-    tested = own.index_select(0, subtrees_first)
-    rejected = torch.cat((tested.new_ones(1), (1.0 - tested).cumprod(0)[:-1]))
-    return own.index_copy(0, subtrees_first, tested * rejected)
+    own = own.index_select(0, rows)
+    return own if verification == "block" else tests_of(own), rows
 
 
 def _test_block(level: Families, p: Tensor, own: Tensor) -> None:

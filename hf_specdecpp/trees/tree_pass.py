@@ -64,10 +64,9 @@ class TreePass:
         return tokens, ancestors, depths
 
     def families(self, device: torch.device) -> tuple[list[Families], Tensor]:
-        """The families of each depth from the root down, and the rows `[n + 1]` in an order in which each node stands
-        after its subtree."""
+        """The families of each depth from the root down, and the rows `[n + 1]` of `parents_first`."""
         lists = upload(self._family_lists(), device) if self._lists is None else self._lists
-        subtrees_first, *rest = lists
+        parents_first_rows, *rest = lists
         parts, families = iter(rest), []
         for parents in self._parents:
             scores = torch.stack([self.tree.scores[node] for node in parents]).to(device)
@@ -76,7 +75,7 @@ class TreePass:
                 family.children.append(next(parts))
                 family.tokens.append(next(parts))
             families.append(family)
-        return families, subtrees_first
+        return families, parents_first_rows
 
     @cached_property
     def _parents(self) -> list[list[int]]:
@@ -91,7 +90,7 @@ class TreePass:
     def _family_lists(self) -> list[Tensor]:
         """What `families` are made of, on the host."""
         tree, rows = self.tree, self.rows
-        lists = [[rows[node] for node in _subtrees_first(tree)]]
+        lists = [[rows[node] for node in parents_first(tree)]]
         for parents in self._parents:
             lists.append([rows[node] for node in parents])
             for rank in range(len(tree.children[parents[0]])):
@@ -100,14 +99,15 @@ class TreePass:
         return [torch.tensor(each) for each in lists]
 
 
-def _subtrees_first(tree: DraftTree) -> list[int]:
-    """All nodes, each after its subtree, which is the order of `verify_tree_block`.
+def parents_first(tree: DraftTree) -> list[int]:
+    """All nodes, each before its subtree, and last children before first ones: the reverse of the order in which
+    `verify_tree_block` tests them.
 
-    A root with two children, the first of which has a child: [2, 1, 3, 0], if they are numbered depth first.
+    A root with two children, the first of which has a child: [0, 3, 1, 2], if they are numbered depth first.
     """
     order, stack = [], [0]
-    while stack:  # parents first and last children first; reversed below
+    while stack:
         node = stack.pop()
         order.append(node)
         stack += tree.children[node]
-    return order[::-1]
+    return order

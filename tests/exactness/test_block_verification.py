@@ -12,7 +12,7 @@ from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
 from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
-from hf_specdecpp.sampling.at_once import carried, token_weights
+from hf_specdecpp.sampling.at_once import carried, tests_of, token_weights, weights_of
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.sampling.verification import verify_block
 
@@ -141,6 +141,8 @@ def test_at_once_decides_as_the_readable_versions_do() -> None:
 def test_the_example_of_the_documentation() -> None:
     assert carried(torch.tensor([2.0, 0.5, 0.5, 4.0, 1.0])).tolist() == pytest.approx([1, 1, 0.5, 0.25, 1, 1])
     assert token_weights(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.0, 0.5]
+    assert weights_of(torch.tensor([1.0, 0.5, 0.25])).tolist() == [0.375, 0.375, 0.25]
+    assert tests_of(torch.tensor([0.375, 0.375, 0.25])).tolist() == [1.0, 0.5, 0.25]
 
 
 def test_logits_that_are_not_numbers_are_an_error() -> None:
@@ -168,14 +170,14 @@ def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     assert torch.equal(drawn_from[0], Q[0])
 
 
-def test_outcomes_are_drawn_by_their_weights() -> None:
+def test_outcomes_are_drawn_by_their_chances() -> None:
     """20,000 draws: four standard deviations are 0.014, which chance exceeds once in 2,500 such tests."""
     torch.manual_seed(0)
     weights = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
     rows = torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4], [0.0, 0.0, 2.0]])
-    counts = torch.zeros(4, 3)
+    counts, randomness = torch.zeros(4, 3), TorchRandomness()
     for _ in range(20_000):
-        counts[TorchRandomness().outcome(weights, lambda index: rows.index_select(0, index), 3)] += 1.0
+        counts[randomness.outcome(tests_of(weights), lambda index: rows.index_select(0, index), 3)] += 1.0
     expected = weights[:, None] * rows / rows.sum(-1, keepdim=True)
     assert float((counts / counts.sum() - expected).abs().max()) < 0.014
     assert float(counts[expected == 0.0].sum()) == 0.0

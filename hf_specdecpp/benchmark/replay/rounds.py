@@ -32,7 +32,7 @@ from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.sampling.at_once import block_tests, carried
+from hf_specdecpp.sampling.at_once import block_tests, carried, leftovers
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, seed_of
 from hf_specdecpp.sampling.verification import Verification, chain_ratios
@@ -233,7 +233,7 @@ def judged_chances(
     found = ratios.clamp_max(1.0)
     if verification == "block":
         survival = carried(ratios)
-        tests = block_tests(survival[:-1], p_rows, q_rows)
+        tests = block_tests(survival[:-1], leftovers(survival[:-1], p_rows, q_rows))
         found = (survival[1:] / (survival[1:] + (1.0 - survival[1:]) * tests)).nan_to_num(0.0)
     return found[: accepted + 1].tolist()
 
