@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -25,11 +25,13 @@ class Chain:
         tokens: the candidates.
         scores: for each candidate, `[vocab]` float32 logits whose softmax q it was drawn from.
         drawn: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
+        q: the `[vocab]` distributions, where candidates were drawn at random.
     """
 
     tokens: list[int]
     scores: list[Tensor]
     drawn: Tensor | None = None
+    q: list[Tensor] = field(default_factory=list)
 
     def ids(self, device: torch.device) -> Tensor:
         """The candidates `[k]` on a device."""
@@ -87,12 +89,17 @@ def drafting(
     drawn: list[Tensor] = []
     tokens: list[int] = []
     scores: list[Tensor] = []
+    q: list[Tensor] = []
     rule.begin_round()
     limit = min(max_tokens, rule.max_tokens) if rule.starts(unread) else 0
     while len(drawn) < limit:
         if (yield drawn) is False or (draft := step(drawn)) is None:
             break
-        draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
+        if randomness is None:
+            draft.token = draft.scores.argmax()
+        else:
+            draft.token = randomness.categorical(draft.q)
+            q.append(draft.q)
         drawn.append(draft.token)
         scores.append(draft.scores)
         if rule.looks_at_nothing and waits_for_reads(draft.scores.device):
@@ -106,10 +113,10 @@ def drafting(
         return Chain([], [])
     ids = torch.stack(drawn)
     if tokens:
-        return Chain(tokens, scores, ids)
+        return Chain(tokens, scores, ids, q)
     # What follows a token that ends the text goes because of that token, not of its own value.
     tokens = until_end(ids.tolist(), eos_token_ids)
-    return Chain(tokens, scores[: len(tokens)], ids[: len(tokens)])
+    return Chain(tokens, scores[: len(tokens)], ids[: len(tokens)], q[: len(tokens)])
 
 
 def draft_chain(

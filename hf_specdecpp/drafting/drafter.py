@@ -69,12 +69,13 @@ class Drafter(Reader):
         input_ids: Tensor,
         cache: Cache | None = None,
         states: Tensor | None = None,
+        *,
         are_known: bool = False,
         **inputs: Any,
     ) -> Tensor:
         """As in `Reader`; a conditioned draft also reads `states`, those before each token: see `Fusion.forward`."""
         if states is None:
-            return super().hidden_states(input_ids, cache, are_known, **inputs)
+            return super().hidden_states(input_ids, cache, are_known=are_known, **inputs)
         if self.fusion is None:
             raise ValueError(f"{type(self.model).__name__} is an unconditioned draft, which reads no states.")
         embeddings = self.embed(input_ids, are_known)

@@ -171,7 +171,7 @@ class AssistedDecoding:
         randomness = self.generator.randomness
         if randomness is None:
             return verify_greedy(chain.tokens, scores)
-        q = torch.stack(chain.scores).to(scores.device).softmax(dim=-1) if chain.tokens else scores[:0]
+        q = torch.stack(chain.q).to(scores.device) if chain.tokens else scores[:0]
         return verify_sampled(ids, scores.softmax(dim=-1), q, randomness, self.generator.setup.speculation.verification)
 
     def _note_wait(self, begin: float) -> None:

@@ -74,7 +74,7 @@ class Reader(nn.Module):
         return nn.functional.embedding(token if are_known else self.known(token), weight)
 
     def hidden_states(
-        self, input_ids: Tensor, cache: Cache | None = None, are_known: bool = False, **inputs: Any
+        self, input_ids: Tensor, cache: Cache | None = None, *, are_known: bool = False, **inputs: Any
     ) -> Tensor:
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
 

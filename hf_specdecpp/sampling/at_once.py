@@ -6,14 +6,13 @@ The readable versions are in `verification.py`; a test compares the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads
 from hf_specdecpp.sampling.verification import Verification, chain_ratios, verify_block, verify_chain
-
-NEGLIGIBLE = 1e-30
 
 
 def verify_sampled(
@@ -41,14 +40,10 @@ def verify_at_once(
     is_block = verification == "block"
     carries = carried(ratios) if is_block else ratios.new_ones(len(candidates) + 1)
     left = leftovers(carries, p, q)
-    tests = block_tests(carries, left) if is_block else tests_of(token_weights(ratios))
+    tests = block_tests(carries, left) if is_block else as_tests(token_weights(ratios))
 
-    def follows(accepted: Tensor) -> Tensor:
-        # In floating point a candidate can be rejected although p and q are equal to rounding, which leaves nothing to
-        # draw from: then p, which is too small to matter anywhere else.
-        return left.index_select(0, accepted).add_(p.index_select(0, accepted), alpha=NEGLIGIBLE)
-
-    return randomness.outcome(tests, follows, p.shape[-1])
+    # In floating point a candidate can be rejected although p and q are equal to rounding: nothing is left, so then p.
+    return randomness.outcome(tests, partial(left.index_select, 0), partial(p.index_select, 0))
 
 
 def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
@@ -61,10 +56,11 @@ def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
 def block_tests(carries: Tensor, left: Tensor) -> Tensor:
     """h_i = s_i / (s_i + 1 - c_i), `[n]`, by c_i `[n]` and the `leftovers` `[n, vocab]`, whose sums are s_i.
 
-    After the last candidate s_i is c_i, and so is h_i. Where c_i is 1 nothing may be left: h_i is 1 all the same.
+    After the last candidate s_i is c_i, and so is h_i. Where c_i is 1 and nothing is left, the candidate after it is
+    always accepted, and h_i, which is 0 here, does not matter.
     """
-    sums = left.sum(-1, dtype=torch.float64).add_(torch.finfo(torch.float64).tiny)
-    return sums / (1.0 - carries).add_(sums)
+    sums = left.sum(-1, dtype=torch.float64)
+    return sums / (1.0 - carries).add_(sums).clamp_min_(torch.finfo(torch.float64).tiny)
 
 
 def token_weights(ratios: Tensor) -> Tensor:
@@ -85,9 +81,9 @@ def weights_of(tests: Tensor) -> Tensor:
     return tests * torch.cat((failed, tests.new_ones(1)))
 
 
-def tests_of(weights: Tensor) -> Tensor:
-    """The inverse of `weights_of`."""
-    return weights / weights.cumsum(0)
+def as_tests(weights: Tensor) -> Tensor:
+    """The inverse of `weights_of`; 0 where neither the test nor any that comes later can be the first."""
+    return (weights / weights.cumsum(0)).nan_to_num_(0.0)
 
 
 def carried(ratios: Tensor) -> Tensor:

@@ -24,12 +24,15 @@ class Randomness(Protocol):
     def bernoulli(self, probability: float) -> bool:
         """True with this probability."""
 
-    def outcome(self, tests: Tensor, row: Callable[[Tensor], Tensor], size: int) -> tuple[int, int]:
+    def outcome(
+        self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
+    ) -> tuple[int, int]:
         """The first test that passes, from the last to the first, then an index drawn from `row(test)`. One read.
 
         Args:
             tests: `[n]` float64, the chances to pass. Where none passes, it is the first.
             row: gives `[1, size]` weights for the test, an int64 tensor `[1]`.
+            otherwise: the same, asked where all of these weights are zero.
         """
 
 
@@ -61,15 +64,17 @@ class TorchRandomness:
         # float64 on the CPU: no wait for a device, and a probability of exactly 0 or 1 is honoured.
         return bool(torch.rand((), dtype=torch.float64) < probability)
 
-    def outcome(self, tests: Tensor, row: Callable[[Tensor], Tensor], size: int) -> tuple[int, int]:
+    def outcome(
+        self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
+    ) -> tuple[int, int]:
         passes = torch.rand(len(tests), dtype=tests.dtype, device=tests.device) < tests
         last = passes.cumsum(0).argmax(0, keepdim=True)  # the sum grows for the last time there
-        probs = row(last)
-        rates, tokens = self._race(probs)
-        index, token, is_sound = torch.cat((last, tokens, rates > 0.0)).tolist()
-        if not is_sound:
-            raise ValueError(_nothing(probs))
-        return index, token
+        for weights in (row, otherwise):
+            rates, tokens = self._race(weights(last))
+            index, token, rate = torch.cat((last, tokens, rates)).tolist()  # float32 is exact for ids below 2^24
+            if rate > 0.0:
+                return int(index), int(token)
+        raise ValueError(_nothing(weights(last)))
 
     def _race(self, weights: Tensor) -> torch.return_types.max:
         """An index of `weights` `[..., n]`, drawn by them, where the largest of w_i / E_i is, and that number. E_i are

@@ -88,8 +88,8 @@ def verify_block(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, rando
 def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Tensor:
     """p(y_i) / q(y_i) of each candidate, `[k]` float64. `p` may have rows after them."""
     columns = torch.as_tensor(candidates, dtype=torch.int64, device=p.device)[:, None]
-    p_of, q_of = (probs[: len(candidates)].gather(-1, columns)[:, 0].double() for probs in (p, q))
-    return p_of / q_of
+    p_of, q_of = (probs[: len(candidates)].gather(-1, columns)[:, 0] for probs in (p, q))
+    return p_of / q_of.double()
 
 
 def likeliest_tokens(scores: Tensor) -> list[int]:

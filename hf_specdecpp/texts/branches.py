@@ -166,7 +166,7 @@ class BranchingText:
         self.reader, self.length, self.first = reader, len(ids), int(states is not None)
         self.cache = DynamicCache(config=reader.text_config)
         self.cache.activate_past_recording()  # sliding windows must not drop what earlier branches see
-        conditions = {} if states is None else {"states": states[:, : len(ids) - 1].to(reader.device)}
+        conditions: dict[str, Any] = {} if states is None else {"states": states[:, : len(ids) - 1].to(reader.device)}
         tokens = torch.tensor([ids[self.first :]], device=reader.device)
         hidden = reader.hidden_states(tokens, self.cache, **conditions)[0]
         self.states = functional.pad(hidden, (0, 0, self.first, 0))

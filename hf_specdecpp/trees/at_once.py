@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_specdecpp.sampling.at_once import tests_of, weights_of
+from hf_specdecpp.sampling.at_once import as_tests, weights_of
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.verification import Verification, residual
 from hf_specdecpp.trees.tree_pass import Families, TreePass, parents_first
@@ -29,9 +29,11 @@ def verify_tree_at_once(
         p: `[rows, vocab]`, the target's distribution after each node; overwritten by what is left of it.
     """
     tests, rows = _tests(tree_pass, p, verification)
-    index, token = randomness.outcome(
-        tests, lambda chosen: p.index_select(0, rows.index_select(0, chosen)), p.shape[-1]
-    )
+
+    def left(chosen: Tensor) -> Tensor:
+        return p.index_select(0, rows.index_select(0, chosen))
+
+    index, token = randomness.outcome(tests, left, left)
     parents, node, path = tree_pass.tree.parents, parents_first(tree_pass.tree)[index], []
     while node > 0:
         path.append(node)
@@ -57,7 +59,7 @@ def _tests(tree_pass: TreePass, p: Tensor, verification: Verification) -> tuple[
     for level in levels:
         test(level, p, own)
     own = own.index_select(0, rows)
-    return own if verification == "block" else tests_of(own), rows
+    return own if verification == "block" else as_tests(own), rows
 
 
 def _test_block(level: Families, p: Tensor, own: Tensor) -> None:

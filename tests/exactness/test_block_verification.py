@@ -6,13 +6,15 @@ so nothing can fail by chance.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, worst_error
 from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
-from hf_specdecpp.sampling.at_once import carried, tests_of, token_weights, weights_of
+from hf_specdecpp.sampling.at_once import as_tests, carried, token_weights, weights_of
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.sampling.verification import verify_block
 
@@ -142,7 +144,7 @@ def test_the_example_of_the_documentation() -> None:
     assert carried(torch.tensor([2.0, 0.5, 0.5, 4.0, 1.0])).tolist() == pytest.approx([1, 1, 0.5, 0.25, 1, 1])
     assert token_weights(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.0, 0.5]
     assert weights_of(torch.tensor([1.0, 0.5, 0.25])).tolist() == [0.375, 0.375, 0.25]
-    assert tests_of(torch.tensor([0.375, 0.375, 0.25])).tolist() == [1.0, 0.5, 0.25]
+    assert as_tests(torch.tensor([0.375, 0.375, 0.25])).tolist() == [1.0, 0.5, 0.25]
 
 
 def test_logits_that_are_not_numbers_are_an_error() -> None:
@@ -177,7 +179,17 @@ def test_outcomes_are_drawn_by_their_chances() -> None:
     rows = torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4], [0.0, 0.0, 2.0]])
     counts, randomness = torch.zeros(4, 3), TorchRandomness()
     for _ in range(20_000):
-        counts[randomness.outcome(tests_of(weights), lambda index: rows.index_select(0, index), 3)] += 1.0
+        counts[randomness.outcome(as_tests(weights), partial(rows.index_select, 0), partial(rows.index_select, 0))] += (
+            1.0
+        )
     expected = weights[:, None] * rows / rows.sum(-1, keepdim=True)
     assert float((counts / counts.sum() - expected).abs().max()) < 0.014
     assert float(counts[expected == 0.0].sum()) == 0.0
+
+
+def test_draws_have_numbers_of_their_own() -> None:
+    """Made ahead, but not used twice: 24 equal ones of 1,000 ids are hardly ever the same."""
+    torch.manual_seed(0)
+    randomness, weights = TorchRandomness(), torch.ones(1, 1000)
+    drawn = {randomness.outcome(torch.ones(1), lambda _: weights, lambda _: weights)[1] for _ in range(24)}
+    assert len(drawn) > 20
