@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
 from hf_specdecpp.benchmark.summary import best_of_families, busy_elsewhere, measured_ratio, overall, verdict
-from hf_specdecpp.estimation.metrics import auc, ece
+from hf_specdecpp.estimation.metrics import auc, ece, ece_by_chance
 from hf_specdecpp.intervals import ratio_of_sums
 
 WIDTH = 100
@@ -218,13 +218,23 @@ def round_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _estimate_table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ("set", "decoding", "contestant", "AUC", "ECE", f"ECE after {LEARNED}", "candidates")
+    header = (
+        "set",
+        "decoding",
+        "contestant",
+        "AUC",
+        "ECE",
+        f"ECE after {LEARNED}",
+        "if estimates were right",
+        "candidates",
+    )
     lines = []
     for (name, temperature, contestant), group in _grouped(rows).items():
         judged = torch.tensor([pair for row in group for pair in row["judged"]], dtype=torch.float64)
         if len(judged) > LEARNED:
             (estimate, label), later = judged.T, judged[LEARNED:].T
-            cells = f"{auc(estimate, label):.4f}", f"{ece(estimate, label):.4f}", f"{ece(*later):.4f}", len(judged)
+            errors = (f"{each:.4f}" for each in (ece(estimate, label), ece(*later), ece_by_chance(*later)))
+            cells = f"{auc(estimate, label):.4f}", *errors, len(judged)
             lines.append((name, _mode(temperature), contestant, *cells))
     return _rows(header, sorted(lines))
 
