@@ -76,10 +76,10 @@ def rows_of(
     texts = answers.written_at(answers.load(config.work, split), sampling.temperature)
     for number, text in enumerate(logging.tqdm(texts, desc=f"{split}, temperature {sampling.temperature:g}")):
         ids, generator = text["input_ids"], torch.Generator().manual_seed(number)
-        places = torch.arange(text["prompt_length"] + 1, len(ids) - MAX_TOKENS)
-        if len(places) < STARTS:
+        first, number_of_places = text["prompt_length"] + 1, len(ids) - MAX_TOKENS - text["prompt_length"] - 1
+        if number_of_places < STARTS:
             continue
-        starts = places[torch.randperm(len(places), generator=generator)[:STARTS]].sort().values.tolist()
+        starts = (first + torch.randperm(number_of_places, generator=generator)[:STARTS]).sort().values.tolist()
         rows = chains_of_text(ids, starts, assistant, target, sampling, assistant.head.inputs, generator)
         own = torch.cat((rows["index"][:, None].float().log1p(), rows["scalars"][:, :3]), dim=1)
         rows["inputs"] = torch.cat((own, of_text(ids, assistant, target)[rows["start"]]), dim=1)

@@ -5,14 +5,14 @@ The readable versions are in `verification.py`; a test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.at_once import as_tests, weights_of
 from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.sampling.verification import Verification, residual
+from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.tree_pass import Families, TreePass, parents_first
 
 
@@ -20,20 +20,20 @@ def verify_tree_at_once(
     tree_pass: TreePass, p: Tensor, randomness: TreeRandomness, verification: Verification
 ) -> tuple[list[int], int]:
     """The same distribution of results as `verify_tree_block` or `verify_tree`: the last accepted node is drawn by the
-    chance of each, then the token after it.
+    tests of all, then the token after it.
 
     What is left of p at a node does not depend on what its subtrees decide. So all nodes of a depth are tested
     together, their first children at once, then their second ones, and so on.
 
     Args:
-        p: `[rows, vocab]`, the target's distribution after each node; overwritten by what is left of it.
+        p: `[rows, vocab]`, the target's distribution after each node.
     """
-    tests, rows = _tests(tree_pass, p, verification)
+    tests, rows, left = _tests(tree_pass, p, verification)
 
-    def left(chosen: Tensor) -> Tensor:
-        return p.index_select(0, rows.index_select(0, chosen))
+    def after(weights: Tensor, chosen: Tensor) -> Tensor:
+        return weights.index_select(0, rows.index_select(0, chosen))
 
-    index, token = randomness.outcome(tests, left, left)
+    index, token = randomness.outcome(tests, partial(after, left), partial(after, p))
     parents, node, path = tree_pass.tree.parents, parents_first(tree_pass.tree)[index], []
     while node > 0:
         path.append(node)
@@ -42,71 +42,67 @@ def verify_tree_at_once(
 
 
 def ending_chances(tree_pass: TreePass, p: Tensor, verification: Verification) -> Tensor:
-    """`[rows]` float64, the chance that each node is the last accepted one; `p` is overwritten as above.
+    """`[rows]` float64, the chance that each node is the last accepted one.
 
     For p = [0.5, 0.3, 0.2] at the root and its child 1 from q = [0.2, 0.6, 0.2]: [0.5, 0.5].
     """
-    tests, rows = _tests(tree_pass, p, verification)
+    tests, rows, _ = _tests(tree_pass, p, verification)
     return torch.empty_like(tests).index_copy_(0, rows, weights_of(tests))
 
 
-def _tests(tree_pass: TreePass, p: Tensor, verification: Verification) -> tuple[Tensor, Tensor]:
+def _tests(tree_pass: TreePass, p: Tensor, verification: Verification) -> tuple[Tensor, Tensor, Tensor]:
     """The chances `[rows]` with which nodes pass their tests, those of a subtree before that of its root, last first;
-    and the nodes' rows, parents first."""
+    the nodes' rows, parents first; and weights `[rows, vocab]` of what follows each node if it is the last."""
     levels, rows = tree_pass.families(p.device)
     own = torch.ones(len(p), dtype=torch.float64, device=p.device)
-    test = _test_block if verification == "block" else _test_siblings
+    left = p.clone()
     for level in levels:
-        test(level, p, own)
+        _test(level, left, own, verification)
     own = own.index_select(0, rows)
-    return own if verification == "block" else as_tests(own), rows
+    return own if verification == "block" else as_tests(own), rows, left
 
 
-def _test_block(level: Families, p: Tensor, own: Tensor) -> None:
-    """`own` `[rows]`, what a node is owed, becomes what is left of it after its children; theirs is entered."""
-    owed = own.index_select(0, level.parents)
-    mass = p.index_select(0, level.parents) * owed[:, None].to(p.dtype)
-    tiny = torch.finfo(p.dtype).tiny
-    for children, tokens, drawn_from in _ranks(level):
-        rows, due = mass[: len(children)], owed[: len(children)]
-        own.index_copy_(0, children, _ratios(rows, drawn_from, tokens))
-        left = rows.sub_(drawn_from).clamp_min_(0.0)
-        sums = left.sum(-1, dtype=torch.float64)
-        rejected = (1.0 - due).add_(sums).clamp_min_(tiny)  # 0 where the child is always accepted: nothing is left
-        left.div_(rejected[:, None].to(left.dtype))
-        torch.div(sums, rejected, out=due)
-    own.index_copy_(0, level.parents, owed)
-    p.index_copy_(0, level.parents, mass)
+def _test(level: Families, left: Tensor, own: Tensor, verification: Verification) -> None:
+    """Test the children of a depth. `own` `[rows]` becomes for the parents what is left to them, and is entered for the
+    children: the chance with which a node has to be accepted (block), or with which it is the last (token). `left`
+    `[rows, vocab]` becomes, for the parents, what is left of p.
 
-
-def _test_siblings(level: Families, p: Tensor, own: Tensor) -> None:
-    """`own` `[rows]`, the chance that a node is accepted, becomes that of ending there; its children's is entered."""
-    reached = own.index_select(0, level.parents)
-    rest = p.index_select(0, level.parents)
-    for children, tokens, drawn_from in _ranks(level):
-        rows, tested = rest[: len(children)], reached[: len(children)]
-        accepts = _ratios(rows, drawn_from, tokens)
-        own.index_copy_(0, children, tested * accepts)
-        tested.mul_(1.0 - accepts)
-        rows.copy_(residual(rows, drawn_from))
-    own.index_copy_(0, level.parents, reached)
-    p.index_copy_(0, level.parents, rest)
-
-
-def _ranks(level: Families) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """First children, then second ones, and so on: their rows `[m]`, their tokens `[m]`, and the distributions
-    `[m, vocab]` that they were drawn from: without the siblings before them."""
-    q, before = level.scores.softmax(dim=-1), None
-    for children, tokens in zip(level.children, level.tokens, strict=True):
-        q = q[: len(children)]
-        if before is not None:
-            q.scatter_(-1, before[: len(children), None], 0.0)
-            q.div_(q.sum(-1, keepdim=True))
-        yield children, tokens, q
-        before = tokens
-
-
-def _ratios(rows: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """min(1, rows(y) / q(y)), `[m]` float64, of `rows` and `q` `[m, vocab]` and the tokens y `[m]`."""
-    of_rows, of_q = (probs.gather(-1, tokens[:, None])[:, 0] for probs in (rows, q))
-    return (of_rows / of_q).clamp_max_(1.0).double()
+    As `docs/verification.md` says, with a for what a parent is owed (1 token by token). Here M is kept without its
+    denominator: M = U / R with R = 1 - a + sum(U), and D = q / Z without the siblings before. Then a child y has the
+    chance U(y) / (f q(y)) with f = R / Z, and U becomes (U - f q)+.
+    """
+    due, masses = own.index_select(0, level.parents), left.index_select(0, level.parents)
+    rest = torch.zeros_like(due)
+    if verification == "block":
+        rest = 1.0 - due
+        masses.mul_(due[:, None])
+    q = level.scores.softmax(dim=-1)
+    of_q = q[level.places, level.tokens]
+    of_masses, factors = [], [torch.ones_like(due)]
+    ranks = level.tokens[:, None].split(level.counts)
+    for rank, tokens in enumerate(ranks):
+        count = len(tokens)
+        above, below = masses[:count], q[:count]
+        of_masses.append(above.gather(-1, tokens)[:, 0])
+        if rank == 0:
+            above.sub_(below).clamp_min_(0.0)
+            sums = above.sum(-1, dtype=torch.float64)
+            scales = rest + sums
+            continue
+        below.scatter_(-1, ranks[rank - 1][:count], 0.0)
+        factors.append(scales[:count] / below.sum(-1, dtype=torch.float64))
+        above.addcmul_(below, factors[-1][:, None].to(below.dtype), value=-1.0).clamp_min_(0.0)
+        torch.sum(above, -1, dtype=torch.float64, out=sums[:count])
+        torch.add(rest[:count], sums[:count], out=scales[:count])
+    left.index_copy_(0, level.parents, masses)
+    # Where nothing is left, a child before is always accepted, and the others do not matter.
+    accepts = (torch.cat(of_masses) / torch.cat(factors).mul_(of_q)).clamp_max_(1.0).nan_to_num_(0.0)
+    if verification == "block":
+        own.index_copy_(0, level.children, accepts)
+        due = sums / scales.clamp_min_(torch.finfo(scales.dtype).tiny)
+    else:
+        for children, accept in zip(level.children.split(level.counts), accepts.split(level.counts), strict=True):
+            tested = due[: len(accept)]
+            own.index_copy_(0, children, tested * accept)
+            tested.mul_(1.0 - accept)
+    own.index_copy_(0, level.parents, due)

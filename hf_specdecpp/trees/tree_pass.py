@@ -17,15 +17,22 @@ from hf_specdecpp.trees.tree import DraftTree, Lineage
 class Families:
     """The nodes of a depth that have children, those with the most children first, by their rows in the pass.
 
+    Example: nodes 3 and 5, the second of which has a child fewer: their first children, then the other one of node 3.
+    `counts` are 2 and 1, `places` 0, 1 and 0.
+
     Attributes:
         parents: `[n]`.
-        children, tokens: for each rank the children of that rank and their tokens, `[m]` with m <= n.
+        children, tokens, places: `[c]`, all first children, then all second ones and so on, their tokens, and the place
+            of the parent of each among `parents`.
+        counts: how many there are of each rank.
         scores: `[n, vocab]`, logits whose softmax the first children were drawn from.
     """
 
     parents: Tensor
-    children: list[Tensor]
-    tokens: list[Tensor]
+    children: Tensor
+    tokens: Tensor
+    places: Tensor
+    counts: list[int]
     scores: Tensor
 
 
@@ -70,11 +77,7 @@ class TreePass:
         parts, families = iter(rest), []
         for parents in self._parents:
             scores = torch.stack([self.tree.scores[node] for node in parents]).to(device)
-            family = Families(next(parts), [], [], scores)
-            for _ in self.tree.children[parents[0]]:
-                family.children.append(next(parts))
-                family.tokens.append(next(parts))
-            families.append(family)
+            families.append(Families(*(next(parts) for _ in range(4)), self._counts(parents), scores))
         return families, parents_first_rows
 
     @cached_property
@@ -87,15 +90,27 @@ class TreePass:
                 depths[tree.depths[node]].append(node)
         return [sorted(nodes, key=lambda node: -len(tree.children[node])) for nodes in depths if nodes]
 
+    def _counts(self, parents: Sequence[int]) -> list[int]:
+        """How many of them, of which the first has the most children, have one child or more, two or more and so on."""
+        numbers = [len(self.tree.children[node]) for node in parents]
+        return [sum(number > rank for number in numbers) for rank in range(numbers[0])]
+
     def _family_lists(self) -> list[Tensor]:
         """What `families` are made of, on the host."""
         tree, rows = self.tree, self.rows
         lists = [[rows[node] for node in parents_first(tree)]]
         for parents in self._parents:
-            lists.append([rows[node] for node in parents])
-            for rank in range(len(tree.children[parents[0]])):
-                children = [tree.children[node][rank] for node in parents if len(tree.children[node]) > rank]
-                lists += [[rows[child] for child in children], [tree.tokens[child] for child in children]]
+            ranked = [
+                (place, tree.children[parents[place]][rank])
+                for rank, count in enumerate(self._counts(parents))
+                for place in range(count)
+            ]
+            lists += [
+                [rows[node] for node in parents],
+                [rows[child] for _, child in ranked],
+                [tree.tokens[child] for _, child in ranked],
+                [place for place, _ in ranked],
+            ]
         return [torch.tensor(each) for each in lists]
 
 
