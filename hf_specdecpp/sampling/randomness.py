@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_specdecpp.sampling.without_replacement import Inverted, Ranked, Siblings
 
-DRAWS_AHEAD = 8
+DRAWS_AHEAD = 16
 
 
 class Randomness(Protocol):
@@ -50,7 +50,8 @@ class TorchRandomness:
     """Draws from torch's global generators, so `torch.manual_seed` fixes a run. For one generation."""
 
     def __init__(self) -> None:
-        self._times: list[Tensor] = []
+        self._ahead = torch.empty(0, 0)
+        self._used = 0
 
     def categorical(self, probs: Tensor) -> Tensor:
         if probs.device.type != "cpu":
@@ -81,18 +82,23 @@ class TorchRandomness:
         independent exponential numbers.
 
         Index i fires at time E_i / w_i, so it is the first with probability w_i / sum(w). `multinomial` does the same,
-        but waits for the device to check its arguments. The numbers of several draws are made at once.
+        but waits for the device to check its arguments.
         """
-        if not self._times or self._times[-1].shape != weights.shape[-1:] or self._times[-1].device != weights.device:
-            times = torch.empty((DRAWS_AHEAD, weights.shape[-1]), device=weights.device).exponential_()
-            self._times = list(times.clamp_min_(torch.finfo(times.dtype).tiny))
-        return (weights / self._times.pop()).max(-1)
+        return (weights / self._times(weights[None] if weights.dim() == 1 else weights)[0]).max(-1)
+
+    def _times(self, like: Tensor) -> Tensor:
+        """An exponential number, never 0, for each of `like` `[n, size]`. They are made for several draws at once."""
+        count, size = like.shape
+        if self._used + count > len(self._ahead) or (size, like.device) != (self._ahead.shape[1], self._ahead.device):
+            times = torch.empty((max(count, DRAWS_AHEAD), size), device=like.device).exponential_()
+            self._ahead, self._used = times.clamp_min_(torch.finfo(times.dtype).tiny), 0
+        self._used += count
+        return self._ahead[self._used - count : self._used]
 
     def siblings(self, q: Tensor) -> Siblings:
         if q.device.type == "cpu":
             return Inverted(q)
-        times = torch.empty_like(q).exponential_().clamp_min_(torch.finfo(q.dtype).tiny)
-        return Ranked(q, q / times)
+        return Ranked(q, q / self._times(q))
 
 
 def _nothing(weights: Tensor) -> str:

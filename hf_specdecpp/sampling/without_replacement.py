@@ -39,17 +39,22 @@ class Ranked:
     def __init__(self, q: Tensor, keys: Tensor, ahead: int = 8) -> None:
         self.q, self.keys = q, keys
         self.ahead = [ahead] * q.shape[0]
+        self.latest: list[Tensor] = []  # of each row the tokens that were fetched last
         self.fetched = self._fetch(slice(None), ahead)
 
     def _fetch(self, rows: slice, ahead: int) -> list[Iterator[tuple[int, float]]]:
         keys, tokens = self.keys[rows].topk(min(ahead, self.keys.shape[-1]), dim=-1)
-        found = torch.stack((tokens.double(), self.q[rows].gather(-1, tokens).double(), keys.double()), dim=-1)
-        self.keys[rows].scatter_(-1, tokens, 0.0)
-        return [iter([(int(token), q) for token, q, key in row if key > 0.0]) for row in found.tolist()]
+        self.latest[rows] = tokens
+        # As floating-point numbers, which are exact for ids below 2^24.
+        found = torch.cat((tokens, self.q[rows].gather(-1, tokens), keys), dim=-1).unflatten(-1, (3, -1))
+        return [
+            iter([(int(token), q) for token, q, key in zip(*row, strict=True) if key > 0.0]) for row in found.tolist()
+        ]
 
     def next(self, row: int) -> tuple[int, float] | None:
         found = next(self.fetched[row], None)
         if found is None and self.ahead[row] < self.q.shape[-1]:
+            self.keys[row].scatter_(-1, self.latest[row], 0.0)
             self.ahead[row] *= 4
             self.fetched[row] = self._fetch(slice(row, row + 1), self.ahead[row])[0]
             found = next(self.fetched[row], None)

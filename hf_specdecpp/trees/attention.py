@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.masks import as_mask, layer_types
@@ -82,10 +82,8 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
 
 def _seen(ancestors: Tensor, num_prefix: int, num_rows: int, prefix_mask: Tensor | None) -> Tensor:
     """Bool `[n_query, num_rows]`: what each query would see without any window."""
-    num_queries, num_nodes = ancestors.shape
-    num_text = num_rows - num_nodes
-    seen = ancestors.new_ones((num_queries, num_rows))
-    seen[:, num_text:] = ancestors
+    num_text = num_rows - ancestors.shape[1]
+    seen = nn.functional.pad(ancestors, (num_text, 0), value=True)
     if prefix_mask is not None:
         seen[:, :num_text] = prefix_mask[num_prefix - num_text :]
     return seen

@@ -177,8 +177,7 @@ class SoftmaxBuffer:
         """Of `[n, vocab]` logits, always of one width. Rows of nothing but -inf, where no token is left, become 0."""
         begin, self.used = self.used, self.used + scores.shape[0]
         if scores.device.type != "cpu":
-            q = scores.softmax(dim=-1)
-            return q.masked_fill_(q[:, :1].isnan(), 0.0)
+            return scores.softmax(dim=-1).nan_to_num_(0.0)
         if self.used > self.num_rows:
             q = scores.softmax(dim=-1)
         else:

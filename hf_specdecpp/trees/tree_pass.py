@@ -77,7 +77,8 @@ class TreePass:
         parts, families = iter(rest), []
         for parents in self._parents:
             scores = torch.stack([self.tree.scores[node] for node in parents]).to(device)
-            families.append(Families(*(next(parts) for _ in range(4)), self._counts(parents), scores))
+            of_depth = dict(zip(("parents", "children", "tokens", "places"), parts, strict=False))
+            families.append(Families(**of_depth, counts=self._counts(parents), scores=scores))
         return families, parents_first_rows
 
     @cached_property
