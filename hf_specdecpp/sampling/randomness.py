@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_specdecpp.sampling.without_replacement import Inverted, Ranked, Siblings
 
-DRAWS_AHEAD = 16
+DRAWS_AHEAD = 8  # each of a float for every token: 5 MB for a vocabulary of 150k, and for each row of a batch
 
 
 class Randomness(Protocol):

@@ -82,17 +82,17 @@ def _test(level: Families, left: Tensor, own: Tensor, verification: Verification
     ranks = level.tokens[:, None].split(level.counts)
     for rank, tokens in enumerate(ranks):
         count = len(tokens)
-        above, below = masses[:count], q[:count]
-        of_masses.append(above.gather(-1, tokens)[:, 0])
+        mass, drawn_from = masses[:count], q[:count]
+        of_masses.append(mass.gather(-1, tokens)[:, 0])
         if rank == 0:
-            above.sub_(below).clamp_min_(0.0)
-            sums = above.sum(-1, dtype=torch.float64)
+            mass.sub_(drawn_from).clamp_min_(0.0)
+            sums = mass.sum(-1, dtype=torch.float64)
             scales = rest + sums
             continue
-        below.scatter_(-1, ranks[rank - 1][:count], 0.0)
-        factors.append(scales[:count] / below.sum(-1, dtype=torch.float64))
-        above.addcmul_(below, factors[-1][:, None].to(below.dtype), value=-1.0).clamp_min_(0.0)
-        torch.sum(above, -1, dtype=torch.float64, out=sums[:count])
+        drawn_from.scatter_(-1, ranks[rank - 1][:count], 0.0)
+        factors.append(scales[:count] / drawn_from.sum(-1, dtype=torch.float64))
+        mass.addcmul_(drawn_from, factors[-1][:, None].to(drawn_from.dtype), value=-1.0).clamp_min_(0.0)
+        torch.sum(mass, -1, dtype=torch.float64, out=sums[:count])
         torch.add(rest[:count], sums[:count], out=scales[:count])
     left.index_copy_(0, level.parents, masses)
     # Where nothing is left, a child before is always accepted, and the others do not matter.
