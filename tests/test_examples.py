@@ -158,3 +158,26 @@ def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("a variant is trained again"))
     main(str(tmp_path / "draft.yaml"))
     assert capsys.readouterr().out.splitlines()[-7:] == table
+
+
+def test_head_inputs() -> None:
+    """What a round sees of the text before it; and a correction finds an input that says what the head does not."""
+    example = runpy.run_path(str(FOLDER / "head_inputs.py"))
+    target = tiny("llama")
+    assistant, ids = SpecDecPPAssistant.from_early_exit(target, 1), torch.arange(3, 15).tolist()
+    with torch.no_grad():
+        found = example["of_text"](ids, assistant, target)
+        p = target(torch.tensor([ids[:8]])).logits[0, -1].float().log_softmax(-1)
+        q = assistant.ready_drafter().model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    log_q = [q[place - 1, ids[place]].clamp_min(-12.0) for place in range(1, 9)]
+    expected = [-(p.exp() * p).sum(), p[ids[8]], p.max(), torch.stack(log_q).mean()]
+    torch.testing.assert_close(found[9, :4], torch.stack(expected))
+
+    torch.manual_seed(0)
+    inputs = torch.randn(2000, 2)
+    rows = {"inputs": inputs, "log_odds": torch.zeros(2000), "label": (2.0 * inputs[:, 1]).sigmoid()}
+    errors = []
+    for width in (1, 2):
+        network = example["correction"](rows, width, seed=0)
+        errors.append(float((example["corrected"](rows, network, width) - rows["label"]).abs().mean()))
+    assert errors[1] < 0.02 < 0.1 < errors[0]
