@@ -5,7 +5,8 @@
 The target is a random Llama of 28 layers of 64 numbers. The draft is its first three layers. What the other layers add
 is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants take turns; medians
 of the repetitions. With one thread the times are the processor's, without the time that other processes have it.
-economize (PyPI) takes part where it is installed, with the same draft and as many candidates.
+economize (PyPI) takes part where it is installed, with the same draft and as many candidates. Last, what bare forwards
+of the target over some tokens take, beside which verification has to be seen.
 """
 
 import argparse
@@ -21,13 +22,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.product_times import computing_clock
 
-NEW_TOKENS, WARM_UP = 96, 2
+NEW_TOKENS, WARM_UP, FORWARDS = 96, 2, 10
 LENGTH = 4  # candidates of a chain
 SHARES = {"all accepted": 0.0, "some accepted": 0.15}  # of what layers 3 to 27 add
 SPECULATION: dict[str, dict[str, Any]] = {
@@ -96,6 +97,22 @@ def answer(target: LlamaForCausalLM, assistant: Any) -> torch.Tensor:
     return text
 
 
+def bare_forwards(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
+    """After a text of 60 tokens, by the number of tokens; the cache is cropped afterwards."""
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(torch.arange(60)[None], past_key_values=cache)
+    cache.activate_past_recording()
+
+    @torch.no_grad()
+    def forward(count: int) -> None:
+        for _ in range(FORWARDS):
+            target(torch.ones(1, count, dtype=torch.long), past_key_values=cache)
+            cache.crop(-count)
+
+    return {f"{count} token{'s' * (count > 1)}": partial(forward, count) for count in (1, 2, LENGTH + 1)}
+
+
 def milliseconds(actions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
     """Median time of each action; they take turns."""
     clock, times = computing_clock(), {name: [] for name in actions}
@@ -129,6 +146,10 @@ def main() -> None:
                 "yes" if torch.equal(answer(target, assistant), plain) else "no",
             )
         Console().print(texts)
+    forwards = Table("a forward over", "ms", "times that over 1 token", title=f"the target alone, {options.dtype}")
+    for name, spent in (times := milliseconds(bare_forwards(target), options.repetitions)).items():
+        forwards.add_row(name, f"{spent / FORWARDS:.2f}", f"{spent / times['1 token']:.2f}")
+    Console().print(forwards)
 
 
 if __name__ == "__main__":

@@ -218,16 +218,8 @@ def round_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _estimate_table(rows: Sequence[dict[str, Any]]) -> str:
-    header = (
-        "set",
-        "decoding",
-        "contestant",
-        "AUC",
-        "ECE",
-        f"ECE after {LEARNED}",
-        "if estimates were right",
-        "candidates",
-    )
+    header = ("set", "decoding", "contestant", "AUC", "ECE", f"ECE after {LEARNED}", "if estimates were right",
+              "candidates")  # fmt: skip
     lines = []
     for (name, temperature, contestant), group in _grouped(rows).items():
         judged = torch.tensor([pair for row in group for pair in row["judged"]], dtype=torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -75,10 +76,10 @@ class TreePass:
         lists = upload(self._family_lists(), device) if self._lists is None else self._lists
         parents_first_rows, *rest = lists
         parts, families = iter(rest), []
-        for parents in self._parents:
-            scores = torch.stack([self.tree.scores[node] for node in parents]).to(device)
-            of_depth = dict(zip(("parents", "children", "tokens", "places"), parts, strict=False))
-            families.append(Families(**of_depth, counts=self._counts(parents), scores=scores))
+        for nodes in self._parents:
+            scores = torch.stack([self.tree.scores[node] for node in nodes]).to(device)
+            parents, children, tokens, places = islice(parts, 4)
+            families.append(Families(parents, children, tokens, places, self._counts(nodes), scores))
         return families, parents_first_rows
 
     @cached_property
