@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 from hf_specdecpp.caches.static import hold
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
+from hf_specdecpp.sampling.randomness import widest
 
 # Relative error of the logits that rounding does not reach: states are computed in float32 whatever the dtype is.
 STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
@@ -175,7 +176,7 @@ def state_error(model: CausalLM) -> float:
         vocab = model.get_input_embeddings().weight.shape[0]
         text = (11 + 7 * torch.arange(14, device=device)[None]) % vocab
         other = (text + 3) % vocab
-        expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].double()
+        expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].to(widest(device))
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "return_dict": True}
         model(input_ids=text[:, :5], **inputs)
@@ -183,6 +184,6 @@ def state_error(model: CausalLM) -> float:
         model(input_ids=other[:, :4], **inputs)
         mark.back()
         for begin, end in ((5, 8), (8, 9), (9, 14)):
-            parts.append(model(input_ids=text[:, begin:end], **inputs).logits[0].double())
+            parts.append(model(input_ids=text[:, begin:end], **inputs).logits[0].to(expected))
     difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())

@@ -14,7 +14,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads
+from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads, widest
 
 
 @dataclass
@@ -167,5 +167,6 @@ def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:
     """Both numbers with one wait for the device."""
     if signal is None:
         return int(token), None
-    values = torch.stack((token.double(), signal.double().to(token.device))).tolist()
+    dtype = widest(token.device)
+    values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
     return int(values[0]), values[1]

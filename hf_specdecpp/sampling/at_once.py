@@ -59,8 +59,8 @@ def block_tests(carries: Tensor, left: Tensor) -> Tensor:
     After the last candidate s_i is c_i, and so is h_i. Where c_i is 1 and nothing is left, the candidate after it is
     always accepted, and h_i, which is 0 here, does not matter.
     """
-    sums = left.sum(-1, dtype=torch.float64)
-    return sums / (1.0 - carries).add_(sums).clamp_min_(torch.finfo(torch.float64).tiny)
+    sums = left.sum(-1, dtype=carries.dtype)
+    return sums / (1.0 - carries).add_(sums).clamp_min_(torch.finfo(sums.dtype).tiny)
 
 
 def token_weights(ratios: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_specdecpp.sampling.without_replacement import Inverted, Ranked, Siblings
 
+WITHOUT_FLOAT64 = {"mps"}  # Apple's GPUs
 DRAWS_AHEAD = 8  # each of a float for every token: 5 MB for a vocabulary of 150k, and for each row of a batch
 
 
@@ -30,7 +31,7 @@ class Randomness(Protocol):
         """The first test that passes, from the last to the first, then an index drawn from `row(test)`. One read.
 
         Args:
-            tests: `[n]` float64, the chances to pass. Where none passes, it is the first.
+            tests: `[n]`, the chances to pass. Where none passes, it is the first.
             row: gives `[1, size]` weights for the test, an int64 tensor `[1]`.
             otherwise: the same, asked where all of these weights are zero.
         """
@@ -44,6 +45,11 @@ class TreeRandomness(Randomness, Protocol):
 def waits_for_reads(device: torch.device) -> bool:
     """Whether reading a number from the device waits for all that it has to do, so that a round should read once."""
     return device.type != "cpu"
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """What sums and ratios of probabilities are computed in: float64, where the device has it."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 class TorchRandomness:

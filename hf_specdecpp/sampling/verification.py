@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_specdecpp.sampling.randomness import Randomness
+from hf_specdecpp.sampling.randomness import Randomness, widest
 
 Verification = Literal["block", "token"]
 
@@ -86,10 +86,10 @@ def verify_block(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, rando
 
 
 def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """p(y_i) / q(y_i) of each candidate, `[k]` float64. `p` may have rows after them."""
+    """p(y_i) / q(y_i) of each candidate, `[k]` in the widest dtype. `p` may have rows after them."""
     columns = torch.as_tensor(candidates, dtype=torch.int64, device=p.device)[:, None]
     p_of, q_of = (probs[: len(candidates)].gather(-1, columns)[:, 0] for probs in (p, q))
-    return p_of / q_of.double()
+    return p_of / q_of.to(widest(q.device))
 
 
 def likeliest_tokens(scores: Tensor) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.at_once import as_tests, weights_of
-from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.randomness import TreeRandomness, widest
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.tree_pass import Families, TreePass, parents_first
 
@@ -42,7 +42,7 @@ def verify_tree_at_once(
 
 
 def ending_chances(tree_pass: TreePass, p: Tensor, verification: Verification) -> Tensor:
-    """`[rows]` float64, the chance that each node is the last accepted one.
+    """`[rows]`, the chance that each node is the last accepted one.
 
     For p = [0.5, 0.3, 0.2] at the root and its child 1 from q = [0.2, 0.6, 0.2]: [0.5, 0.5].
     """
@@ -54,7 +54,7 @@ def _tests(tree_pass: TreePass, p: Tensor, verification: Verification) -> tuple[
     """The chances `[rows]` with which nodes pass their tests, those of a subtree before that of its root, last first;
     the nodes' rows, parents first; and weights `[rows, vocab]` of what follows each node if it is the last."""
     levels, rows = tree_pass.families(p.device)
-    own = torch.ones(len(p), dtype=torch.float64, device=p.device)
+    own = torch.ones(len(p), dtype=widest(p.device), device=p.device)
     left = p.clone()
     for level in levels:
         _test(level, left, own, verification)
@@ -86,13 +86,13 @@ def _test(level: Families, left: Tensor, own: Tensor, verification: Verification
         of_masses.append(mass.gather(-1, tokens)[:, 0])
         if rank == 0:
             mass.sub_(drawn_from).clamp_min_(0.0)
-            sums = mass.sum(-1, dtype=torch.float64)
+            sums = mass.sum(-1, dtype=own.dtype)
             scales = rest + sums
             continue
         drawn_from.scatter_(-1, ranks[rank - 1][:count], 0.0)
-        factors.append(scales[:count] / drawn_from.sum(-1, dtype=torch.float64))
+        factors.append(scales[:count] / drawn_from.sum(-1, dtype=own.dtype))
         mass.addcmul_(drawn_from, factors[-1][:, None].to(drawn_from.dtype), value=-1.0).clamp_min_(0.0)
-        torch.sum(mass, -1, dtype=torch.float64, out=sums[:count])
+        torch.sum(mass, -1, dtype=own.dtype, out=sums[:count])
         torch.add(rest[:count], sums[:count], out=scales[:count])
     left.index_copy_(0, level.parents, masses)
     # Where nothing is left, a child before is always accepted, and the others do not matter.

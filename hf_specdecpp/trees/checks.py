@@ -14,6 +14,7 @@ from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, takes_positions
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.quantised import multiplies_in_half
+from hf_specdecpp.sampling.randomness import widest
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import relations
 
@@ -100,7 +101,7 @@ def tree_error(model: CausalLM) -> float:
         tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % _vocabulary(model)
         text, nodes = tokens[:3], tokens[3:]
         paths = torch.stack([torch.cat((text, nodes[path])) for path in TEST_PATHS])
-        one_by_one = model(input_ids=paths, use_cache=False, return_dict=True).logits[:, len(text) :].double()
+        one_by_one = model(input_ids=paths, use_cache=False, return_dict=True).logits[:, len(text) :].to(widest(device))
         expected = one_by_one.new_empty((len(nodes), one_by_one.shape[-1]))
         for path, logits in zip(TEST_PATHS, one_by_one, strict=True):
             expected[path] = logits
@@ -109,7 +110,7 @@ def tree_error(model: CausalLM) -> float:
         cache.activate_past_recording()
         inputs = tree_inputs(model, cache, *relations(TEST_PARENTS), num_prefix=len(text))
         read = model(input_ids=nodes[None], past_key_values=cache, use_cache=True, return_dict=True, **inputs)
-    difference = (read.logits[0].double() - expected).norm(dim=-1).max()
+    difference = (read.logits[0].to(expected) - expected).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())
 
 

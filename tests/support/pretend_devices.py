@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 Placed = TypeVar("Placed", bound=Tensor | nn.Module)
 CPU = torch.device("cpu")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 counts: Counter[str] = Counter()  # launch, upload, read, sync
 # Tensors of indices may lie on the host, from where they are uploaded.
 INDEXED = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"}
@@ -39,12 +40,16 @@ class DeviceTensor(Tensor):
 
     Attributes:
         host: the numbers.
+        dtypes: that exist there.
     """
 
     host: Tensor
+    dtypes = DTYPES
 
     @staticmethod
     def __new__(cls, host: Tensor, device: torch.device) -> DeviceTensor:
+        if host.dtype not in cls.dtypes:
+            raise TypeError(f"{host.dtype} does not exist on {device}.")
         made: DeviceTensor = Tensor._make_wrapper_subclass(
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=device,
@@ -156,8 +161,12 @@ class _Functions(TorchFunctionMode):
 
 
 @contextmanager
-def pretend_devices() -> Iterator[Counter[str]]:
-    """Within it the devices exist; yields what is counted."""
+def pretend_devices(has_float64: bool = True) -> Iterator[Counter[str]]:
+    """Within it the devices exist; yields what is counted.
+
+    Args:
+        has_float64: else they refuse it, like Apple's.
+    """
     torch._C._ensureCUDADeviceGuardSet()
 
     def synchronize(*_args: Any, **_kwargs: Any) -> None:
@@ -178,6 +187,9 @@ def pretend_devices() -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patch, _Dispatch(), _Functions():
         for name, function in replaced.items():
             patch.setattr(name, function)
+        if not has_float64:
+            patch.setattr(DeviceTensor, "dtypes", tuple(each for each in DTYPES if each != torch.float64))
+            patch.setattr("hf_specdecpp.sampling.randomness.WITHOUT_FLOAT64", {"cuda"})
         yield counts
 
 
