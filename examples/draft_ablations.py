@@ -5,9 +5,10 @@
 
 `draft.yaml` is the configuration of a conditioned draft. Its answers are used, those of its `work_dir`; each variant is
 trained in a folder of its own in `<work_dir>-ablations`. A run that was interrupted goes on, and variants that are
-trained are not trained again. The table has, of held-out answers, the chance that a candidate is accepted: the first of
-a round by source, and the later ones, for which the draft reads its own states. It is printed at the end, and grows in
-`table.md` there.
+trained are not trained again. The table has, of held-out answers, the chance that a candidate is accepted at
+temperature 1: the first of a round by source, and the later ones, for which the draft reads its own states; and how
+often the draft's likeliest token is the target's, which is what counts for greedy targets, for the first and the later
+ones. It is printed at the end, and grows in `table.md` there.
 """
 
 import sys
@@ -137,8 +138,11 @@ def row(name: str, report: dict[str, Any], sources: list[str]) -> str:
     """A row of the table, in Markdown."""
     after, steps = report["after"], range(2, 7)
     first = [f"{after[source]['acceptance']:.3f}" for source in ("all", *sources)]
-    later = [f"{after['all'][key]:.3f}" for key in (f"acceptance_{step}" for step in steps) if key in after["all"]]
-    return f"| {name} | {' | '.join(first)} | {', '.join(later)} | {report['tokens']:,} | {report['steps']} |\n"
+    later, agrees = (
+        ", ".join(f"{after['all'][key]:.3f}" for key in keys if key in after["all"])
+        for keys in ([f"acceptance_{step}" for step in steps], ["agreement", *(f"agreement_{step}" for step in steps)])
+    )
+    return f"| {name} | {' | '.join(first)} | {later} | {agrees} | {report['tokens']:,} | {report['steps']} |\n"
 
 
 def main(path: str) -> None:
@@ -149,8 +153,10 @@ def main(path: str) -> None:
         report = trained(config, folder / f"{number:02}", settings)
         sources = sorted(source for source in report["after"] if source != "all")
         if not rows:
-            rows += [f"| | all | {' | '.join(sources)} | later candidates | answer tokens | steps |\n"]
-            rows += [f"|---|---|{'---|' * len(sources)}---|---|---|\n"]
+            header = (
+                f"| | all | {' | '.join(sources)} | later candidates | likeliest agrees | answer tokens | steps |\n"
+            )
+            rows += [header, f"|---|---|{'---|' * len(sources)}---|---|---|---|\n"]
         rows.append(row(name, report, sources))
         (folder / "table.md").write_text("".join(rows))
     sys.stdout.writelines(rows)

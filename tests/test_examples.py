@@ -151,7 +151,7 @@ def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setitem(main.__globals__, "variants", lambda _: {name: every[name] for name in chosen})
     main(str(tmp_path / "draft.yaml"))
     header, _, *rows = table = capsys.readouterr().out.splitlines()[-7:]
-    assert header == "| | all | code | maths | later candidates | answer tokens | steps |"
+    assert header == "| | all | code | maths | later candidates | likeliest agrees | answer tokens | steps |"
     assert [row.split("|")[1].strip() for row in rows] == list(chosen)
     assert [row.split("|")[-2].strip() for row in rows] == ["5", "5", "5", "5", "3"]
     assert [bool(row.split("|")[5].strip()) for row in rows] == [True, False, False, True, True]
