@@ -164,7 +164,7 @@ class DraftSession(Reading):
         states = None
         if self.is_conditioned:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
-        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True, **inputs)[0]
+        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
         self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
