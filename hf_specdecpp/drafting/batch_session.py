@@ -91,7 +91,7 @@ class BatchSession:
 
     def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
         """Feed tokens and states by row: the draft's hidden state after the last of each, `[rows, hidden_size]`."""
-        device, dtype = self.drafter.device, self.drafter.dtype
+        device, dtype = self.rows[0].device, self.drafter.dtype
         width = max(tokens.shape[1] for tokens, _ in fed.values())
         all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)
         all_states, is_token = None, torch.zeros(len(self.rows), width, dtype=torch.bool)
