@@ -57,6 +57,7 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "LoRA of rank 16": {".rank": 16, ".alpha": 32},
         "LoRA of full rank": {".rank": text.hidden_size, ".alpha": 2 * text.hidden_size},
         "total variation as the loss": {".loss": "tv"},
+        "KL and total variation as the loss": {".loss": "kl+tv"},
         "half of the answers": {"answers": 0.5},
         "half of the answers, as many steps": {"answers": 0.5, ".epochs": 2 * epochs},
         "twice the epochs": {".epochs": 2 * epochs},

@@ -29,7 +29,7 @@ def likeliest(q: Tensor) -> Siblings:
 
 
 class Ranked:
-    """Tokens by descending `keys` `[n, vocab]`, none whose key is 0. Overwrites `keys`, which may be `q`.
+    """Tokens by descending `keys` `[n, vocab]`, none whose key is 0 or nan. Overwrites `keys`, which may be `q`.
 
     With keys = q these are the likeliest tokens. With keys = q / E, E being independent exponential numbers, they are
     drawn without replacement: token i fires at time E_i / q_i, and whatever has fired, the next to fire is i with
@@ -45,10 +45,12 @@ class Ranked:
     def _fetch(self, rows: slice, ahead: int) -> list[Iterator[tuple[int, float]]]:
         keys, tokens = self.keys[rows].topk(min(ahead, self.keys.shape[-1]), dim=-1)
         self.latest[rows] = tokens
+        parts = (tokens, keys) if self.keys is self.q else (tokens, self.q[rows].gather(-1, tokens), keys)
         # As floating-point numbers, which are exact for ids below 2^24.
-        found = torch.cat((tokens, self.q[rows].gather(-1, tokens), keys), dim=-1).unflatten(-1, (3, -1))
+        found = torch.cat(parts, dim=-1).unflatten(-1, (len(parts), -1)).tolist()
         return [
-            iter([(int(token), q) for token, q, key in zip(*row, strict=True) if key > 0.0]) for row in found.tolist()
+            iter([(int(token), q) for token, q, key in zip(row[0], row[1], row[-1], strict=True) if key > 0.0])
+            for row in found
         ]
 
     def next(self, row: int) -> tuple[int, float] | None:

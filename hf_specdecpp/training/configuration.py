@@ -12,7 +12,7 @@ from hf_specdecpp.config.types import check_types
 
 CONDITIONED = "conditioned"
 DTYPES = ("auto", "bfloat16", "float32")
-LOSSES = ("kl", "tv")
+LOSSES = ("kl", "tv", "kl+tv")
 
 
 @dataclass
@@ -71,7 +71,8 @@ class DistillConfig:
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
         cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
             further epochs need no pass of the target; how much that takes is said before.
-        loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected.
+        loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected;
+            `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
         start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion training goes on with:
             for more answers, or more epochs. By default it begins with an adapter that changes nothing.

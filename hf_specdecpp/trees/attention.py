@@ -62,10 +62,10 @@ def tree_inputs(
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
         masks[kind] = as_mask(seen, model)
-    root = depths.new_full((1,), num_prefix) if position is None else position
+    below = depths[-num_queries:]
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": root[..., None] + depths[-num_queries:],
+        "position_ids": (num_prefix + below)[None] if position is None else position[..., None] + below,
     }
 
 

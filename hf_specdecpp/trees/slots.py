@@ -174,10 +174,11 @@ class SoftmaxBuffer:
         self.used = 0
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Of `[n, vocab]` logits, always of one width. Rows of nothing but -inf, where no token is left, become 0."""
+        """Of `[n, vocab]` logits, always of one width. Rows of nothing but -inf, where no token is left, become 0, on a
+        device nan."""
         begin, self.used = self.used, self.used + scores.shape[0]
         if scores.device.type != "cpu":
-            return scores.softmax(dim=-1).nan_to_num_(0.0)
+            return scores.softmax(dim=-1)
         if self.used > self.num_rows:
             q = scores.softmax(dim=-1)
         else:

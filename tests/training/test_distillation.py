@@ -116,7 +116,7 @@ def test_loss_and_measures(
     assert metrics["eval_code/tokens"] + metrics["eval_maths/tokens"] == metrics["eval_all/tokens"]
 
 
-@pytest.mark.parametrize(("vocab_size", "loss"), [(None, "kl"), (20, "kl"), (20, "tv")])
+@pytest.mark.parametrize(("vocab_size", "loss"), [(None, "kl"), (20, "kl"), (20, "tv"), (20, "kl+tv")])
 def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None, loss: str) -> None:
     """The chunked gradient is that of the loss written in one line over all positions."""
     monkeypatch.setattr(distillation_trainer, "CHUNK", 7)
@@ -129,7 +129,8 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
     kept = torch.arange(VOCAB_SIZE) if drafter.draft_vocab is None else drafter.draft_vocab
     hidden = drafter.hidden_states(batch["input_ids"])[:, :-1][where]
     p, log_q = p_logits[:, kept].softmax(-1), drafter.logits(hidden, VOCAB_SIZE)[:, kept].log_softmax(-1)
-    each = p * (p.log() - log_q) if loss == "kl" else 0.5 * (p - log_q.exp()).abs()
+    divergence, variation = p * (p.log() - log_q), 0.5 * (p - log_q.exp()).abs()
+    each = {"kl": divergence, "tv": variation, "kl+tv": divergence + 2 * variation}[loss]
     expected = each.sum(-1).mean()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(expected, list(trained.values()))

@@ -36,6 +36,14 @@ def total_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum()
 
 
+def divergence_and_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL plus twice the total variation, which are of one size while a draft learns."""
+    return divergence(p_logits, q_logits) + 2 * total_variation(p_logits, q_logits)
+
+
+DISTANCES = {"kl": divergence, "tv": total_variation, "kl+tv": divergence_and_variation}
+
+
 def with_own_parameters(model: CausalLM) -> CausalLM:
     """The model's structure with new, frozen `Parameter` objects over the same memory.
 
@@ -58,7 +66,7 @@ class Student(PeftModel):
         draft_vocab: token ids that the draft may propose, or `None` for all.
         fusion: of a conditioned draft.
         unroll: steps of a round that a conditioned draft is taught.
-        loss: `"kl"` or `"tv"`.
+        loss: one of `DISTANCES`.
     """
 
     drafter: Drafter
@@ -83,7 +91,7 @@ class Student(PeftModel):
         # Not registered: its model is, already, and its slice of the LM head is not to be trained, moved or stored.
         object.__setattr__(self, "drafter", drafter)
         self.unroll = unroll
-        self.distance = total_variation if loss == "tv" else divergence
+        self.distance = DISTANCES[loss]
 
     @property
     def fusion(self) -> Fusion | None:
