@@ -38,6 +38,7 @@ def test_both_say_what_one_process_says(tmp_path: Path) -> None:
     assert first["plain"] == expected
     for rule in CHAINS:
         assert first[rule] == second[rule] == expected
+        assert first[f"{rule} static"] == second[f"{rule} static"] == expected
         accepted, drafted = first[f"{rule} accepted"]
         assert 0 < accepted < drafted
         # The ranks were seeded differently; what the first draws counts, and both go on from its state.

@@ -29,6 +29,7 @@ RULES: dict[str, dict[str, Any]] = {
     "measured": {"rule": "throughput"},  # refused
 }
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+STATIC: dict[str, Any] = {**GREEDY, "cache_implementation": "static", "disable_compile": True}
 SAMPLED: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "pad_token_id": 0}
 
 
@@ -42,6 +43,7 @@ def texts(target: Any, draft: Any, rank: int) -> dict[str, Any]:
         except ValueError as refused:
             found[name] = str(refused)
             continue
+        found[f"{name} static"] = target.generate(prompt(), assistant_model=assistant, **STATIC).tolist()
         found[f"{name} accepted"] = [assistant.stats.accepted, assistant.stats.drafted]
         torch.manual_seed(rank)
         found[f"{name} sampled"] = target.generate(prompt(), assistant_model=assistant, **SAMPLED).tolist()
