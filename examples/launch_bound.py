@@ -6,7 +6,7 @@ The target is a random Llama of 28 layers of 64 numbers. The draft is its first 
 is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants take turns; medians
 of the repetitions. With one thread the times are the processor's, without the time that other processes have it.
 economize (PyPI) takes part where it is installed, with the same draft and as many candidates. Last, what bare forwards
-of the target over some tokens take, beside which verification has to be seen.
+of the target over some tokens take, beside which verification has to be seen, and steps of the draft, compiled or not.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafting.compiled import chain_session, compile_steps
+from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.product_times import computing_clock
 
@@ -113,6 +115,22 @@ def bare_forwards(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
     return {f"{count} token{'s' * (count > 1)}": partial(forward, count) for count in (1, 2, LENGTH + 1)}
 
 
+def draft_steps(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
+    """Steps of the draft over one candidate each, after a text of 60 tokens, as drafting in chains takes them."""
+    drafter = SpecDecPPAssistant.from_early_exit(target, 3).ready_drafter()
+    compile_steps(drafter, wanted=True)
+    vocab_size = target.config.vocab_size
+    sessions = {"as ever": DraftSession(drafter, vocab_size), "compiled": chain_session(drafter, vocab_size)}
+
+    @torch.inference_mode()
+    def steps(session: Reading) -> None:
+        session.begin_round(torch.arange(60 if session.length == 0 else 1)[None], 0)
+        for count in range(FORWARDS + 1):
+            session.step([torch.tensor(7)] * count)
+
+    return {name: partial(steps, session) for name, session in sessions.items()}
+
+
 def milliseconds(actions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
     """Median time of each action; they take turns."""
     clock, times = computing_clock(), {name: [] for name in actions}
@@ -150,6 +168,10 @@ def main() -> None:
     for name, spent in (times := milliseconds(bare_forwards(target), options.repetitions)).items():
         forwards.add_row(name, f"{spent / FORWARDS:.2f}", f"{spent / times['1 token']:.2f}")
     Console().print(forwards)
+    drafting = Table("a step of the draft", "ms", "times faster", title=f"the draft alone, {options.dtype}")
+    for name, spent in (times := milliseconds(draft_steps(target), 4 * options.repetitions)).items():
+        drafting.add_row(name, f"{spent / (FORWARDS + 1):.2f}", f"{times['as ever'] / spent:.2f}")
+    Console().print(drafting)
 
 
 if __name__ == "__main__":

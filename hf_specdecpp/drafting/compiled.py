@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -46,12 +46,15 @@ class CompiledSteps:
     read together with 5 dummies; each candidate is a step of one token. A text that grows past 256 tokens goes on in a
     cache of 512.
 
+    torch.compile would look through all of the draft before each step, to see whether it is still the same; on a small
+    draft that takes longer than the step. So it is looked at once a generation (`fits`).
+
     Args:
         drafter: whose steps. It is not kept alive by this.
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.num_layers, self.dtype = num_fixed_layers(drafter.text_config), drafter.dtype
+        self.num_layers, self._compiled_for = num_fixed_layers(drafter.text_config), _identity(drafter)
         self._free: list[FixedCache] = []
         self._last = torch.arange(SEVERAL, device=drafter.device)
         self._compiled: dict[int, Read] = {}  # by the number of tokens
@@ -63,6 +66,10 @@ class CompiledSteps:
     @property
     def device(self) -> torch.device:
         return self._last.device
+
+    def fits(self, drafter: Drafter) -> bool:
+        """Whether the draft is what the steps are compiled for."""
+        return self._compiled_for == _identity(drafter)
 
     @property
     def works(self) -> bool:
@@ -134,8 +141,23 @@ class CompiledSteps:
 def _compile(device: torch.device) -> Read:
     """`read`, compiled as a function of its own: torch.compile counts how often one was, and gives up after a few."""
     own = FunctionType(read.__code__.replace(), read.__globals__)
-    compiled: Read = torch.compile(own, fullgraph=True, mode="reduce-overhead" if device.type == "cuda" else None)
+    # What calls the kernels of a CPU is then C++, too: in Python that takes as long as the kernels of a small draft.
+    options: dict[str, Any] = {"triton.cudagraphs": device.type == "cuda", "cpp_wrapper": device.type == "cpu"}
+    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # older versions of torch make all checks
+        options["guard_filter_fn"] = _of_arguments
+    compiled: Read = torch.compile(own, fullgraph=True, options=options)
     return compiled
+
+
+def _of_arguments(checks: Sequence[Any]) -> list[bool]:
+    """Which checks torch.compile makes before each step: those of the arguments but the drafter, and of its own state."""
+    return ["drafter" not in check.name and "G[" not in check.name for check in checks]
+
+
+def _identity(drafter: Drafter) -> list[Any]:
+    """What decides which operations a draft's step consists of."""
+    attention = drafter.text_config._attn_implementation
+    return [drafter.device, drafter.dtype, attention, *((module, module.training) for module in drafter.model.modules())]
 
 
 class CompiledSession(Reading):
@@ -180,7 +202,7 @@ def compile_steps(drafter: Drafter, wanted: bool) -> None:
     steps = drafter.steps
     if not wanted:
         drafter.steps = None
-    elif steps is None or (steps.device, steps.dtype) != (drafter.device, drafter.dtype):
+    elif steps is None or not steps.fits(drafter):
         drafter.steps = CompiledSteps(drafter)
 
 

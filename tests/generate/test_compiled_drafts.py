@@ -24,6 +24,7 @@ from torch._dynamo.utils import counters
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting import compiled
 from hf_specdecpp.drafting.compiled import CompiledSession
+from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.models.causal_lm import CausalLM
 
 pytestmark = pytest.mark.skipif(
@@ -169,6 +170,24 @@ def test_a_draft_in_another_dtype_gets_other_steps() -> None:
     assistant.attach(target)
     assert generate(target, assistant, 9).tolist() == generate(target, None, 9).tolist()
     assert assistant.ready_drafter().steps.works
+
+
+def test_a_changed_draft_gets_other_steps() -> None:
+    """A step does not look again at the modules that it was compiled for."""
+    target = tiny("llama")
+    assistant = assistant_of("independent", target, rule="fixed", num_tokens=2, compile=True)
+    drafter = assistant.ready_drafter()
+    generate(target, assistant, 9)
+    for layer in drafter.model.model.layers:
+        layer.mlp = torch.nn.Identity()
+    assert generate(target, assistant, 9).tolist() == generate(target, None, 9).tolist()
+    with torch.inference_mode():
+        sessions = [DraftSession(drafter, 48), CompiledSession(drafter, 48, drafter.steps)]
+        for session in sessions:
+            session.begin_round(prompt(5), 0)
+            session.step([])
+        eager, ours = (session.step([torch.tensor(7)])[0] for session in sessions)
+    torch.testing.assert_close(ours, eager)
 
 
 def test_up_to_the_last_position() -> None:
