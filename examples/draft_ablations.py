@@ -1,14 +1,14 @@
 """What decides how good a conditioned draft becomes: drafts that differ in one setting, each trained from the start.
 
     specdecpp train --config draft.yaml --stage rollouts
-    python examples/draft_ablations.py draft.yaml
+    python examples/draft_ablations.py draft.yaml ["as configured" "twice the epochs" ...]
 
-`draft.yaml` is the configuration of a conditioned draft. Its answers are used, those of its `work_dir`; each variant is
-trained in a folder of its own in `<work_dir>-ablations`. A run that was interrupted goes on, and variants that are
-trained are not trained again. The table has, of held-out answers, the chance that a candidate is accepted at
-temperature 1: the first of a round by source, and the later ones, for which the draft reads its own states; and how
-often the draft's likeliest token is the target's, which is what counts for greedy targets, for the first and the later
-ones. It is printed at the end, and grows in `table.md` there.
+`draft.yaml` is the configuration of a conditioned draft; all variants are trained, or those that are named. Its answers
+are used, those of its `work_dir`; each variant is trained in a folder of its own in `<work_dir>-ablations`. A run that
+was interrupted goes on, and variants that are trained are not trained again. The table has, of held-out answers, the
+chance that a candidate is accepted at temperature 1: the first of a round by source, and the later ones, for which the
+draft reads its own states; and how often the draft's likeliest token is the target's, which is what counts for greedy
+targets, for the first and the later ones. It is printed at the end, and grows in `table.md` there.
 """
 
 import sys
@@ -57,10 +57,10 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "LoRA of rank 16": {".rank": 16, ".alpha": 32},
         "LoRA of full rank": {".rank": text.hidden_size, ".alpha": 2 * text.hidden_size},
         "total variation as the loss": {".loss": "tv"},
-        "KL and total variation as the loss": {".loss": "kl+tv"},
         "half of the answers": {"answers": 0.5},
         "half of the answers, as many steps": {"answers": 0.5, ".epochs": 2 * epochs},
         "twice the epochs": {".epochs": 2 * epochs},
+        "KL and total variation as the loss": {".loss": "kl+tv"},
     }
 
 
@@ -146,11 +146,13 @@ def row(name: str, report: dict[str, Any], sources: list[str]) -> str:
     return f"| {name} | {' | '.join(first)} | {later} | {agrees} | {report['tokens']:,} | {report['steps']} |\n"
 
 
-def main(path: str) -> None:
+def main(path: str, *names: str) -> None:
     config = TrainingConfig.from_dict(yaml.safe_load(Path(path).read_text()))
     folder = Path(f"{config.work}-ablations")
     rows: list[str] = []
     for number, (name, settings) in enumerate(variants(config).items()):
+        if names and name not in names:
+            continue
         report = trained(config, folder / f"{number:02}", settings)
         sources = sorted(source for source in report["after"] if source != "all")
         if not rows:
@@ -164,4 +166,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
