@@ -141,7 +141,7 @@ class CompiledSteps:
 def _compile(device: torch.device) -> Read:
     """`read`, compiled as a function of its own: torch.compile counts how often one was, and gives up after a few."""
     own = FunctionType(read.__code__.replace(), read.__globals__)
-    # What calls the kernels of a CPU is then C++, too: in Python that takes as long as the kernels of a small draft.
+    # What calls the kernels of a CPU is then C++, too: in Python it takes as long as the kernels of a small draft.
     options: dict[str, Any] = {"triton.cudagraphs": device.type == "cuda", "cpp_wrapper": device.type == "cpu"}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # older versions of torch make all checks
         options["guard_filter_fn"] = _of_arguments
@@ -150,8 +150,13 @@ def _compile(device: torch.device) -> Read:
 
 
 def _of_arguments(checks: Sequence[Any]) -> list[bool]:
-    """Which checks torch.compile makes before each step: those of the arguments but the drafter, and of its own state."""
-    return ["drafter" not in check.name and "G[" not in check.name for check in checks]
+    """Which checks torch.compile makes before each step: those of tensors and numbers that it is given. It looks through
+    neither the draft, nor the cache, nor modules of Python (`G[`)."""
+    return [
+        not any(part in check.name for part in ("drafter", "G["))
+        and (check.guard_type == "TENSOR_MATCH" or "cache" not in check.name)
+        for check in checks
+    ]
 
 
 def _identity(drafter: Drafter) -> list[Any]:
