@@ -150,8 +150,8 @@ def _compile(device: torch.device) -> Read:
 
 
 def _of_arguments(checks: Sequence[Any]) -> list[bool]:
-    """Which checks torch.compile makes before each step: those of tensors and numbers that it is given. It looks through
-    neither the draft, nor the cache, nor modules of Python (`G[`)."""
+    """Which checks torch.compile makes before each step: those of tensors and numbers that the step is given. It looks
+    through neither the draft, nor the cache, nor modules of Python (`G[`)."""
     return [
         not any(part in check.name for part in ("drafter", "G["))
         and (check.guard_type == "TENSOR_MATCH" or "cache" not in check.name)
@@ -161,8 +161,8 @@ def _of_arguments(checks: Sequence[Any]) -> list[bool]:
 
 def _identity(drafter: Drafter) -> list[Any]:
     """What decides which operations a draft's step consists of."""
-    attention = drafter.text_config._attn_implementation
-    return [drafter.device, drafter.dtype, attention, *((module, module.training) for module in drafter.model.modules())]
+    modules = [(module, module.training) for module in drafter.model.modules()]
+    return [drafter.device, drafter.dtype, drafter.text_config._attn_implementation, *modules]
 
 
 class CompiledSession(Reading):
