@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python examples/launch_bound.py --dtype float64
 
-The target is a random Llama of 28 layers of 64 numbers. The draft is its first three layers. What the other layers add
-is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants take turns; medians
-of the repetitions. With one thread the times are the processor's, without the time that other processes have it.
-economize (PyPI) takes part where it is installed, with the same draft and as many candidates. Last, what bare forwards
-of the target over some tokens take, beside which verification has to be seen, and steps of the draft, compiled or not.
+The target is a random Llama of 28 layers of 64 numbers (`--hidden_size`). The draft is its first three layers. What the
+other layers add is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants
+take turns; medians of the repetitions. With one thread the times are the processor's, without the time that other
+processes have it. economize (PyPI) takes part where it is installed, with the same draft and as many candidates. Last,
+what bare forwards of the target over some tokens take, beside which verification has to be seen, and steps of the
+draft, compiled or not.
 """
 
 import argparse
@@ -37,17 +38,19 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "ours, fixed 4": {"rule": "fixed", "num_tokens": LENGTH},
     "ours, fixed 4, compiled": {"rule": "fixed", "num_tokens": LENGTH, "compile": True},
     "ours, throughput": {"rule": "throughput"},
+    "ours, not speculating": {"rule": "throughput", "costs": {"draft": 1.0, "verify": [1.0, 2.0, 3.0]}},
     "ours, throughput, compiled": {"rule": "throughput", "compile": True},
     "ours, dyspec tree of 8": {"tree": "dyspec", "tree_budget": 8, "tree_depth": 4},
 }
 
 
-def deep_llama(share: float, dtype: torch.dtype) -> LlamaForCausalLM:
+def deep_llama(share: float, dtype: torch.dtype, hidden_size: int = 64) -> LlamaForCausalLM:
     """A random target whose first three layers agree with it the more, the smaller `share` is."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=64, intermediate_size=176, num_hidden_layers=28, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        vocab_size=4096, hidden_size=hidden_size, intermediate_size=11 * hidden_size // 4, num_hidden_layers=28,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=1.6 / hidden_size**0.5, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
@@ -146,13 +149,23 @@ def milliseconds(actions: dict[str, Callable[[], object]], repetitions: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--contestants", nargs="+", help="beside plain generate(); all by default")
     options = parser.parse_args()
     for kind, share in SHARES.items():
-        target = deep_llama(share, getattr(torch, options.dtype))
-        made = contestants(target)
+        target = deep_llama(share, getattr(torch, options.dtype), options.hidden_size)
+        chosen = options.contestants and ["plain generate()", *options.contestants]
+        made = {name: each for name, each in contestants(target).items() if not chosen or name in chosen}
         plain = answer(target, None)
-        texts = Table("", "ms a token", "times plain", "tokens a pass", "same text", title=f"{kind}, {options.dtype}")
+        texts = Table(
+            "",
+            "ms a token",
+            "times plain",
+            "tokens a pass",
+            "same text",
+            title=f"{kind}, {options.dtype}, {options.hidden_size}",
+        )
         times = milliseconds({name: partial(answer, target, each) for name, each in made.items()}, options.repetitions)
         for name, assistant in made.items():
             stats = assistant.stats if isinstance(assistant, SpecDecPPAssistant) else None
