@@ -69,9 +69,10 @@ class Reader(nn.Module):
         return longest_text(self.model)
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
-        """Input embeddings `[..., embedding_size]` of token ids `[...]`; unknown ids count as 0."""
+        """Input embeddings `[..., embedding_size]` of token ids `[...]`, on their device; unknown ids count as 0."""
         weight = self.model.get_input_embeddings().weight
-        return nn.functional.embedding(token if are_known else self.known(token), weight)
+        known = token if are_known else self.known(token)
+        return nn.functional.embedding(known.to(weight.device), weight).to(token.device)
 
     def hidden_states(
         self, input_ids: Tensor, cache: Cache | None = None, *, are_known: bool = False, **inputs: Any
