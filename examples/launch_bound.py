@@ -177,14 +177,15 @@ def main() -> None:
                 "yes" if torch.equal(answer(target, assistant), plain) else "no",
             )
         Console().print(texts)
-    forwards = Table("a forward over", "ms", "times that over 1 token", title=f"the target alone, {options.dtype}")
-    for name, spent in (times := milliseconds(bare_forwards(target), options.repetitions)).items():
-        forwards.add_row(name, f"{spent / FORWARDS:.2f}", f"{spent / times['1 token']:.2f}")
-    Console().print(forwards)
-    drafting = Table("a step of the draft", "ms", "times faster", title=f"the draft alone, {options.dtype}")
-    for name, spent in (times := milliseconds(draft_steps(target), 4 * options.repetitions)).items():
-        drafting.add_row(name, f"{spent / (FORWARDS + 1):.2f}", f"{times['as ever'] / spent:.2f}")
-    Console().print(drafting)
+    forwards = milliseconds(bare_forwards(target), options.repetitions)
+    of_one = Table("a forward over", "ms", "times that over 1 token", title=f"the target alone, {options.dtype}")
+    for name, spent in forwards.items():
+        of_one.add_row(name, f"{spent / FORWARDS:.2f}", f"{spent / forwards['1 token']:.2f}")
+    steps = milliseconds(draft_steps(target), 4 * options.repetitions)
+    of_steps = Table("a step of the draft", "ms", "times faster", title=f"the draft alone, {options.dtype}")
+    for name, spent in steps.items():
+        of_steps.add_row(name, f"{spent / (FORWARDS + 1):.2f}", f"{steps['as ever'] / spent:.2f}")
+    Console().print(of_one, of_steps)
 
 
 if __name__ == "__main__":
