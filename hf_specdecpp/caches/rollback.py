@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from hf_specdecpp.caches.static import hold
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
 
@@ -173,7 +173,7 @@ def state_error(model: CausalLM) -> float:
     at once, relative to how much the logits vary."""
     device = input_device(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        vocab = model.get_input_embeddings().weight.shape[0]
+        vocab = num_embeddings(model)
         text = (11 + 7 * torch.arange(14, device=device)[None]) % vocab
         other = (text + 3) % vocab
         expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].to(widest(device))

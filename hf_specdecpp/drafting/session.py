@@ -12,7 +12,7 @@ from hf_specdecpp.caches.paths import keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftStep
-from hf_specdecpp.models.causal_lm import upload
+from hf_specdecpp.models.causal_lm import num_embeddings, upload
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
@@ -36,7 +36,8 @@ class Reading(ABC):
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter, self.vocab_size = drafter, vocab_size
-        self.knows_all = drafter.num_embeddings >= vocab_size  # of what is emitted and drafted; prompts may hold more
+        # Of what is emitted and drafted; prompts may hold more.
+        self.knows_all = num_embeddings(drafter.model) >= vocab_size
         self.device = drafter.device  # once: finding it takes as long as a small product
         self.unread = 0
         # Tokens `[1, n]` and, for a conditioned draft, states `[1, n, size]`: put together once the draft reads them.

@@ -91,6 +91,11 @@ def input_device(model: CausalLM) -> torch.device:
     return model.device if hook is None else torch.device(hook.execution_device)
 
 
+def num_embeddings(model: CausalLM) -> int:
+    """Rows of the embedding table: the ids below can be read."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
 def num_processes(model: CausalLM) -> int:
     """How many processes make the model's passes together (tensor parallelism)."""
     return getattr(model, "tp_size", None) or 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, inner_decoder, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, inner_decoder, longest_text, num_embeddings
 from hf_specdecpp.models.quantised import sizes_of
 
 
@@ -127,14 +127,9 @@ class Reader(nn.Module):
             logits = torch.tanh(logits / self._cap) * self._cap
         return logits.float()
 
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the embedding table."""
-        return self.model.get_input_embeddings().weight.shape[0]
-
     def known(self, token_ids: Tensor) -> Tensor:
         """Replace ids beyond the embedding table: a draft then guesses badly, but its guesses are verified."""
-        return token_ids.where(token_ids < self.num_embeddings, 0)
+        return token_ids.where(token_ids < num_embeddings(self.model), 0)
 
     @torch.inference_mode()
     def _check_logits(self) -> None:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, takes_positions
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_embeddings, takes_positions
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.quantised import multiplies_in_half
 from hf_specdecpp.sampling.randomness import widest
@@ -98,7 +98,7 @@ def tree_error(model: CausalLM) -> float:
     device = input_device(model)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % _vocabulary(model)
+        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % num_embeddings(model)
         text, nodes = tokens[:3], tokens[3:]
         paths = torch.stack([torch.cat((text, nodes[path])) for path in TEST_PATHS])
         one_by_one = model(input_ids=paths, use_cache=False, return_dict=True).logits[:, len(text) :].to(widest(device))
@@ -112,7 +112,3 @@ def tree_error(model: CausalLM) -> float:
         read = model(input_ids=nodes[None], past_key_values=cache, use_cache=True, return_dict=True, **inputs)
     difference = (read.logits[0].to(expected) - expected).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())
-
-
-def _vocabulary(model: CausalLM) -> int:
-    return model.get_input_embeddings().weight.shape[0]
