@@ -75,7 +75,8 @@ class DistillConfig:
             `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
         start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion training goes on with:
-            for more answers, or more epochs. By default it begins with an adapter that changes nothing.
+            for more answers, or more epochs. Of the two runs' draft vocabularies the one that covers more of the
+            held-out answers is kept. By default training begins with an adapter that changes nothing.
     """
 
     enabled: bool = True

@@ -109,6 +109,11 @@ def load_target(config: TrainingConfig) -> CausalLM:
     return load(config.target, config.dtype)
 
 
+def load_draft_vocab(work: Path) -> Tensor | None:
+    """The token ids that a run's draft may propose, or `None` for all."""
+    return load_tensors(work / DRAFT_VOCAB)["token_ids"] if (work / DRAFT_VOCAB).is_file() else None
+
+
 def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:
     """The assistant that the stages have made so far, attached to `target`.
 
@@ -116,7 +121,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     """
     work = config.work
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
-    vocab = load_tensors(work / DRAFT_VOCAB)["token_ids"] if (work / DRAFT_VOCAB).is_file() else None
+    vocab = load_draft_vocab(work)
     head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
     if config.is_conditioned:
         fusion, layers = load_fusion(work), layers_of(config, target)

@@ -45,6 +45,7 @@ from hf_specdecpp.training.models import (
     draft_of,
     layers_of,
     load,
+    load_draft_vocab,
     reads_of,
     save_fusion,
 )
@@ -87,7 +88,7 @@ def run(config: TrainingConfig) -> None:
     draft = draft_of(config, target, lambda name: load(name, dtype))
     limit = int(min(config.distill.max_length, longest_text(draft)))
     train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
-    vocab = _vocabulary(config, target, draft, train)
+    vocab = _vocabulary(config, target, draft, train, heldout)
     with state.main_process_first():
         record.begin()
     if vocab is not None and state.is_main_process:
@@ -143,7 +144,8 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
         del distill["loss"]
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
-        distill["start_from"] = [digest(folder / name) for name in (Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], FUSION)]
+        parts = (Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], FUSION, DRAFT_VOCAB)
+        distill["start_from"] = [digest(folder / name) for name in parts]
     if config.is_conditioned:
         names["reads"] = config.reads
     else:
@@ -155,12 +157,20 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
 # Models and data -----------------------------------------------------------------------------------------------------
 
 
-def _vocabulary(config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset) -> Tensor | None:
-    if config.distill.draft_vocab_size is None:
+def _vocabulary(
+    config: TrainingConfig, target: CausalLM, draft: CausalLM, train: Dataset, heldout: Dataset
+) -> Tensor | None:
+    """The most frequent tokens here, or those of the run that this one starts from, if they cover more."""
+    size = config.distill.draft_vocab_size
+    if size is None:
         return None
     prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(training_prompts(config))]
     always, num_ids = draft_vocab.always_kept(target), draft_vocab.most_ids(target, draft)
-    return draft_vocab.choose(train, config.distill.draft_vocab_size, always, num_ids, prompts)
+    chosen = draft_vocab.choose(train, size, always, num_ids, prompts)
+    earlier = load_draft_vocab(Path(config.distill.start_from)) if config.distill.start_from else None
+    if earlier is None or len(earlier) != size or int(earlier.max()) >= num_ids:
+        return chosen
+    return max(chosen, earlier, key=lambda token_ids: draft_vocab.covered_mass(token_ids, heldout))
 
 
 # Training ------------------------------------------------------------------------------------------------------------
