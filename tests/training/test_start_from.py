@@ -45,7 +45,9 @@ def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) ->
     assert report_of(second)["after"]["all"]["acceptance"] > begun["acceptance"]
 
 
-@pytest.mark.parametrize(("earlier", "kept"), [("covers more", True), ("covers less", False), ("of another size", False)])
+@pytest.mark.parametrize(
+    ("earlier", "kept"), [("covers more", True), ("covers less", False), ("of another size", False)]
+)
 def test_the_draft_vocabulary_that_covers_more_is_kept(tmp_path: Path, earlier: str, kept: bool) -> None:
     """The earlier run may have seen more text than the one that goes on from it."""
     first, second = (prepare(tmp_path / n, "early_exit", answers=16, epochs=1, draft_vocab_size=20) for n in "ab")
