@@ -47,6 +47,7 @@ from hf_specdecpp.version import __version__
 logger = logging.get_logger("hf_specdecpp")
 
 CONTEXT = 16  # tokens in the caches while they are measured: longer ones cost time, and change little
+BATCH_CONTEXT = 128  # in the target's of a batch, where further tokens cost more the more there are to attend to
 DRAFTED = 4  # candidates in a measured round
 READ = 32  # tokens that the draft reads at once
 WIDTH = 8  # nodes of a measured level of a tree
@@ -232,11 +233,13 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
 
     Fewer where the target has no positions for so many after the context; `Costs` extrapolates.
     """
-    context = _context(target)
+    context = _context(target, CONTEXT if rows == 1 else BATCH_CONTEXT)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     inputs: dict[str, Any] = {cache_argument(target): cache, "use_cache": True}
-    target(input_ids=_tokens(context, target.device).expand(rows, -1), **inputs)
+    target(input_ids=_tokens(context, target.device), **inputs)
     cache.activate_past_recording()
+    if rows > 1:
+        cache.batch_repeat_interleave(rows)
     randomness = TorchRandomness()
 
     def verify(count: int) -> None:
@@ -309,9 +312,9 @@ def _describe(model: CausalLM) -> dict[str, Any]:
     }
 
 
-def _context(model: CausalLM) -> int:
+def _context(model: CausalLM, wanted: int = CONTEXT) -> int:
     """Tokens in a model's cache while it is measured. Each measured round of a draft leaves one more there."""
-    return int(max(min(CONTEXT, longest_text(model) - MOST_TURNS - DRAFTED - 2), 1))
+    return int(max(min(wanted, longest_text(model) - MOST_TURNS - DRAFTED - 2), 1))
 
 
 def _tokens(count: int, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import make_rule
-from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, pays_to_go_on
+from hf_specdecpp.throughput.chains import Throughput, ThroughputState
 
 ROOT = Path(__file__).parents[2]
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
@@ -230,30 +230,3 @@ def test_a_useless_draft_costs_next_to_nothing(size: str, pack_weights: bool) ->
     hidden, layers = map(int, size.split("x"))
     pairs = example["ratios"](hidden, layers, pack_weights)
     assert median(plain / ours for plain, ours in pairs) > 0.94
-
-
-# Batches. -------------------------------------------------------------------------------------------------------------
-
-
-class Row(BatchThroughput):
-    def __init__(self, survival: float, critical: float) -> None:
-        self.survival, self._critical = survival, critical
-
-    @property
-    def critical(self) -> float:
-        return self._critical
-
-
-def test_rows_go_on_together_where_that_pays_for_all() -> None:
-    assert pays_to_go_on([Row(0.9, 0.3), Row(0.5, 0.3)], rows=4), "the example of the docstring"
-    assert not pays_to_go_on([Row(0.9, 0.3), Row(0.2, 0.3)], rows=4)
-    assert pays_to_go_on([Row(0.4, 0.3)], rows=1)
-    assert not pays_to_go_on([Row(0.3, 0.3)], rows=1), "a row alone stops as it does without a batch"
-
-
-def test_rows_of_a_batch_never_stop_by_themselves() -> None:
-    state = ThroughputState(Costs(0.5, tuple(STEPS)), 6, lag=0)
-    alone, row = Throughput(DraftProbability(), state), BatchThroughput(DraftProbability(), state)
-    assert alone.stops(0.01)
-    assert not row.stops(0.01)
-    assert row.survival <= row.critical

@@ -67,6 +67,21 @@ def test_a_row_of_a_batch_pays_its_share() -> None:
     assert len(four.verify) == 5
 
 
+@pytest.mark.parametrize(("positions", "context"), [(256, 128), (64, 33)])
+def test_a_batch_is_measured_after_a_longer_context(positions: int, context: int) -> None:
+    """Further tokens of each row cost more there. One row is read, the others are copies."""
+    target = tiny("gpt2", n_positions=positions)
+    calls: list[tuple[int, int, int]] = []
+
+    def note(_model: CausalLM, _args: Any, kwargs: dict[str, Any]) -> None:
+        calls.append((*kwargs["input_ids"].shape, kwargs["past_key_values"].get_seq_length()))
+
+    with torch.inference_mode(), target.register_forward_pre_hook(note, with_kwargs=True):
+        costs._time_target(target, 4, rows=3)
+    assert calls[0] == (1, context, 0)
+    assert set(calls[1:]) == {(3, count, context) for count in range(1, 6)}
+
+
 def test_a_slower_target_and_a_slower_draft_cost_more() -> None:
     small, large = tiny("llama"), tiny("llama", num_hidden_layers=12)
     head = AcceptanceHead(32, inputs="before")

@@ -1,0 +1,92 @@
+"""The throughput rule in batches, whose rows share passes."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, pays_to_go_on
+
+ROWS, LENGTH, MOST = 8, 64, 6
+# Milliseconds of passes over 1 to 7 tokens of each row: of one row, and of eight.
+ALONE = np.array([30.0, 33.0, 34.0, 35.0, 36.0, 37.0, 38.0])
+ALL = np.array([44.0, 65.0, 80.0, 90.0, 101.0, 112.0, 123.0])
+
+
+class Row(BatchThroughput):
+    def __init__(self, survival: float, critical: float) -> None:
+        self.survival, self._critical = survival, critical
+
+    @property
+    def critical(self) -> float:
+        return self._critical
+
+
+def test_rows_go_on_together_where_that_pays_for_all() -> None:
+    assert pays_to_go_on([Row(0.9, 0.3), Row(0.5, 0.3)], rows=4), "the example of the docstring"
+    assert not pays_to_go_on([Row(0.9, 0.3), Row(0.2, 0.3)], rows=4)
+    assert pays_to_go_on([Row(0.4, 0.3)], rows=1)
+    assert not pays_to_go_on([Row(0.3, 0.3)], rows=1), "a row alone stops as it does without a batch"
+
+
+def test_rows_of_a_batch_never_stop_by_themselves() -> None:
+    state = ThroughputState(Costs(0.5, (1.0, 1.0, 1.0, 1.7)), 6, lag=0)
+    alone, row = Throughput(DraftProbability(), state), BatchThroughput(DraftProbability(), state)
+    assert alone.stops(0.01)
+    assert not row.stops(0.01)
+    assert row.survival <= row.critical
+
+
+class Batches:
+    """Batches of rows that end after `LENGTH` tokens.
+
+    Args:
+        rates: the chance of each row that a candidate is accepted, which is its estimate, too.
+    """
+
+    def __init__(self, rates: list[float]) -> None:
+        self.rates, self.rng = rates, np.random.default_rng(0)
+        self.state = ThroughputState(Costs(9.0, tuple(ALL)).share(ROWS), MOST, 0)
+
+    def run(self) -> float:
+        """The speed of a batch relative to plain decoding."""
+        rules = [BatchThroughput(DraftProbability(), self.state) for _ in self.rates]
+        lengths, seconds = [0] * ROWS, 0.0
+        while active := [row for row, length in enumerate(lengths) if length < LENGTH]:
+            drafted = self._draft([rules[row] for row in active], [self.rates[row] for row in active])
+            for row in active:
+                failures = self.rng.random(drafted) > self.rates[row]
+                accepted = int(failures.argmax()) if failures.any() else drafted
+                rules[row].update(drafted, accepted)
+                lengths[row] += accepted + 1
+            part = (len(active) - 1) / (ROWS - 1)  # of the way from one row to all of them
+            seconds += (1.0 - part) * ALONE[drafted] + part * ALL[drafted] + (1.0 + len(active)) * drafted
+        return float(LENGTH * ALL[0] / seconds)
+
+    def _draft(self, rules: list[BatchThroughput], estimates: list[float]) -> int:
+        for rule in rules:
+            rule.begin_round()
+        drafted = 0
+        if all(rule.starts(1) for rule in rules):
+            while drafted < MOST and (not drafted or pays_to_go_on(rules, len(rules))):
+                drafted += 1
+                for rule, estimate in zip(rules, estimates, strict=True):
+                    rule.stops(estimate)
+        return drafted
+
+
+@pytest.mark.parametrize(
+    ("rates", "least"),
+    [
+        ([0.3] * 8, 0.97),  # candidates do not pay
+        ([0.8] * 8, 1.02),
+        ([0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.4, 0.2], 0.96),  # a batch takes as long as its slowest row
+    ],
+)
+def test_rows_that_accept_more_and_less_lose_little(rates: list[float], least: float) -> None:
+    batches = Batches(rates)
+    assert mean(batches.run() for _ in range(20)) > least
