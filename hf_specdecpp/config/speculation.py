@@ -72,10 +72,11 @@ class SpeculationConfig:
             `"token"`: one candidate after the other, as in the papers (arXiv 2211.17192 and 2410.11744). Greedy
             decoding has no choice. Unattached targets and logits processors that must be called in order have
             `"token"`.
-        cpu_products: on a CPU, in float32. `"auto"`: linear layers of target and draft compute with oneDNN where it was
+        cpu_products: on a CPU. `"auto"`: float32 linear layers of target and draft compute with oneDNN where it was
             measured to be at least 1.1 times as fast as PyTorch's own product for the shape of the weight and the
             number of tokens (under a second for each shape, once a machine). It rounds the last digits differently.
-            `"off"`: always PyTorch's own, bit for bit what plain `generate()` computes over the same tokens.
+            And attention over several tokens reads keys and values that heads share without copying them, which
+            computes the same bits. `"off"`: always PyTorch's own products, in transformers' attention.
         pack_weights: with `cpu_products="auto"`, keep copies of these weights in oneDNN's own order where that was
             measured to be faster still, for up to twice the memory until `detach`. Each `generate()` first reads the
             weights to see whether they were changed, which takes about as long as one plain token.

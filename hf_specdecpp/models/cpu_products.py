@@ -7,8 +7,11 @@ keep PyTorch's own.
 
 A draft may compute in int8 (`int8_products`), which is three times as fast and not the same.
 
-All others round in the last digits, each in its own way: the same kind of difference as between a pass over one token
-and a pass over several, which verification has anyway.
+Attention over several tokens reads the keys and values as they are cached, where transformers copies them once for each
+query head that shares them (`grouped_attention`). That computes the same bits.
+
+All other products round in the last digits, each in its own way: the same kind of difference as between a pass over one
+token and a pass over several, which verification has anyway.
 """
 
 from __future__ import annotations
@@ -23,20 +26,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models import int8_products
 from hf_specdecpp.models.product_times import Product, fastest, index_of, onednn, pack
 
 Forward = Callable[[Tensor], Tensor]
+UNUSUAL = ("position_bias", "cache", "softcap")  # arguments of attention that transformers handles
 BUCKETS = 1021  # a prime, so that whatever moves rows or columns of a weight moves numbers from bucket to bucket
 
 
 class FasterProducts:
-    """A context in which linear layers use the products that are fastest for them here. It can be entered again.
+    """A context in which models on a CPU use the products that are fastest for them here. It can be entered again.
 
-    Only ordinary float32 layers on a CPU take part. Inside autocast, with gradients or for another dtype they compute
-    as ever, hooks run as ever, and layers of compiled, parametrised or quantised modules, or whose forward somebody
-    else has replaced, are left alone.
+    Of linear layers ordinary float32 ones on a CPU take part. Inside autocast, with gradients or for another dtype they
+    compute as ever, hooks run as ever, and layers of compiled, parametrised or quantised modules, or whose forward
+    somebody else has replaced, are left alone.
 
     Args:
         models: whose layers. By default none, and then nothing changes.
@@ -66,8 +72,11 @@ class FasterProducts:
             copy = packed.current(layer.weight) if packed is not None and "packed" in products else None
             if copy is not None or "onednn" in products:
                 self.layers.append((layer, _forward(layer, products, copy)))
+        self.groups_attention = any(_on_cpu(model) and not _is_compiled(model) for model in models)
 
     def __enter__(self) -> None:
+        if self.groups_attention and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention
         for layer, forward in self.layers:
             vars(layer).setdefault("forward", forward)
 
@@ -75,6 +84,46 @@ class FasterProducts:
         for layer, forward in self.layers:
             if vars(layer).get("forward") is forward:  # another thread may have been here
                 del vars(layer)["forward"]
+        if ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override, which leaves transformers' own
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """transformers' `sdpa` attention, the same bits, without copies of keys and values for heads that share them.
+
+    transformers makes these copies whenever several tokens are read under a mask, as in every verification: it leaves
+    the sharing to PyTorch (`enable_gqa`) without a mask only, since with one CUDA has no fast kernel for it. CPUs do.
+
+    Example: 12 query heads share 2 heads of keys and values. For two tokens of each of eight rows, with 512 tokens in
+    the cache, the copies are 50 MB a layer.
+
+    Args:
+        query: `[batch, heads, tokens, width]`.
+        key, value: `[batch, heads of keys, cached tokens, width]`.
+        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean or to be added.
+
+    Returns:
+        `[batch, tokens, heads, width]`, and no weights.
+    """
+    copies = query.shape[2] > 1 and attention_mask is not None and query.shape[1] > key.shape[1]
+    ordinary = dropout == 0.0 and not any(kwargs.get(name) is not None for name in UNUSUAL)
+    supported = key.device.type == "cpu" and key.shape[-1] == value.shape[-1] and not torch.is_grad_enabled()
+    if not (copies and ordinary and supported):
+        arguments = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous(), None
 
 
 def products_of(model: nn.Module) -> dict[str, int]:
@@ -179,6 +228,10 @@ def _is_compiled(module: nn.Module) -> bool:
     in_place = module._compiled_call_impl is not None  # `module.compile()`
     in_place |= "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
     return wrapped or in_place or getattr(forward, "_torchdynamo_orig_callable", None) is not None
+
+
+def _on_cpu(model: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def _is_ordinary(weight: Tensor) -> bool:
