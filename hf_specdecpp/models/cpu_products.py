@@ -72,7 +72,8 @@ class FasterProducts:
             copy = packed.current(layer.weight) if packed is not None and "packed" in products else None
             if copy is not None or "onednn" in products:
                 self.layers.append((layer, _forward(layer, products, copy)))
-        self.groups_attention = any(_on_cpu(model) and not _is_compiled(model) for model in models)
+        # Not where one of them is compiled: attention that comes and goes would compile it again.
+        self.groups_attention = any(map(_on_cpu, models)) and not any(map(_is_compiled, models))
 
     def __enter__(self) -> None:
         if self.groups_attention and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
