@@ -42,10 +42,10 @@ def as_before() -> Iterator[None]:
 
 
 def passes(target: CausalLM, mask: Tensor | None = None) -> list[Tensor]:
-    """Logits of a prompt and of two passes over several tokens after it, all in several rows."""
+    """Logits of a prompt of two tokens and of two passes over two more, all in several rows."""
     cache, logits = DynamicCache(config=target.config.get_text_config()), []
     ids, read = IDS.expand(3, -1), 0
-    for count in (3, 2, 1):
+    for count in (2, 2, 2):
         part = None if mask is None else mask[:, : read + count]
         logits.append(target(ids[:, read : read + count], attention_mask=part, past_key_values=cache).logits)
         read += count
@@ -70,6 +70,7 @@ def test_the_same_bits_without_copies(family: str, padded: bool, dtype: torch.dt
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
+@pytest.mark.skipif(not hasattr(sdpa_attention, "pack_gqa"), reason="older transformers copies for one token, too")
 @torch.inference_mode()
 def test_an_assisted_generation_makes_no_copies(copies: Copies) -> None:
     target = tiny("llama")
