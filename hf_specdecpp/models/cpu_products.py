@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -42,7 +43,7 @@ class FasterProducts:
 
     Of linear layers ordinary float32 ones on a CPU take part. Inside autocast, with gradients or for another dtype they
     compute as ever, hooks run as ever, and layers of compiled, parametrised or quantised modules, or whose forward
-    somebody else has replaced, are left alone.
+    somebody else has replaced, are left alone. Attention takes part in every dtype, unless a model is compiled.
 
     Args:
         models: whose layers. By default none, and then nothing changes.
@@ -72,7 +73,7 @@ class FasterProducts:
             copy = packed.current(layer.weight) if packed is not None and "packed" in products else None
             if copy is not None or "onednn" in products:
                 self.layers.append((layer, _forward(layer, products, copy)))
-        # Not where one of them is compiled: attention that comes and goes would compile it again.
+        # Attention that comes and goes would compile a compiled model again.
         self.groups_attention = any(map(_on_cpu, models)) and not any(map(_is_compiled, models))
 
     def __enter__(self) -> None:
@@ -86,7 +87,8 @@ class FasterProducts:
             if vars(layer).get("forward") is forward:  # another thread may have been here
                 del vars(layer)["forward"]
         if ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
-            del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override, which leaves transformers' own
+            with suppress(KeyError):  # likewise
+                del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override, which leaves transformers' own
 
 
 def grouped_attention(

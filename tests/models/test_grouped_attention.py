@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, prompt, tiny
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -87,16 +87,20 @@ def test_an_assisted_generation_makes_no_copies(copies: Copies) -> None:
     assert copies
 
 
+class InPairs(nn.Module):
+    """What transformers looks at of an attention layer: two query heads share each head of keys."""
+
+    num_key_value_groups = 2
+
+
 def call(**changes: Any) -> tuple[Tensor, Any]:
     """Attention of 4 heads over 2 tokens, with 2 heads of keys and values for 5."""
     shapes = {"query": (1, 4, 2, 8), "key": (1, 2, 5, 8), "value": (1, 2, 5, 8)}
     rng = torch.Generator().manual_seed(0)
     tensors: dict[str, Any] = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
-    module = torch.nn.Module()
-    module.num_key_value_groups = 2  # type: ignore[assignment]
     mask = torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)
     arguments = {"attention_mask": mask, "scaling": 0.3, "sliding_window": None, **tensors, **changes}
-    return grouped_attention(module, **arguments)
+    return grouped_attention(InPairs(), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +137,7 @@ def test_an_attention_that_somebody_else_has_set_stays(monkeypatch: pytest.Monke
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", theirs)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", theirs)
     with FasterProducts(tiny("llama")):
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
-    del ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -34,7 +34,7 @@ def test_rows_go_on_together_where_that_pays_for_all() -> None:
 
 
 def test_rows_of_a_batch_never_stop_by_themselves() -> None:
-    state = ThroughputState(Costs(0.5, (1.0, 1.0, 1.0, 1.7)), 6, lag=0)
+    state = ThroughputState(Costs(0.5, (1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9)), 6, lag=0)
     alone, row = Throughput(DraftProbability(), state), BatchThroughput(DraftProbability(), state)
     assert alone.stops(0.01)
     assert not row.stops(0.01)
