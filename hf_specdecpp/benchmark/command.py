@@ -239,7 +239,7 @@ def _results(
     facts = {"command": command(), "device": where["device"] + slowed + load, "dtype": settings["dtype"]}
     results = {
         "command": command(), "environment": where,
-        "settings": {**settings, "temperatures": config.temperatures},
+        "settings": {**settings, "temperatures": config.temperatures, "rollouts": config.rollouts is not None},
         "ours": [contestant.name for contestant in contestants if contestant.ours],
         "summary": summary, "speeds": speed_table(summary, facts), "mismatches": mismatches(rows, target),
         "costs": {}, "replays": [], "replay_agreement": None, "round_replays": [], "runs": rows,

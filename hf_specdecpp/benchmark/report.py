@@ -80,11 +80,8 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"SLOWED-DOWN TARGET: {settings['extra_layers']} further layers that add nothing make a draft step "
             f"cost about {settings['cost_ratio']:g} target passes. The texts are the original's, the speeds are not."
         )
-    if settings["pack_weights"]:
-        lines.append("Ours keeps packed copies of the float32 weights (pack_weights): twice their memory.")
-    if settings["int8_draft"]:
-        lines.append(f"Ours drafts in int8 (int8_draft), transformers with the same draft in {settings['dtype']}.")
-    lines.append(f'"{SAME_PASSES.name}" is plain generate() on the CPU products and packed weights that ours runs on.')
+    if _was_measured(results):
+        lines += _passes(settings)
     if (ratio := measured_ratio(results["runs"])) is not None:
         lines.append(f"A draft step, reading the prompt included, costs {ratio:.3f} target passes in these runs.")
     rows = [row for row in results["runs"] if row["disturbed"]]
@@ -99,6 +96,21 @@ def notes(results: dict[str, Any]) -> list[str]:
             "down for everybody, so these are the ratios of a busy machine."
         )
     return lines
+
+
+def _was_measured(results: dict[str, Any]) -> bool:
+    """Whether texts were generated. Replays alone say nothing of passes."""
+    return bool(results["runs"] or results["batches"])
+
+
+def _passes(settings: dict[str, Any]) -> list[str]:
+    """What the passes of ours were made of; weights in other formats than float32 stay as they are."""
+    lines, is_float32 = [], settings["dtype"] == "float32"
+    if settings["pack_weights"] and is_float32:
+        lines.append("Ours keeps packed copies of the float32 weights (pack_weights): twice their memory.")
+    if settings["int8_draft"] and is_float32:
+        lines.append("Ours drafts in int8 (int8_draft), transformers with the same draft in float32.")
+    return [*lines, f'"{SAME_PASSES.name}" is plain generate() on the CPU products and packed weights of ours.']
 
 
 def describe_mismatch(found: dict[str, Any]) -> str:
@@ -131,7 +143,10 @@ def markdown(results: dict[str, Any]) -> str:
     parts = ["# Benchmark", *notes(results)]
     parts.append(f"Made by\n\n```console\n{results['command']}\n```")
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specdecpp"))
-    parts.append(f"{versions}; seed {settings['seed']}, up to {settings['max_new_tokens']} new tokens.")
+    texts = f"up to {settings['max_new_tokens']} new tokens"
+    if settings["rollouts"] and not _was_measured(results):
+        texts = "texts of the rollouts"
+    parts.append(f"{versions}; seed {settings['seed']}, {texts}.")
     for temperature in settings["temperatures"]:
         if rows := overall(results["summary"], temperature):
             parts += [f"## {_mode(temperature)}, measured", verdict(rows), _picture("speed-up", temperature)]
@@ -139,7 +154,7 @@ def markdown(results: dict[str, Any]) -> str:
             parts += [_picture("tokens-per-pass", temperature), _picture("time", temperature)]
     if results["batches"]:
         parts += ["## Batches", _BATCHES, _batch_table(results["batches"])]
-    parts += [_checks(results)]
+    parts += _checks(results)
     for each in results["replays"]:
         parts.append(f"## {each['set']}, {_mode(each['temperature'])}, replayed")
         parts.append(f"{each['texts']} texts, {each['tokens']} tokens.")
@@ -268,8 +283,10 @@ def _grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, float, str], lis
     return groups
 
 
-def _checks(results: dict[str, Any]) -> str:
-    """Losslessness, and whether replays did as the live runs did."""
+def _checks(results: dict[str, Any]) -> list[str]:
+    """Losslessness, and whether replays did as the live runs did; nothing without such runs."""
+    if not results["runs"]:
+        return []
     ours = [found for found in results["mismatches"] if found["contestant"] in results["ours"]]
     compared = sum(row["temperature"] == 0.0 and row["contestant"] != PLAIN.name for row in results["runs"])
     lines = [f"- {compared} greedy texts were compared with those of plain generate(); {len(ours)} of ours differ."]
@@ -279,7 +296,7 @@ def _checks(results: dict[str, Any]) -> str:
             f"- Of {agreement['compared']} greedy generations of chain rules, {agreement['equal']} had exactly the "
             "rounds that their replay has."
         )
-    return "## Checks\n\n" + "\n".join(lines)
+    return ["## Checks", "\n".join(lines)]
 
 
 def _rows(header: Sequence[object], lines: Sequence[Sequence[object]]) -> str:

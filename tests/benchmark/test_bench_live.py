@@ -213,9 +213,11 @@ def test_the_report_says_what_others_did() -> None:
     settings |= {"pack_weights": False, "int8_draft": True}
     for others, said in ((1.0, True), (0.02, False), (None, False)):
         row = {"contestant": "plain", "rounds": [], "disturbed": False, "others": others}
-        lines = notes({"settings": settings, "environment": where, "runs": [row] * 3})
+        lines = notes({"settings": settings, "environment": where, "runs": [row] * 3, "batches": []})
         assert any("1.0 of the machine's 2 processors" in line for line in lines) == said
         assert any("int8" in line for line in lines)
+    half = notes({"settings": settings | {"dtype": "bfloat16"}, "environment": where, "runs": [row], "batches": []})
+    assert not any("int8" in line for line in half), "only float32 layers compute in int8"
 
 
 # Losslessness ---------------------------------------------------------------------------------------------------------
@@ -502,6 +504,10 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "bench/results.json").read_text())
     found = {(each["set"], each["temperature"]): each["texts"] for each in results["replays"]}
     assert found == {("sums", 0.0): 2, ("tales", 0.0): 2, ("sums", 1.0): 4, ("tales", 1.0): 4}
+    report = (tmp_path / "bench/report.md").read_text()
+    assert "texts of the rollouts" in report
+    assert "same passes" not in report, "nothing was timed"
+    assert "greedy texts were compared" not in report, "nothing was generated"
 
 
 @pytest.mark.parametrize(
