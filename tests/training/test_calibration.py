@@ -170,6 +170,15 @@ def test_calibration_needs_a_head(tmp_path: Path) -> None:
         calibration.run(training_run(tmp_path, num_texts=2))
 
 
+def test_calibration_needs_answers_at_each_temperature(tmp_path: Path) -> None:
+    config = training_run(tmp_path, temperatures=(1.0,))
+    head_fitting.run(config)
+    config.rollouts.temperatures = [1.0, 0.5]
+    with pytest.raises(ValueError, match="No rollouts were written at temperature 0.5"):
+        calibration.run(config)
+    assert not (config.work / chains.FOLDER).exists(), "which it says before it drafts"
+
+
 def test_calibration_needs_two_prompts(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=2)
     with pytest.raises(ValueError, match=r"Only 1 held-out prompt .* rollouts.heldout"):

@@ -34,22 +34,24 @@ def run(config: TrainingConfig) -> dict[str, object]:
     """Calibrate the head in `work/head` on held-out chains; the report, also in `work/head/calibration.json`.
 
     Raises:
-        ValueError: there is no head, or fewer than two held-out prompts.
+        ValueError: there is no head, fewer than two held-out prompts, or no answer at one of the temperatures.
     """
+    samplings = [sampling_at(config, temperature) for temperature in head_temperatures(config)]
+    for sampling in samplings:
+        chains.texts_at(config, "heldout", sampling)  # raises now, and not after minutes
     folder = config.work / "head"
     target = load_target(config)
     assistant = load_assistant(config, target)
     head = fitted_head(assistant.head, config).cpu()
     report: dict[str, object] = {}
     # The last temperature of a mode wins where there are several: one calibration serves all sampled targets.
-    for temperature in head_temperatures(config):
-        sampling = sampling_at(config, temperature)
+    for sampling in samplings:
         rows = chains.record(config, "heldout", assistant, target, sampling)
         log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
         fitting = calibration_half(config, sampling, rows["text"])
         calibration = calibrate(log_odds[fitting], rows["label"][fitting], rows["index"][fitting])
         raw, label, index = log_odds[~fitting], rows["label"][~fitting], rows["index"][~fitting]
-        report[f"{temperature:g}"] = {
+        report[f"{sampling.temperature:g}"] = {
             **asdict(calibration),
             "candidates": {"fitting": int(fitting.sum()), "measuring": int((~fitting).sum())},
             "before": quality(raw.sigmoid(), label, index),
