@@ -36,8 +36,7 @@ class StaticRows:
     @property
     def most_candidates(self) -> int:
         """How many candidates the next pass has room for."""
-        free = max(self.room - self.held, 1)
-        return (1 << (free.bit_length() - 1)) - 1
+        return most_in(max(self.room - self.held, 1))
 
     def keep(self, count: int) -> int:
         """Keep the first `count` tokens of the pass just made, or all of the prompt's: how many rows are held then."""
@@ -52,6 +51,11 @@ class StaticRows:
 def width_of(num_tokens: int) -> int:
     """The width of a pass over so many tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
     return 1 << (num_tokens - 1).bit_length()
+
+
+def most_in(num_rows: int) -> int:
+    """How many candidates, with the token before them and dummies, fit into so many rows: 3 into 4 to 7."""
+    return (1 << (num_rows.bit_length() - 1)) - 1
 
 
 def num_rows(cache: StaticCache) -> int:

@@ -64,8 +64,7 @@ class BatchDecoding:
         """Generate after `input_ids` `[batch, length]`, padded on the left: what `generate()` returns."""
         is_restored = False
         try:
-            with self.caught:
-                self._generate(input_ids)
+            self._generate(input_ids)
             sequences = self._sequences()
             if self.carries_cache:
                 self._restore_cache(sequences)
@@ -79,7 +78,8 @@ class BatchDecoding:
         """The prompts' pass, then rounds until all rows have ended."""
         begin = time.perf_counter()
         with self.products:
-            outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
+            with self.caught:
+                outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
             mask = self.model_kwargs.get("attention_mask")
             self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
             self.cache.note(self.prompt_mask)
@@ -107,7 +107,9 @@ class BatchDecoding:
             row.generator.note(chain, (drafted - begin) / len(rows))
         fed = torch.tensor([1 + len(chain.tokens) for chain in chains])
         is_token = torch.arange(int(fed.max())) < fed[:, None]
-        outputs = self.target(**self._inputs(chains, is_token), return_dict=True)
+        inputs = self._inputs(chains, is_token)
+        with self.caught:
+            outputs = self.target(**inputs, return_dict=True)
         self.cache.note(is_token)
         target_seconds, known = time.perf_counter() - drafted, sum(row.stats.target_seconds for row in rows)
         finished = self._verify(chains, outputs)
@@ -144,7 +146,6 @@ class BatchDecoding:
         last = [Chain([], [])] * count, torch.ones(count, 1, dtype=torch.bool)
         config = self.rows[0].generator.setup.speculation
         seconds = pass_seconds(self.target, config, self.products, lambda: self._inputs(*last), count)
-        self.caught.clear()
         for row in self.rows:
             row.stats.plain_pass_seconds, row.stats.same_pass_seconds = (each / count for each in seconds)
 

@@ -158,13 +158,17 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.stats.draft_seconds += seconds
 
     @torch.inference_mode()
-    def draft_tree(self, input_ids: Tensor, states: Tensor | None = None) -> DraftTree:
-        """Draft the next round as a tree; the arguments are those of `draft`."""
+    def draft_tree(self, input_ids: Tensor, states: Tensor | None = None, max_tokens: int | None = None) -> DraftTree:
+        """Draft the next round as a tree; the arguments are those of `draft`.
+
+        Where a tree may have more than `max_tokens` nodes there is none: cutting it would depend on what was drawn.
+        """
         if self.trees is None:
             raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
         start = time.perf_counter()
         self._begin_round(input_ids, states)
-        tree = self.trees.draft(input_ids, self._room(input_ids.shape[1]))
+        has_room = max_tokens is None or max_tokens >= self.trees.most_nodes
+        tree = self.trees.draft(input_ids, self._room(input_ids.shape[1]) if has_room else 0)
         self.stats.draft_seconds += time.perf_counter() - start
         return tree
 

@@ -79,8 +79,7 @@ class AssistedDecoding:
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[1, length]`: what `generate()` returns."""
         try:
-            with self.caught:
-                input_ids = self._generate(input_ids)
+            input_ids = self._generate(input_ids)
         except BaseException:
             self.prefix.roll_back()
             raise
@@ -96,7 +95,7 @@ class AssistedDecoding:
             input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
         with self.target._optimize_model_for_decode():
-            if not finished:
+            if not finished and self.prefix.most_candidates(input_ids) != 0:
                 self._compare_passes(input_ids)
             return self._rounds(input_ids, finished)
 
@@ -114,11 +113,12 @@ class AssistedDecoding:
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        outputs = self.target._prefill(input_ids, self.config, self.prefix.model_kwargs)
+        with self.caught:
+            outputs = self.target._prefill(input_ids, self.config, self.prefix.model_kwargs)
         cache = cache_among(outputs)
         check_cache(cache)
         if self.generator.trees is not None:
-            self.prefix.check_rows(input_ids, getattr(self.config, "_mask_length", None))
+            self.prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         self.stats.plain_passes += 1
@@ -129,10 +129,12 @@ class AssistedDecoding:
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        most = 0 if self.prefix.pending >= MOST_PENDING else self.prefix.most_candidates
+        most = 0 if self.prefix.pending >= MOST_PENDING else self.prefix.most_candidates(input_ids)
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
-        outputs = self.forward(**self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device)), return_dict=True)
+        inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
+        with self.caught:
+            outputs = self.forward(**inputs, return_dict=True)
         if self.prefix.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, : len(chain.tokens) + 1].clone()
@@ -184,12 +186,13 @@ class AssistedDecoding:
 
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
-        tree = self.generator.draft_tree(input_ids, self.states)
+        tree = self.generator.draft_tree(input_ids, self.states, self.prefix.most_candidates(input_ids))
         tree_pass = TreePass(tree)
         is_tested = self.generator.randomness is not None and self._verifies_at_once(input_ids)
         inputs = self.prefix.tree_inputs(input_ids, tree_pass, families=is_tested)
         begin = time.perf_counter()
-        outputs = self.target(**inputs, return_dict=True)
+        with self.caught:
+            outputs = self.target(**inputs, return_dict=True)
         self.stats.target_seconds += time.perf_counter() - begin
         path, emitted, scores, raw, rows = self._walk(input_ids, tree_pass, outputs)
         self.generator.update_tree(tree, path)
@@ -317,6 +320,8 @@ class AssistedDecoding:
         # All of the prompt; later the last token before the round and the accepted candidates.
         if not self.stats.generated:
             rows: Tensor | slice = slice(None)
+        elif not num_candidates and not self.prefix.pending:
+            rows = slice(-1, None)  # the text before it may have been read anew
         elif path is None:
             rows = slice(self.prefix.pending, self.prefix.pending + kept)
         else:
@@ -347,7 +352,6 @@ class AssistedDecoding:
         seconds = pass_seconds(
             self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, []), forward=self.forward
         )
-        self.caught.clear()
         self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:

@@ -10,8 +10,9 @@ from transformers import StaticCache
 
 from hf_specdecpp.caches.paths import PathRows, keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back
-from hf_specdecpp.caches.static import StaticRows, width_of
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, longest_text
+from hf_specdecpp.caches.rope import frequency_changes
+from hf_specdecpp.caches.static import StaticRows, most_in, width_of
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -44,6 +45,8 @@ class Prefix:
         self.num_settled = 0 if self.cache is None else num_rows(self.cache)
         self.static = StaticRows(self.cache, longest_text(target)) if isinstance(self.cache, StaticCache) else None
         self.pending = 0
+        self._changes = frequency_changes(target.config.get_text_config(decoder=True))
+        self._padding: int | None = None  # tokens of the text that take no position
         # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
         self.mark = Mark(self.cache) if self.num_settled and is_recurrent(self.cache) else None
 
@@ -51,16 +54,28 @@ class Prefix:
     def cache(self) -> Any:
         return cache_among(self.model_kwargs)
 
-    @property
-    def most_candidates(self) -> int | None:
-        """How many candidates the next pass has room for; `None`: any number."""
-        return None if self.static is None else self.static.most_candidates
+    def most_candidates(self, input_ids: Tensor) -> int | None:
+        """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
+        before_change = self._before_change(input_ids) if self._changes else None
+        if self.static is None or before_change is None:
+            return before_change if self.static is None else self.static.most_candidates
+        return min(self.static.most_candidates, most_in(before_change + 1))
 
-    def check_rows(self, input_ids: Tensor, mask_length: int | None) -> None:
+    def _before_change(self, input_ids: Tensor) -> int | None:
+        """How many tokens there may be after the text so that one pass has one set of rotary frequencies."""
+        length = input_ids.shape[1]
+        if self._padding is None:
+            positions = self.model_kwargs.get("position_ids")
+            self._padding = 0 if positions is None else length - 1 - int(positions[..., -1].max())
+        # transformers goes by positions, and Phi-3 by tokens, too.
+        rooms = [change.room(each) for change in self._changes for each in (length, length - self._padding)]
+        return min((room for room in rooms if room is not None), default=None)
+
+    def check_rows(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> None:
         """Raise `ValueError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
         mask = self.model_kwargs.get("attention_mask")
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
-        if (rows := self.cache.get_seq_length()) != num_tokens:
+        if (rows := cache.get_seq_length()) != num_tokens:
             raise ValueError(
                 f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
                 "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
@@ -122,6 +137,8 @@ class Prefix:
             path: of the root and the accepted candidates, where they were a tree.
         """
         cache = cache_among(outputs)
+        if cache is not self.cache:
+            self._adopt(cache)
         if self.static is not None:
             self.num_settled = self.static.keep(kept)
         else:
@@ -134,6 +151,13 @@ class Prefix:
             self.model_kwargs = self.target._update_model_kwargs_for_generation(
                 outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
             )
+
+    def _adopt(self, cache: Any) -> None:
+        """Go on with another cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
+        cache.activate_past_recording()
+        self.static = None
+        own = {cache_argument(self.target): cache}
+        self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
     def _settle_rows(self, cache: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
         if self.mark is not None:

@@ -12,6 +12,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
+from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.sampling.processors import reads_prefix_only
@@ -112,10 +113,33 @@ def check_batch(
         reason = "this target takes no positions of its own for each row, which rows of different length need"
     elif cache.get_seq_length() > 0 and any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         reason = "a cache with windows that is carried on has dropped tokens, and the rows need them"
+    elif (unfit := _unfit_for_length(target, criteria)) is not None:
+        reason = unfit
+    elif _adapter_names(target):
+        reason = "each row has an adapter of its own (adapter_names), and PEFT expects all rows in every pass"
     elif (unfit := _unfit_for_rows(target, cache)) is not None:
         reason = f"{type(target).__name__} {unfit}, so rows of different length cannot share its cache"
     if reason is not None:
         raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")
+
+
+def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
+    """What rules out texts as long as these may become."""
+    changes = frequency_changes(target.config.get_text_config(decoder=True))
+    longest = min((each.max_length for each in criteria if type(each) is MaxLengthCriteria), default=None)
+    if not changes or (longest is not None and longest <= changes[0].length):
+        return None
+    return (
+        f"the texts may grow beyond {changes[0].length} tokens, where the rotary frequencies of "
+        f"{type(target).__name__} change for all rows together, and rows get there at different times. Keep them "
+        "shorter (max_length)"
+    )
+
+
+def _adapter_names(target: CausalLM) -> bool:
+    """Whether PEFT has been told which adapter each row uses: it tells its layers by hooks."""
+    hooks = (hook for module in target.modules() for hook in module._forward_pre_hooks.values())
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:

@@ -14,7 +14,7 @@ from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape
+from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape, size
 from hf_specdecpp.trees.siblings import Level, check_estimator
 from hf_specdecpp.trees.slots import CalibratedSlots, Growth, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree
@@ -60,6 +60,11 @@ class TreeDrafting:
         self.throughput: TreeThroughput | None = None
         self.rates: AcceptanceRates | None = None
         self.buffer = SoftmaxBuffer(config.tree_budget)
+
+    @property
+    def most_nodes(self) -> int:
+        """The largest number of candidates in a tree."""
+        return size(self.shape) if self.config.tree == "static" else self.config.tree_budget
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""

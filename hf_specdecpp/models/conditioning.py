@@ -9,6 +9,7 @@ where the target has got to, so a single layer knows more than several that begi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -110,8 +111,9 @@ def _last(layer: nn.Module) -> Any:
 class TargetStates:
     """Catches the states that a conditioned draft reads out of the target's own passes.
 
-    Within the context, hooks keep references to what the decoder and its layers return, and change nothing. A prompt
-    may be read in several passes (chunked prefill), whose states follow one another.
+    Within the context, hooks keep references to what the decoder and its layers return, and change nothing. It is
+    entered around the passes over one text: logits processors may call the target, too, and passes of other threads are
+    left out. A prompt may be read in several passes (chunked prefill), whose states follow one another.
 
     Args:
         target: whose passes.
@@ -136,15 +138,15 @@ class TargetStates:
         self._handles: list[Any] = []
 
     def __enter__(self) -> TargetStates:
+        self.clear()
         for module, caught in zip(self._modules, self._caught, strict=True):
-            self._handles.append(module.register_forward_hook(_keeper(caught)))
+            self._handles.append(module.register_forward_hook(_keeper(caught, get_ident())))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.clear()
 
     def clear(self) -> None:
         """Forget what was caught."""
@@ -152,9 +154,19 @@ class TargetStates:
             caught.clear()
 
     def take(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
-        """States `[batch, n, width]` of `rows` of what was read since the last call; `None` where nothing is caught."""
+        """States `[batch, n, width]` of `rows` of what was read in the context; `None` where nothing is to be caught.
+
+        Raises:
+            RuntimeError: the hooks were not called.
+        """
         if not self._modules:
             return None
+        if not all(self._caught):
+            raise RuntimeError(
+                "The draft reads hidden states of its target by hooks, and the target's pass did not call them: its "
+                "forward was compiled without them (model.forward = torch.compile(model.forward)). Leave the target "
+                "uncompiled, or use model.compile() or another kind of draft."
+            )
         device = self._caught[0][0].device
         rows = rows.to(device) if isinstance(rows, Tensor) else rows
         parts = [torch.cat([part.to(device) for part in caught], dim=1)[:, rows] for caught in self._caught]
@@ -162,8 +174,10 @@ class TargetStates:
         return torch.cat(parts, dim=-1)
 
 
-def _keeper(caught: list[Tensor]) -> Any:
+def _keeper(caught: list[Tensor], thread: int) -> Any:
     def keep(module: nn.Module, _args: Any, output: Any) -> None:
+        if get_ident() != thread:  # another generation of the same model
+            return
         states = output if isinstance(output, Tensor) else output[0]
         if states.dim() != 3:
             raise ValueError(

@@ -87,7 +87,12 @@ def copy_sharing(module: Any) -> Any:
     """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's."""
     kept = (*module.parameters(), *module.buffers(), *states_of(module))
     shared: dict[int, object] = {id(each): each for each in kept}
-    return copy.deepcopy(module, shared)
+    copied = copy.deepcopy(module, shared)
+    for part in copied.modules():
+        forward = vars(part).get("forward")
+        if hasattr(forward, "_torchdynamo_orig_callable"):  # `model.forward = torch.compile(model.forward)`
+            del part.forward  # it runs the original
+    return copied
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
