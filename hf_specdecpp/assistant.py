@@ -330,9 +330,15 @@ class SpecDecPPAssistant(ModelInterface):
         """What a generation needs of this assistant.
 
         Raises:
-            ValueError: an early-exit assistant that has not met its target.
+            ValueError: an early-exit assistant that has not met its target, or whose target has been moved since.
         """
         drafter = self.ready_drafter()
+        has_parts = any(part is not None for part in (self.fusion, self.adapter_folder, self.draft_vocab))
+        if drafter.shares_target and drafter.has_moved and has_parts:
+            raise ValueError(
+                f"The target was moved to {drafter.dtype} on {drafter.device} after this assistant was attached to it, "
+                "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
+            )
         compile_steps(drafter, self.speculation.compile)
         return DraftSetup(
             drafter=drafter,

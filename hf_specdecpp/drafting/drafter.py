@@ -47,6 +47,7 @@ class Drafter(Reader):
         if fusion is not None:
             _check_fusion(fusion, self)
         self.fusion = fusion
+        self._made_for = (model.dtype, model.device)
         self.steps: Any = None  # `drafting.compiled.CompiledSteps`, where steps are compiled
 
     @property
@@ -57,6 +58,11 @@ class Drafter(Reader):
     @property
     def shares_target(self) -> bool:
         return not self.owns_model
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its model has another dtype or device now."""
+        return (self.model.dtype, self.model.device) != self._made_for
 
     @property
     def parts(self) -> list[nn.Module]:

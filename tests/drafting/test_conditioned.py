@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support.models import prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
@@ -250,6 +251,60 @@ def test_the_target_keeps_no_hooks(llama: CausalLM) -> None:
         llama.generate(prompt(), max_new_tokens=8, assistant_model=assistant, stopping_criteria=[fails])
     assert not any(module._forward_hooks for module in llama.modules())
     assert torch.equal(llama(prompt()).logits, expected)
+
+
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_processor_that_calls_the_target(
+    llama: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, rows: int
+) -> None:
+    """As guidance does. What the draft reads are the states of the text all the same."""
+
+    class Calls(LogitsProcessor):
+        reads_prefix_only = True
+
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            llama(ids[:, -4:].expand(rows, -1))
+            return scores
+
+    assistant = conditioned(llama, speculation)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [Calls()]}
+    plain = llama.generate(prompt(), **options)
+    assert torch.equal(llama.generate(prompt(), assistant_model=assistant, **options), plain)
+    assert worst(assistant, llama, drafted) < 1e-4
+
+
+def test_several_threads(llama: CausalLM, drafted: list[Drafted]) -> None:
+    """Passes of the same target in other threads are not caught."""
+    assistant = conditioned(llama)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    plain = llama.generate(prompt(), **options)
+    with ThreadPoolExecutor(6) as pool:
+        calls = [{"assistant_model": assistant}, {}] * 6
+        texts = list(pool.map(lambda call: llama.generate(prompt(), **options, **call), calls))
+    assert all(torch.equal(text, plain) for text in texts)
+    assert worst(assistant, llama, drafted) < 1e-4
+
+
+def test_a_forward_that_was_compiled_without_hooks(llama: CausalLM) -> None:
+    assistant = conditioned(llama)
+    llama.forward = torch.compile(llama.forward, backend="eager")  # type: ignore[method-assign]
+    llama.generate(prompt(), max_new_tokens=4, do_sample=False)
+    with pytest.raises(RuntimeError, match=r"did not call them.*use model.compile\(\)"):
+        llama.generate(prompt(), max_new_tokens=4, do_sample=False, assistant_model=assistant)
+
+
+def test_a_target_that_is_moved_once_attached(llama: CausalLM) -> None:
+    assistant, early_exit = conditioned(llama), SpecDecPPAssistant.from_early_exit(llama, 2)
+    llama.float()
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    plain = llama.generate(prompt(), **options)
+    assert torch.equal(llama.generate(prompt(), assistant_model=early_exit, **options), plain), "it is the target's"
+    with pytest.raises(ValueError, match=r"moved to torch.float32 on cpu after .* assistant.detach\(\)"):
+        llama.generate(prompt(), assistant_model=assistant, **options)
+    assistant.detach()
+    assistant.attach(llama)
+    assert torch.equal(llama.generate(prompt(), assistant_model=assistant, **options), plain)
 
 
 def test_only_adapter_fusion_and_head_take_memory(llama: CausalLM) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from peft import LoraConfig, get_peft_model
+from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
@@ -24,6 +25,32 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     assistant.detach(compiled)
     assert type(target).__mro__[0].__name__ == type(compiled._orig_mod).__name__
     assert "AttachedMixin" not in {base.__name__ for base in type(target).__mro__}
+
+
+def test_an_early_exit_of_a_target_whose_forward_is_compiled() -> None:
+    """The draft's own forward is its class's: the compiled one runs the target."""
+    target = quiet_later_layers(tiny("llama"))
+    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)  # type: ignore[method-assign]
+    assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(rule="fixed"))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    plain = target.generate(prompt(), **options)
+    assert torch.equal(target.generate(prompt(), assistant_model=assistant, **options), plain)
+    assert assistant.stats.accepted > 0
+
+
+def test_batches_with_an_adapter_for_each_row() -> None:
+    """PEFT tells its layers about all rows, and rows that end leave a batch."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    target: Any = get_peft_model(tiny("llama"), config)
+    target.add_adapter("other", config)
+    target.eval()
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig(rule="fixed"))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    one = {"input_ids": prompt(), "adapter_names": ["other"], **options}
+    assert torch.equal(target.generate(**one, assistant_model=assistant), target.generate(**one))
+    rows = {"input_ids": torch.cat((prompt(), prompt(seed=1))), "adapter_names": ["default", "other"], **options}
+    with pytest.raises(ValueError, match="each row has an adapter of its own"):
+        target.generate(**rows, assistant_model=assistant)
 
 
 @pytest.mark.parametrize(
