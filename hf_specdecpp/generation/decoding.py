@@ -95,7 +95,7 @@ class AssistedDecoding:
             input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
         with self.target._optimize_model_for_decode():
-            if not finished and self.prefix.most_candidates(input_ids) != 0:
+            if not finished and not self.prefix.is_at_change(input_ids):
                 self._compare_passes(input_ids)
             return self._rounds(input_ids, finished)
 
@@ -129,7 +129,7 @@ class AssistedDecoding:
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        most = 0 if self.prefix.pending >= MOST_PENDING else self.prefix.most_candidates(input_ids)
+        most = 0 if self.prefix.pending >= MOST_PENDING else self._room(input_ids)
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
@@ -142,6 +142,11 @@ class AssistedDecoding:
         if self.prefix.mark is not None:
             self.stats.state_bytes = self.prefix.mark.num_bytes
         return self._select(input_ids, chain, outputs)
+
+    def _room(self, input_ids: Tensor) -> int | None:
+        """How many candidates the next pass has room for."""
+        self.stats.rounds_at_change += self.prefix.is_at_change(input_ids)
+        return self.prefix.most_candidates(input_ids)
 
     def _draft(self, input_ids: Tensor, most: int | None) -> Chain:
         """The candidates of a round, at most `most`."""
@@ -186,7 +191,7 @@ class AssistedDecoding:
 
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
-        tree = self.generator.draft_tree(input_ids, self.states, self.prefix.most_candidates(input_ids))
+        tree = self.generator.draft_tree(input_ids, self.states, self._room(input_ids))
         tree_pass = TreePass(tree)
         is_tested = self.generator.randomness is not None and self._verifies_at_once(input_ids)
         inputs = self.prefix.tree_inputs(input_ids, tree_pass, families=is_tested)

@@ -56,13 +56,19 @@ class Prefix:
 
     def most_candidates(self, input_ids: Tensor) -> int | None:
         """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
-        before_change = self._before_change(input_ids) if self._changes else None
+        before_change = self._before_change(input_ids)
         if self.static is None or before_change is None:
             return before_change if self.static is None else self.static.most_candidates
         return min(self.static.most_candidates, most_in(before_change + 1))
 
+    def is_at_change(self, input_ids: Tensor) -> bool:
+        """Whether the next pass has no room for candidates because rotary frequencies change (`caches.rope`)."""
+        return self._before_change(input_ids) == 0
+
     def _before_change(self, input_ids: Tensor) -> int | None:
-        """How many tokens there may be after the text so that one pass has one set of rotary frequencies."""
+        """How many candidates there may be after the text so that all of the pass has the same rotary frequencies."""
+        if not self._changes:
+            return None
         length = input_ids.shape[1]
         if self._padding is None:
             positions = self.model_kwargs.get("position_ids")

@@ -18,6 +18,8 @@ class SpeculationStats:
     Attributes:
         rounds: drafting rounds, each followed by one target pass.
         idle_rounds: those of them that drafted nothing.
+        rounds_at_change: those of them that could have no candidates, since the target's rotary frequencies change
+            there with the length of the text (`caches.rope`).
         plain_passes: target passes without candidates (the first token comes from the prompt's pass).
         drafted, accepted: candidates. `discarded` is the rest.
         generated: tokens emitted. (`generated + discarded = drafted + rounds + plain_passes`, unless the last round was
@@ -46,6 +48,7 @@ class SpeculationStats:
 
     rounds: int = 0
     idle_rounds: int = 0
+    rounds_at_change: int = 0
     plain_passes: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -185,10 +188,17 @@ class SpeculationStats:
     def _verdict(self) -> str:
         if self.rounds == 0:
             return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
+        if 2 * self.rounds_at_change > self.rounds:
+            return (
+                f"Nothing could be drafted in {self.rounds_at_change} of {self.rounds} rounds: the target's rotary "
+                "frequencies change there with the length of the text (rope_type='dynamic' or 'longrope'), and a pass "
+                "over several tokens would alter the text."
+            )
         if self.speedup is None or self.same_pass_speedup is None:
+            attach = "" if self.complete else ": attach the assistant to the target (assistant.attach(model))"
             return (
                 f"{self.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
-                "measured: attach the assistant to the target (assistant.attach(model))."
+                f"measured{attach}."
             )
         gain, passes = self.same_pass_speedup, self.speedup / self.same_pass_speedup
         faster_passes = not LOSES < passes < PAYS

@@ -128,14 +128,16 @@ def test_scores_and_states_are_those_of_plain_generation(kind: str) -> None:
 
 
 def test_drafting_goes_on_after_the_change() -> None:
-    drafted = {}
+    found = {}
     for kind in TARGETS:
         target = target_of(kind)
         assistant = assistant_of("independent", target, **CHAIN)
         generate(target, prompt(CHANGE + 2), assistant_model=assistant)
-        drafted[kind] = assistant.stats.drafted
-    assert drafted.pop("dynamic") == 0, "its frequencies change with every token"
-    assert min(drafted.values()) > 8
+        found[kind] = assistant.stats
+    dynamic = found.pop("dynamic")
+    assert (dynamic.drafted, dynamic.rounds_at_change) == (0, 15), "its frequencies change with every token"
+    assert "in 15 of 15 rounds: the target's rotary frequencies change" in dynamic.verdict
+    assert all(stats.drafted > 8 and stats.rounds_at_change == 0 for stats in found.values())
 
 
 @pytest.mark.parametrize("kind", TARGETS)
