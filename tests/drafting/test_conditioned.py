@@ -288,7 +288,7 @@ def test_several_threads(llama: CausalLM, drafted: list[Drafted]) -> None:
 
 def test_a_forward_that_was_compiled_without_hooks(llama: CausalLM) -> None:
     assistant = conditioned(llama)
-    llama.forward = torch.compile(llama.forward, backend="eager")  # type: ignore[method-assign]
+    llama.forward = torch.compile(llama.forward, backend="eager")
     llama.generate(prompt(), max_new_tokens=4, do_sample=False)
     with pytest.raises(RuntimeError, match=r"did not call them.*use model.compile\(\)"):
         llama.generate(prompt(), max_new_tokens=4, do_sample=False, assistant_model=assistant)

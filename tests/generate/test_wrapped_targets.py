@@ -30,7 +30,7 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
 def test_an_early_exit_of_a_target_whose_forward_is_compiled() -> None:
     """The draft's own forward is its class's: the compiled one runs the target."""
     target = quiet_later_layers(tiny("llama"))
-    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)  # type: ignore[method-assign]
+    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
     assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(rule="fixed"))
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
     plain = target.generate(prompt(), **options)
