@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.compiled import compile_steps
-from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.drafting.drafter import Drafter, check_head, check_unmoved
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation import attached
@@ -333,12 +333,7 @@ class SpecDecPPAssistant(ModelInterface):
             ValueError: an early-exit assistant that has not met its target, or whose target has been moved since.
         """
         drafter = self.ready_drafter()
-        has_parts = any(part is not None for part in (self.fusion, self.adapter_folder, self.draft_vocab))
-        if drafter.shares_target and drafter.has_moved and has_parts:
-            raise ValueError(
-                f"The target was moved to {drafter.dtype} on {drafter.device} after this assistant was attached to it, "
-                "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
-            )
+        check_unmoved(drafter, has_adapter=self.adapter_folder is not None)
         compile_steps(drafter, self.speculation.compile)
         return DraftSetup(
             drafter=drafter,

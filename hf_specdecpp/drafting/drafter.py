@@ -47,7 +47,7 @@ class Drafter(Reader):
         if fusion is not None:
             _check_fusion(fusion, self)
         self.fusion = fusion
-        self._made_for = (model.dtype, model.device)
+        self.made_for = (model.dtype, model.device)
         self.steps: Any = None  # `drafting.compiled.CompiledSteps`, where steps are compiled
 
     @property
@@ -58,11 +58,6 @@ class Drafter(Reader):
     @property
     def shares_target(self) -> bool:
         return not self.owns_model
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether its model has another dtype or device now."""
-        return (self.model.dtype, self.model.device) != self._made_for
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -143,6 +138,16 @@ def _check_fusion(fusion: Fusion, drafter: Drafter) -> None:
         raise ValueError(
             f"The fusion reads states of {theirs[0]} and embeddings of {theirs[1]} numbers; the draft has {ours[0]} "
             f"and {ours[1]}. It was trained for another target."
+        )
+
+
+def check_unmoved(drafter: Drafter, has_adapter: bool) -> None:
+    """Raise `ValueError` if the target was moved after a draft of its layers that has parts of its own was made."""
+    has_parts = has_adapter or drafter.fusion is not None or drafter.draft_vocab is not None
+    if drafter.shares_target and has_parts and (drafter.dtype, drafter.device) != drafter.made_for:
+        raise ValueError(
+            f"The target was moved to {drafter.dtype} on {drafter.device} after this assistant was attached to it, "
+            "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
         )
 
 

@@ -53,6 +53,11 @@ def inner_decoder(model: CausalLM) -> CausalLM:
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether somebody did `module.forward = torch.compile(module.forward)`, which runs that very module's code."""
+    return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None) is not None
+
+
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters

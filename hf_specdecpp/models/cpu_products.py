@@ -31,6 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models import int8_products
+from hf_specdecpp.models.causal_lm import has_compiled_forward
 from hf_specdecpp.models.product_times import Product, fastest, index_of, onednn, pack
 
 Forward = Callable[[Tensor], Tensor]
@@ -227,10 +228,9 @@ def _ordinary(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Linear]:
 def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile sees through it: a forward that comes and goes would compile it again each time."""
     wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
-    forward = vars(module).get("forward")  # `module.forward = torch.compile(module.forward)`
     in_place = module._compiled_call_impl is not None  # `module.compile()`
     in_place |= "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
-    return wrapped or in_place or getattr(forward, "_torchdynamo_orig_callable", None) is not None
+    return wrapped or in_place or has_compiled_forward(module)
 
 
 def _on_cpu(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_forward, inner_decoder, num_processes
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.quantised import states_of
 
@@ -89,8 +89,7 @@ def copy_sharing(module: Any) -> Any:
     shared: dict[int, object] = {id(each): each for each in kept}
     copied = copy.deepcopy(module, shared)
     for part in copied.modules():
-        forward = vars(part).get("forward")
-        if hasattr(forward, "_torchdynamo_orig_callable"):  # `model.forward = torch.compile(model.forward)`
+        if has_compiled_forward(part):
             del part.forward  # it runs the original
     return copied
 
