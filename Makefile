@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 FLOOR  := .venv-floor
+NEWEST := .venv-newest
 QUANTS := .quantised
 BIN    := $(VENV)/bin
 MODELS := .models
@@ -10,7 +11,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-quantised lint format types docs bench-overhead clean
+.PHONY: help install demo test test-slow test-floor test-newest test-quantised lint format types docs bench-overhead clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -33,6 +34,13 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	@$(FLOOR)/bin/python -m pip install --quiet -c constraints-floor.txt -e ".[test]"
 	@touch $@
 
+# On Linux the newest torch comes with gigabytes of CUDA libraries. Remove the folder to install again.
+$(NEWEST)/.installed: pyproject.toml
+	@echo "Installing the newest versions into $(NEWEST): takes some minutes"
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade -e ".[test]"
+	@touch $@
+
 $(QUANTS)/.installed: $(VENV)/.installed
 	@echo "Installing into $(QUANTS): torchao and bitsandbytes"
 	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(QUANTS) torchao bitsandbytes
@@ -50,6 +58,9 @@ test-slow: install  ## Run every test, the slow ones too
 
 test-floor: $(FLOOR)/.installed  ## Run the fast tests with the oldest supported transformers
 	@$(PYTEST) $(FLOOR)/bin/pytest -n 2 $(ARGS)
+
+test-newest: $(NEWEST)/.installed  ## Run the fast tests with the newest torch, transformers and peft of the package index
+	@$(PYTEST) $(NEWEST)/bin/pytest -n 2 $(ARGS)
 
 test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, with torchao and bitsandbytes
 	@$(PYTEST) PYTHONPATH=$(QUANTS) $(BIN)/pytest tests/generate/test_quantised_targets.py tests/test_limits.py $(ARGS)

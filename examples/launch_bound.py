@@ -26,10 +26,10 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.drafting.compiled import chain_session, compile_steps
 from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.product_times import computing_clock
 
 NEW_TOKENS, WARM_UP, FORWARDS = 96, 2, 10
 LENGTH = 4  # candidates of a chain

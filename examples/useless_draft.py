@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.models.product_times import computing_clock
+from hf_specdecpp.clocks import computing_clock
 
 SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
 NEW_TOKENS, REPETITIONS, WARM_UP = 96, 9, 3

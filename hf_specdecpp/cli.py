@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -211,7 +212,10 @@ def _short(value: Any) -> str:
 
 
 def _pinned(name: str | None, revision: str | None) -> str:
-    return f"{name or 'not recorded'}{f' at {revision}' if revision else ''}"
+    """Such as "org/model at 1a2b3c". Folders have no commits."""
+    if name is None or os.path.isdir(name):  # noqa: PTH112 - Path.is_dir fails at very long names
+        return name or "not recorded"
+    return f"{name} at {revision or 'a commit that is not recorded'}"
 
 
 def _text(value: str) -> Text:

@@ -79,10 +79,22 @@ def source_commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The model where torch knows it, for example `NVIDIA H200` or `CPU (x86_64)`."""
+    """The model where it is known, for example `NVIDIA H200` or `CPU (AMD EPYC, family 26, x86_64, AVX512)`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()})" if device.type == "cpu" else device.type
+    if device.type != "cpu":
+        return device.type
+    return f"CPU ({', '.join([*_processor(), platform.machine(), torch.backends.cpu.get_cpu_capability()])})"
+
+
+def _processor() -> list[str]:
+    """Its name and family, where Linux says them: clouds give quite different processors the same name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return [platform.processor()] if platform.processor() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return [f"{word}{facts[name]}" for name, word in (("model name", ""), ("cpu family", "family ")) if name in facts]
 
 
 def _cached_commit(name: str | None, revision: str | None) -> str | None:

@@ -188,7 +188,7 @@ def test_convert(tmp_path: Path) -> None:
     output = text(result.stdout)
     assert f"assistant {out}" in output
     assert "draft org/draft at abc" in output
-    assert "target org/target draft" in output
+    assert "target org/target at a commit that is not recorded draft" in output
     assert "tied=True" in output
     assert "All files are sound." in output
     config = json.loads((out / "config.json").read_text())
@@ -199,7 +199,7 @@ def test_convert(tmp_path: Path) -> None:
 def test_convert_without_a_draft_warns(tmp_path: Path) -> None:
     result = run("inspect", save_mixin(ReleasedHead(1), tmp_path / "in"), "--convert", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "warning config.json has no draft_id and no draft_revision" in text(result.stdout)
+    assert "warning config.json has no draft_id" in text(result.stdout)
 
 
 def test_convert_as_told(tmp_path: Path) -> None:

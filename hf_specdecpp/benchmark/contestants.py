@@ -68,6 +68,17 @@ class Contestant:
     def ours(self) -> bool:
         return self.speculation is not None
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a chain of fixed length, up to 8, or with a fixed threshold, 0.3 to 0.7: what rules that adapt
+        themselves have to beat."""
+        config = self.speculation
+        if config is None or config.tree is not None:
+            return False
+        if config.rule == "fixed":
+            return config.num_tokens <= 8
+        return config.rule == "threshold" and 0.3 <= config.threshold <= 0.7 and not config.adapt
+
     @contextmanager
     def arguments(self, assistant: SpecDecPPAssistant, target: CausalLM) -> Iterator[dict[str, Any]]:
         """What to pass to the target's `generate()`, target and assistant being set up for it meanwhile."""

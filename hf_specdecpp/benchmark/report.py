@@ -49,14 +49,15 @@ def print_report(results: dict[str, Any], console: Console) -> None:
 def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH)
     table.add_column("contestant (best setting)", ratio=1, no_wrap=True)
-    for column in ("x plain", "x plain,\nsame passes", "tokens/s", "tokens/pass", "discarded"):
+    for column in ("x plain", "x plain,\nsame passes", "x best\nconstant", "tokens/s", "tokens/pass", "discarded"):
         table.add_column(column, justify="right", no_wrap=True)
     fastest = max(rows, key=lambda row: row["speedup"])
     for row in rows:
         best = row is fastest
         table.add_row(
             f"{'>' if best else ' '} {row['contestant']}{' *' if row['disturbed'] else ''}",
-            *_ratios(row), f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_pass']:.2f}",
+            *_ratios(row), "" if row["of_constant"] is None else f"{row['of_constant'][0]:.2f}",
+            f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_pass']:.2f}",
             f"{row['discard_rate']:.2f}",
             style="bold green" if best else None,
         )  # fmt: skip
@@ -67,6 +68,14 @@ def _ratios(row: dict[str, Any]) -> tuple[str, str]:
     """Speed over plain generation, as it is and with the same passes, each with its interval."""
     (low, high), (same_low, same_high) = row["interval"], row["same_passes_interval"]
     return f"{row['speedup']:.2f} ({low:.2f}-{high:.2f})", f"{row['same_passes']:.2f} ({same_low:.2f}-{same_high:.2f})"
+
+
+def _of_constant(row: dict[str, Any]) -> str:
+    """Speed over that of the best constant length, with its interval; nothing where none took part."""
+    if row["of_constant"] is None:
+        return ""
+    ratio, low, high = row["of_constant"]
+    return f"{ratio:.2f} ({low:.2f}-{high:.2f})"
 
 
 def notes(results: dict[str, Any]) -> list[str]:
@@ -174,15 +183,16 @@ def _picture(name: str, temperature: float) -> str:
 
 def _live_tables(summary: Sequence[dict[str, Any]], temperature: float) -> str:
     here = [row for row in summary if row["temperature"] == temperature]
-    header = ("set", "contestant", "x plain (95 %)", "x plain, same passes (95 %)", "tokens/s", "tokens/pass",
-              "discard rate", "verification rate", "drafted/round", "prompts", "disturbed")  # fmt: skip
+    header = ("set", "contestant", "x plain (95 %)", "x plain, same passes (95 %)", "x best constant length (95 %)",
+              "tokens/s", "tokens/pass", "discard rate", "verification rate", "drafted/round", "prompts",
+              "disturbed")  # fmt: skip
     fastest = {name: max(r["speedup"] for r in here if r["set"] == name) for name in {r["set"] for r in here}}
     lines = []
     for row in here:
         mark = "**" if row["speedup"] == fastest[row["set"]] else ""
         lines.append(
             (row["set"], f"{mark}{row['contestant']}{mark}", *(f"{mark}{each}{mark}" for each in _ratios(row)),
-             f"{row['tokens_per_second']:.2f}", f"{row['tokens_per_pass']:.2f}",
+             _of_constant(row), f"{row['tokens_per_second']:.2f}", f"{row['tokens_per_pass']:.2f}",
              f"{row['discard_rate']:.2f}", f"{row['verification_rate']:.3f}", f"{row['drafted_per_round']:.1f}",
              row["prompts"], row["disturbed"])
         )  # fmt: skip

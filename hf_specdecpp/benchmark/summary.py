@@ -1,7 +1,8 @@
 """From generations to rows of a table: speeds relative to plain generation, rates, and what the time went into.
 
 Every speed has two ratios: `speedup` over plain `generate()` as it is, and `same_passes` over plain `generate()` on the
-CPU products and packed weights that ours runs on, which is what speculation itself gains.
+CPU products and packed weights that ours runs on, which is what speculation itself gains. A third, `of_constant`, is
+over the best constant length, chosen in hindsight over all prompts: what adapting to texts and machine gains, or costs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,41 @@ def summarise(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant])
             for name in (row["set"], ALL) if several else (row["set"],):
                 groups[name, row["temperature"], row["contestant"]].append(row)
     plain, same = ({_moment(row): row for row in rows if row["contestant"] == each.name} for each in BASELINES)
+    best = _best_constants(groups, [each for each in contestants if each.is_constant], plain)
     summary = [
         {"set": name, "temperature": temperature, "contestant": contestant, "family": by_name[contestant].family,
-         "ours": by_name[contestant].ours, **_measures(group, plain, same)}
+         "ours": by_name[contestant].ours, **_measures(group, plain, same),
+         "of_constant": _over(group, best[temperature])}
         for (name, temperature, contestant), group in groups.items()
     ]  # fmt: skip
     return sorted(summary, key=lambda row: (row["set"] != ALL, row["set"], row["temperature"], -row["speedup"]))
+
+
+def _best_constants(
+    groups: dict[tuple[str, float, str], list[dict[str, Any]]],
+    constants: Sequence[Contestant],
+    plain: dict[tuple[Any, ...], dict[str, Any]],
+) -> dict[float, dict[tuple[Any, ...], dict[str, Any]]]:
+    """By temperature the generations of the constant length with the largest median gain over all prompts."""
+    found: dict[float, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for temperature in {key[1] for key in groups}:
+        of_all: dict[str, list[dict[str, Any]]] = {each.name: [] for each in constants}
+        for (name, mode, contestant), group in groups.items():
+            if name != ALL and mode == temperature and contestant in of_all:
+                of_all[contestant] += group
+        rows = max(of_all.values(), key=lambda rows: _median_gain(rows, plain), default=[])
+        found[temperature] = {_moment(row): row for row in rows}
+    return found
+
+
+def _median_gain(rows: list[dict[str, Any]], plain: dict[tuple[Any, ...], dict[str, Any]]) -> float:
+    return median(_speed(row) / _speed(plain[_moment(row)]) for row in rows) if rows else 0.0
+
+
+def _over(rows: list[dict[str, Any]], others: dict[tuple[Any, ...], dict[str, Any]]) -> list[float] | None:
+    """The median ratio of speeds on the same prompts, with its interval; `None` if there are no others."""
+    ratios = [_speed(row) / _speed(others[_moment(row)]) for row in rows if _moment(row) in others]
+    return list(median_of_ratios(ratios)) if ratios else None
 
 
 def comparable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ class Costs:
 
     Args:
         draft (seconds): one draft step, its estimate and its draw included.
-        verify (seconds): target passes over 1, 2, ... tokens; longer ones are extrapolated along a straight line.
+        verify (seconds): target passes over 1, 2, ... tokens, of any form: a wider pass may take less time than a
+            narrower one. Longer ones are extrapolated along a straight line.
         overhead (seconds): whatever else a round takes.
         read (seconds): the draft reading one more token of a text that it has not followed, after a pause.
         branch (seconds): in trees: each further node that a draft step reads.
+        start (seconds): drafting at all, whatever the number of steps.
 
     Raises:
         ValueError: a value is not a number of seconds, or `verify` is empty.
@@ -31,10 +33,11 @@ class Costs:
     overhead: float = 0.0
     read: float = 0.0
     branch: float = 0.0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verify", tuple(self.verify))
-        values = (self.draft, *self.verify, self.overhead, self.read, self.branch)
+        values = (self.draft, *self.verify, self.overhead, self.read, self.branch, self.start)
         if not all(isinstance(value, int | float) and 0.0 <= value < float("inf") for value in values):
             raise ValueError(f"costs={self.to_dict()} must be finite seconds, none negative: the rule compares them.")
         if not self.verify or self.verify[0] <= 0.0:
@@ -45,12 +48,12 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
-        """From `{"draft": s, "verify": [s, ...], "overhead": s, "read": s, "branch": s}`; the last three may miss."""
-        required, known = {"draft", "verify"}, {"draft", "verify", "overhead", "read", "branch"}
+        """From `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; all but the first two may miss."""
+        required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
         if not (isinstance(values, dict) and required <= set(values) <= known and isinstance(values["verify"], list)):
             raise ValueError(
                 f"costs={values!r} must look like {{'draft': s, 'verify': [s1, s2, ...], 'overhead': s, 'read': s, "
-                "'branch': s}} in seconds; the last three may be missing. None measures them."
+                "'branch': s, 'start': s}} in seconds; all but the first two may be missing. None measures them."
             )
         return cls(**{**values, "verify": tuple(values["verify"])})
 
@@ -67,7 +70,7 @@ class Costs:
         takes 10 ms, a row's share of which is 5; over two tokens of each 16, so 8.
         """
         verify = self.verify_seconds(rows * (max_tokens + 1) - 1)[rows - 1 :: rows]
-        whole = Costs(self.draft, tuple(verify.tolist()), self.overhead, self.read)
+        whole = replace(self, verify=tuple(verify.tolist()))
         return whole.share(rows)
 
     def read_twice(self, max_tokens: int) -> Costs:
@@ -83,12 +86,14 @@ class Costs:
     def share(self, rows: int) -> Costs:
         """One row's share of the costs of a batch."""
         verify = tuple(seconds / rows for seconds in self.verify)
-        return Costs(self.draft / rows, verify, self.overhead / rows, self.read / rows)
+        each = {name: seconds / rows for name, seconds in asdict(self).items() if name != "verify"}
+        return Costs(verify=verify, **each)
 
     def round_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain."""
-        seconds: Floats = np.arange(max_tokens + 1) * self.draft + self.verify_seconds(max_tokens) + self.overhead
-        return seconds
+        steps = np.arange(max_tokens + 1)
+        seconds: Floats = steps * self.draft + (steps > 0) * self.start + self.verify_seconds(max_tokens)
+        return seconds + self.overhead
 
     def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
         """Seconds of a round with a tree.
@@ -98,11 +103,19 @@ class Costs:
             num_read: nodes that the draft read in them, the root included.
             verify: seconds of the target's pass.
         """
-        return self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
+        return self.start + self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
 
     def verify_seconds(self, max_tokens: int) -> Floats:
-        """`[max_tokens + 1]` seconds of target passes over 0, 1, ... candidates. More tokens never take less time."""
-        verify = np.maximum.accumulate(np.array(self.verify, dtype=np.float64))
+        """`[max_tokens + 1]` seconds of target passes over 0, 1, ... candidates.
+
+        Example: passes over 1, 2, 3 and 4 tokens take 58, 71, 80 and 52 ms, so that three candidates are cheaper than
+        one. Beyond them the line through the first and the last goes on, but never falls: 52 ms.
+        """
+        verify: Floats = np.array(self.verify, dtype=np.float64)
         further = np.arange(1, max_tokens + 2 - len(verify))
-        slope = (verify[-1] - verify[0]) / max(len(verify) - 1, 1)
+        slope = max((verify[-1] - verify[0]) / max(len(verify) - 1, 1), 0.0)
         return np.concatenate((verify, verify[-1] + slope * further))[: max_tokens + 1]
+
+    def known_for(self, max_tokens: int) -> Costs:
+        """The same, with passes over up to `max_tokens` candidates listed."""
+        return replace(self, verify=tuple(self.verify_seconds(max(max_tokens, len(self.verify) - 1)).tolist()))

@@ -45,10 +45,13 @@ class SpeculationConfig:
         svip_threshold (sqrt of nats): for `rule="svip"`, in [0, 1]. Larger speculates further.
         adaedl_threshold (probability): for `rule="adaedl"`, in [0, 1]: where its bound starts. Larger stops earlier.
         costs (seconds): of a round, for `rule="throughput"`, as
-            `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s}`: a draft step, target passes
-            over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to read after a pause, each
-            further node that a draft step reads in a tree. The last three may be missing. `None` measures them, once a
-            machine.
+            `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s, "start": s}`: a draft step,
+            target passes over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to read after a
+            pause, each further node that a draft step reads in a tree, drafting at all. All but the first two may be
+            missing. `None` measures them.
+        track_costs: for `rule="throughput"`: measured costs follow what the rounds of each text take, for the texts
+            after it. `False` always takes those that were measured before the first text; then, with
+            `assistant.memory.clear()`, a seed repeats a sampled text.
         adapt: calibrate the estimates of `"threshold"` and of dynamic trees by what verification said of earlier ones,
             in this text and those before it (`assistant.memory`; `docs/specdecpp.md`). `"throughput"` always does.
             `False` takes a head's and the draft's probabilities as they are; then a seed repeats a sampled text
@@ -72,14 +75,15 @@ class SpeculationConfig:
             `"token"`: one candidate after the other, as in the papers (arXiv 2211.17192 and 2410.11744). Greedy
             decoding has no choice. Unattached targets and logits processors that must be called in order have
             `"token"`.
-        cpu_products: on a CPU. `"auto"`: float32 linear layers of target and draft compute with oneDNN where it was
-            measured to be at least 1.1 times as fast as PyTorch's own product for the shape of the weight and the
-            number of tokens (under a second for each shape, once a machine). It rounds the last digits differently.
-            And attention over several tokens reads keys and values that heads share without copying them, which
-            computes the same bits. `"off"`: always PyTorch's own products, in transformers' attention.
-        pack_weights: with `cpu_products="auto"`, keep copies of these weights in oneDNN's own order where that was
-            measured to be faster still, for up to twice the memory until `detach`. Each `generate()` first reads the
-            weights to see whether they were changed, which takes about as long as one plain token.
+        cpu_products: on a CPU. `"auto"`: float32 linear layers of target and draft compute with oneDNN for the numbers
+            of tokens for which whole passes were measured to be at least 1.05 times as fast (a second or two for a
+            small model, once a machine), and passes over few tokens are filled up with rows of zeros where that is
+            faster. It rounds the last digits differently. And attention over several tokens reads keys and values that
+            heads share without copying them, which computes the same bits. `"off"`: always PyTorch's own products, in
+            transformers' attention.
+        pack_weights: with `cpu_products="auto"`, copies of these weights in oneDNN's own order may be kept, for up to
+            twice the memory until `detach`; they are where that was measured to be faster still. Each `generate()` then
+            first reads the weights to see whether they were changed, which takes about as long as one plain token.
         int8_draft: on a CPU, for a float32 draft of an attached target: it reads a few tokens with int8 copies of its
             weights (a quarter of their memory), which takes about a third of the time. Prompts it reads as ever. The
             output is the target's own as before; a few candidates fewer are accepted.
@@ -99,6 +103,7 @@ class SpeculationConfig:
     svip_threshold: float = 0.3
     adaedl_threshold: float = 0.4
     costs: dict[str, Any] | None = None
+    track_costs: bool = True
     adapt: bool = True
     tree: Tree | None = None
     tree_budget: int = 64

@@ -49,14 +49,6 @@ class StoppingRule:
     def update(self, num_drafted: int, num_accepted: int) -> None:
         """Learn the outcome of a round."""
 
-    def finish(self, draft_seconds: float, target_seconds: float) -> float | None:  # noqa: ARG002 - for subclasses
-        """Learn what drafting and the target passes of the generation took.
-
-        Returns:
-            How many times what the rule reckons with a candidate costs, in target passes, where that is far from 1.
-        """
-        return None
-
 
 class FixedLength(StoppingRule):
     """Classic speculative decoding: `max_tokens` candidates every round."""

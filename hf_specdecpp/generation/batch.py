@@ -1,7 +1,7 @@
 """Assisted decoding of several sequences at once: the rows share the draft's steps and the target's passes.
 
-Each keeps its own pace, in caches with holes (`caches.batches`). A row that ends leaves the batch and is padded,
-also where plain `generate()`, for want of an id that ends texts, would go on in it until all rows have ended.
+Each keeps its own pace, in caches with holes (`caches.batches`). A row that ends leaves the batch and is padded.
+Where no id ends texts, plain `generate()` goes on in such a row until all rows have ended, and so do we (`_leaving`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from hf_specdecpp.caches.batches import BatchCache
 from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.drafting.batch_session import BatchSession
 from hf_specdecpp.drafting.chain import Chain, draft_chains
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.conditioning import TargetStates
-from hf_specdecpp.throughput.chains import BatchThroughput, pays_to_go_on
+from hf_specdecpp.throughput.chains import BatchThroughput, ThroughputState, pays_to_go_on
 from hf_specdecpp.throughput.plain_passes import pass_seconds
+from hf_specdecpp.throughput.round_times import Drafting as Drafted
 
 
 class BatchDecoding:
@@ -58,6 +59,8 @@ class BatchDecoding:
         self.cache = BatchCache(target, model_kwargs["past_key_values"], len(generators))
         self.products = generators[0].products
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left
+        self.pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as plain generation asks
+        self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended
         self.carries_cache = config.return_dict_in_generate or model_kwargs["past_key_values"].get_seq_length() > 0
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
@@ -86,7 +89,8 @@ class BatchDecoding:
             self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
             self.texts, self.active = list(input_ids.split(1)), list(range(len(self.rows)))
             finished = self._verify([Chain([], []) for _ in self.rows], outputs)
-            self._leave(finished)
+            self._check_numbers(outputs)
+            self._leave(self._leaving(finished))
         for row in self.rows:
             row.stats.plain_passes += 1
             row.stats.prompt_seconds = (time.perf_counter() - begin) / len(self.rows)
@@ -96,12 +100,24 @@ class BatchDecoding:
             with self.products:
                 while self.active:
                     self._round()
+        self.rows[0].generator.finish()
 
     def _round(self) -> None:
         """Draft for every row, one target pass, verify; rows that have ended leave."""
         begin = time.perf_counter()
         rows = [self.rows[index] for index in self.active]
+        length, first = max(self.texts[index].shape[1] for index in self.active), self.rows[0].generator
+        # What the whole batch takes is learned while it is whole.
+        times = first.times if len(rows) == len(self.rows) else None
+        if isinstance(first.plan, ThroughputState):
+            first.plan.follow(length)
+            first.plan.next_trial()
+        if times is not None:
+            times.begin()
         chains = self._draft()
+        if times is not None:
+            steps = max(len(chain.tokens) for chain in chains)
+            times.drafted(Drafted(steps, self.read - 1) if self.read <= MOST_READ else None)
         drafted = time.perf_counter()
         for row, chain in zip(rows, chains, strict=True):
             row.generator.note(chain, (drafted - begin) / len(rows))
@@ -117,11 +133,13 @@ class BatchDecoding:
         kept = torch.tensor([row.kept for row in rows])
         self.cache.forget((fed - kept).tolist())
         self.positions += kept
-        self._leave(finished)
+        self._leave(self._leaving(finished))
         overhead = time.perf_counter() - drafted - target_seconds - waited
         for row in rows:
             row.stats.target_seconds += target_seconds / len(rows)
             row.stats.overhead_seconds += overhead / len(rows)
+        if times is not None:
+            times.end(length, is_token.shape[1])
 
     @torch.inference_mode()
     def _draft(self) -> list[Chain]:
@@ -129,6 +147,7 @@ class BatchDecoding:
         rows = [self.rows[index] for index in self.active]
         texts = [self.texts[index] for index in self.active]
         drafting = [row.generator.drafting(text, None, row.states) for row, text in zip(rows, texts, strict=True)]
+        self.read = max(row.generator.session.unread for row in rows)
 
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
             rules = [rows[place].generator.rule for place in asking]
@@ -218,6 +237,35 @@ class BatchDecoding:
             rows.append(row)
         return tuple(rows)
 
+    def _check_numbers(self, outputs: Any) -> None:
+        """Raise `ValueError` where padding has made a row's logits NaN, as eager attention with windows does."""
+        spoilt = [row for row, logits in enumerate(outputs.logits) if bool(logits[-1].isnan().any())]
+        if padded := [row for row in spoilt if not bool(self.prompt_mask[row].all())]:
+            raise ValueError(
+                f"Row {padded[0]} of this batch begins with padding, and {type(self.target).__name__} computes NaN in "
+                f"it with attn_implementation={self.target.config._attn_implementation!r}: plain generate() gives a "
+                'wrong text, too. Load the target with attn_implementation="sdpa", or call generate() once a sequence.'
+            )
+
+    def _leaving(self, finished: list[bool]) -> list[bool]:
+        """Which of the active rows leave.
+
+        Example: no id ends texts, and rows 0 and 1 end by a stop string at lengths of 12 and 20. Plain generation goes
+        on in row 0 up to 20 tokens, so it leaves once it has as many.
+        """
+        if self.pads:
+            return finished
+        lengths = [self.texts[index].shape[1] for index in self.active]
+        for index, length, ends in zip(self.active, lengths, finished, strict=True):
+            if ends:
+                self.ends.setdefault(index, length)
+        last = max(self.ends.values(), default=0) if len(self.ends) == len(self.rows) else min(self._limits())
+        return [length >= last for length in lengths]
+
+    def _limits(self) -> list[float]:
+        """Lengths that no text exceeds."""
+        return [*self.rows[0].max_lengths, float("inf")]
+
     def _leave(self, finished: list[bool]) -> None:
         """Take the rows that have ended out of the batch."""
         if any(finished):
@@ -232,6 +280,11 @@ class BatchDecoding:
 
     def _sequences(self) -> Tensor:
         """The texts `[batch, length]`, those that ended early padded on the right."""
+        if not self.pads:  # some may have gone on for longer than it took the others to end
+            last = max(self.ends.values())
+            self.texts = [text[:, :last] for text in self.texts]
+            for row in self.rows:
+                row.records.cut(last - self.prompt_mask.shape[1])
         longest = max(text.shape[1] for text in self.texts)
         pad = self.config._pad_token_tensor
         texts = [

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
+from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.batch_session import RowSession
 from hf_specdecpp.drafting.chain import Chain, Drafting, drafted_alone, drafting, stepper
@@ -22,15 +23,21 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import DraftSetup, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.throughput.chains import Throughput, ThroughputState
+from hf_specdecpp.throughput.round_times import Drafting as Drafted
+from hf_specdecpp.throughput.round_times import RoundTimes
+from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.checks import check_tree
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
 
 logger = logging.get_logger("hf_specdecpp")
+
+MOST_READ = 32  # tokens that the draft reads at the beginning of a round whose drafting tells what a step costs
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
@@ -53,6 +60,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         products: the matrix products of target and draft; the loops draft and verify within them.
         trees: drafts trees; `None` where chains are drafted.
         rule: stops chains; `None` where trees are drafted.
+        plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
+        times: of its rounds, where the costs follow them.
 
     Raises:
         ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or a conditioned
@@ -102,6 +111,16 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 self.trees = self._tree_drafting(target, generation_config)
             else:
                 self.rule = rule_of(setup, target, generation_config)
+        self.plan: ThroughputState | TreeThroughput | None = None
+        if self.trees is not None:
+            self.plan = self.trees.throughput
+        elif isinstance(self.rule, Throughput):
+            self.plan = self.rule.state
+        self.times: RoundTimes | None = None
+        if self.plan is not None:
+            self.plan.begin_text()
+            if target is not None and self.plan.known is not None:
+                self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         if setup.speculation.compile and (setup.rows > 1 or self.trees is not None):
             logger.warning_once("compile=True: chains of one sequence only; trees and batches are drafted uncompiled.")
         self._attention_mask = attention_mask
@@ -137,7 +156,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             ValueError: this generation drafts trees, which transformers' own loop cannot verify.
         """
         start = time.perf_counter()
-        chain = drafted_alone(self.drafting(input_ids, max_tokens, states))
+        self._time_round()
+        row = self.drafting(input_ids, max_tokens, states)
+        read = self.session.unread - 1
+        chain = drafted_alone(row)
+        self._time_draft(Drafted(steps=len(chain.tokens), read=read))
         self.note(chain, time.perf_counter() - start)
         return chain
 
@@ -166,9 +189,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.trees is None:
             raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
         start = time.perf_counter()
+        self._time_round()
         self._begin_round(input_ids, states)
+        read = self.session.unread - 1
         has_room = max_tokens is None or max_tokens >= self.trees.most_nodes
         tree = self.trees.draft(input_ids, self._room(input_ids.shape[1]) if has_room else 0)
+        self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes))
         self.stats.draft_seconds += time.perf_counter() - start
         return tree
 
@@ -206,16 +232,37 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.rule is not None:
             self.rule.update(self._num_drafted, self._num_accepted)
 
+    def end_round(self, length: int, width: int) -> None:
+        """Take note that a round is over, for the costs of those to come.
+
+        Args:
+            length: of the text before it.
+            width: tokens that the target's pass read.
+        """
+        if self.times is not None:
+            self.times.end(length, width)
+
     def finish(self) -> None:
-        """Learn, at the end of a generation, whether the costs that the rule reckons with were right."""
-        if self.rule is not None:
-            self.stats.cost_ratio = self.rule.finish(self.stats.draft_seconds, self.stats.target_seconds)
+        """Learn, at the end of a generation, what its rounds cost."""
+        if self.plan is not None and self.times is not None:
+            self.plan.learn(self.times)
+
+    def _time_round(self) -> None:
+        if self.times is not None:
+            self.times.begin()
+
+    def _time_draft(self, drafted: Drafted) -> None:
+        if self.times is not None:
+            # What the draft reads of a prompt or after a pause is another kind of pass.
+            self.times.drafted(drafted if drafted.read <= MOST_READ else None)
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None) -> None:
         if states is not None and self._seen_length == 0 and self._attention_mask is not None:
             mask = self._attention_mask[0, -states.shape[1] :].bool()
             states = states[:, mask.to(states.device)] if bool(mask.any()) else states
         self.session.begin_round(self._new_tokens(input_ids), self._num_accepted, states)
+        if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
+            self.plan.follow(input_ids.shape[1])
 
     def _new_tokens(self, input_ids: Tensor) -> Tensor:
         new = input_ids[:, self._seen_length :]

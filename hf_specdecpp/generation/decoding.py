@@ -105,7 +105,9 @@ class AssistedDecoding:
             while not finished:
                 begin = time.perf_counter()
                 spent = self.stats.draft_seconds + self.stats.target_seconds
+                length = input_ids.shape[1]
                 input_ids, finished = self._round(input_ids)
+                self.generator.end_round(length, self.prefix.width)
                 spent = self.stats.draft_seconds + self.stats.target_seconds - spent
                 self.stats.overhead_seconds += time.perf_counter() - begin - spent
             self.prefix.read_pending(input_ids)

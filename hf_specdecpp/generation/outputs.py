@@ -13,6 +13,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.masks import layer_types
 
+KINDS = ("scores", "logits", "hidden_states", "attentions")
+
 
 class TokenRecords:
     """Collects scores, logits, hidden states and attentions; what was not asked for stays `None`.
@@ -36,7 +38,7 @@ class TokenRecords:
     def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
         """Records of several sequences, `[batch, ...]` a token; zeros where a row has ended."""
         together = copy.copy(rows[0])
-        for name in ("scores", "logits", "hidden_states", "attentions"):
+        for name in KINDS:
             setattr(together, name, _by_step([getattr(row, name) for row in rows]))
         return together
 
@@ -50,6 +52,12 @@ class TokenRecords:
             hidden_states=self.hidden_states,
             past_key_values=cache,
         )
+
+    def cut(self, count: int) -> None:
+        """Keep those of the first `count` tokens."""
+        for name in KINDS:
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name)[:count])
 
     @property
     def keeps_logits(self) -> bool:

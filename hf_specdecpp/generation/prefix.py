@@ -44,7 +44,7 @@ class Prefix:
         self.is_masked = mask is not None and not bool(mask.all())
         self.num_settled = 0 if self.cache is None else num_rows(self.cache)
         self.static = StaticRows(self.cache, longest_text(target)) if isinstance(self.cache, StaticCache) else None
-        self.pending = 0
+        self.pending, self.width = 0, 0  # the latter: tokens that the last pass was prepared for, dummies included
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
         self._padding: int | None = None  # tokens of the text that take no position
         # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
@@ -97,9 +97,10 @@ class Prefix:
         dummies = 0 if self.static is None else width_of(count + 1) - count - 1
         if dummies:
             tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, dummies)), dim=1)
+        self.width = self.pending + count + 1 + dummies
         inputs = self.target.prepare_inputs_for_generation(
             tokens,
-            next_sequence_length=self.pending + count + 1 + dummies,
+            next_sequence_length=self.width,
             is_first_iteration=False,
             **self._for_further(count, dummies),
         )

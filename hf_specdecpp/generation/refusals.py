@@ -26,6 +26,7 @@ BATCH_KWARGS = {
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if this kind of generation cannot be assisted."""
+    check_lossless(config)
     if config.num_beams not in (None, 1) or mode is not GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
@@ -41,7 +42,6 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
             'Leave it unset, choose "static", or generate without assistant_model=.'
         )
-    check_lossless(config)
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True: ranks would run different numbers of rounds. Generate without assistant_model= under "
@@ -50,7 +50,12 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def check_lossless(config: GenerationConfig) -> None:
-    """Raise `ValueError` if assisted generation is asked to change the output."""
+    """Raise `ValueError` if assisted generation is asked for another output than the target's own."""
+    if getattr(config, "dola_layers", None) is not None:
+        raise ValueError(
+            f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "
+            "be verified by here. Leave it unset, or generate without assistant_model=."
+        )
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
 

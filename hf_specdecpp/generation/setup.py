@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -16,10 +15,11 @@ from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part
 from hf_specdecpp.models.int8_products import is_available, quantise
-from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, settings_of
+from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.memory import Memory
+from hf_specdecpp.throughput.product_choice import parts_of
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -66,12 +66,12 @@ class DraftSetup:
             in_int8 = False
         if not in_int8:
             self.int8.clear()
-        draft = [] if self.drafter.is_compiled else self.drafter.parts
-        models: list[nn.Module] = []
-        if config.cpu_products == "auto":
-            models = ([] if target is None else [target]) + ([] if in_int8 else draft)
         packed, int8 = self.packed if packs else None, self.int8 if in_int8 else None
-        return FasterProducts(*models, packed=packed, draft=draft, target=target, int8=int8)
+        parts: list[Part] = []
+        if config.cpu_products == "auto":
+            parts = parts_of(target, None if in_int8 or self.drafter.is_compiled else self.drafter, packed)
+        draft = [] if self.drafter.is_compiled else self.drafter.parts
+        return FasterProducts(*parts, packed=packed, draft=draft, target=target, int8=int8)
 
 
 def make_rule(
@@ -91,7 +91,7 @@ def make_rule(
     """
     config.validate()
     if config.rule == "throughput":
-        return Throughput(estimator, plan or ThroughputState(*settings_of(config, estimator)))
+        return Throughput(estimator, plan or ThroughputState(given_costs(config), config.max_tokens, lag_of(estimator)))
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
     if config.rule == "threshold":

@@ -37,8 +37,6 @@ class SpeculationStats:
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
             was not.
         same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
-        cost_ratio: for `rule="throughput"` with chains: how many times what the rule reckons with a candidate costs, in
-            target passes, where that is far from 1; else `None`.
         state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         rows: of a batch, each sequence's; everything else here is their sum.
@@ -66,7 +64,6 @@ class SpeculationStats:
     overhead_seconds: float = 0.0
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
-    cost_ratio: float | None = None
     state_bytes: int = 0
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
     rows: list[SpeculationStats] = field(default_factory=list, compare=False, repr=False)
@@ -176,16 +173,6 @@ class SpeculationStats:
     @property
     def verdict(self) -> str:
         """A few sentences: did speculation pay, and if not, why not; and what faster passes alone give."""
-        if self.cost_ratio is None:
-            return self._verdict()
-        return (
-            f"{self._verdict()} The costs that the rule reckons with are wrong: in target passes a candidate costs "
-            f"{self.cost_ratio:.1f} times as much as was measured, perhaps on a busy machine. They are measured again "
-            "before the next greedy answer, and for all answers after assistant.memory.measure_again(); costs that "
-            "were given in SpeculationConfig(costs=...) stay."
-        )
-
-    def _verdict(self) -> str:
         if self.rounds == 0:
             return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
         if 2 * self.rounds_at_change > self.rounds:
@@ -250,10 +237,9 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "cost_ratio", "state_bytes", "rows"):
+            if item.name not in ("last_tree", "state_bytes", "rows"):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
-        total.cost_ratio = other.cost_ratio or self.cost_ratio
         total.state_bytes = max(self.state_bytes, other.state_bytes)
         total.complete = self.complete and other.complete
         for name in ("plain_pass_seconds", "same_pass_seconds"):
@@ -310,7 +296,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 def _share_of_passes(passes: float, speedup: float) -> str:
     """What the CPU products alone give, and whether that is most of the speed of products and speculation together."""
     most = ", most of which comes from the products" if passes >= PAYS and passes * passes > speedup else ""
-    slower = ": cpu_products='off' is faster here" if passes < LOSES else ""
+    slower = "; the next text leaves its passes over one token to PyTorch" if passes < LOSES else ""
     return (
         f"The CPU products alone run at {passes:.2f} times the speed of plain generate() as it is, with speculation "
         f"it is {speedup:.2f} times{most}{slower}."

@@ -185,7 +185,5 @@ def _look_for_traps(report: Report, names: list[str]) -> None:
             report.traps.append(f"{name} is code. We never run it, but trust_remote_code=True would. Delete it.")
     if config is not None:
         kind = "draft" if config.draft_kind == "independent" else "target"
-        missing = [name for name in (f"{kind}_id", f"{kind}_revision") if getattr(config, name) is None]
-        folder = getattr(config, f"{kind}_id")
-        if missing and not (isinstance(folder, str) and Path(folder).is_dir()):  # folders have no commits
-            report.traps.append(f"{CONFIG} has no {' and no '.join(missing)}, but a head fits one {kind} only. Add it.")
+        if getattr(config, f"{kind}_id") is None:
+            report.traps.append(f"{CONFIG} has no {kind}_id, but a head fits one {kind} only. Add it.")

@@ -1,9 +1,9 @@
 """Faster matrix products on a CPU, for float32 linear layers of the target and the draft (`FasterProducts`).
 
 PyTorch gives float32 products to MKL. oneDNN, which comes with PyTorch and does its bfloat16 products, is faster for
-some shapes of weights, on some processors, and faster still if it may keep a copy of the weights in an order of its own
-(`PackedWeights`). Which product a layer takes for how many rows is measured (`product_times.fastest`); small layers
-keep PyTorch's own.
+some models, on some processors, and faster still if it may keep a copy of the weights in an order of its own
+(`PackedWeights`). Which product the large layers of a model take for how many rows (`products.Ways`) is measured on its
+own passes (`throughput.product_choice`); small layers keep PyTorch's own.
 
 A draft may compute in int8 (`int8_products`), which is three times as fast and not the same.
 
@@ -17,10 +17,10 @@ token and a pass over several, which verification has anyway.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -32,11 +32,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models import int8_products
 from hf_specdecpp.models.causal_lm import has_compiled_forward
-from hf_specdecpp.models.product_times import Product, fastest, index_of, onednn, pack
+from hf_specdecpp.models.products import Ways, filled_up, onednn, pack
 
 Forward = Callable[[Tensor], Tensor]
 UNUSUAL = ("position_bias", "cache", "softcap")  # arguments of attention that transformers handles
+LEAST_ELEMENTS = 100_000  # of a weight: below, calling oneDNN costs more than the product itself
 BUCKETS = 1021  # a prime, so that whatever moves rows or columns of a weight moves numbers from bucket to bucket
+
+
+class Part(NamedTuple):
+    """What belongs to a model, and how its large linear layers multiply."""
+
+    modules: Sequence[nn.Module]
+    ways: Ways
 
 
 class FasterProducts:
@@ -47,16 +55,16 @@ class FasterProducts:
     somebody else has replaced, are left alone. Attention takes part in every dtype, unless a model is compiled.
 
     Args:
-        models: whose layers. By default none, and then nothing changes.
-        packed: keeps packed copies of the weights for which they are faster; they are checked and renewed here.
+        parts: models; a layer that several share goes as in the first. By default none, and then nothing changes.
+        packed: keeps packed copies of the weights for which they are used; they are checked and renewed here.
         draft: modules whose large layers compute in int8 where they are given a few tokens.
         target: a layer that it shares with the draft stays as it is: int8 would change the output.
-        int8: keeps the int8 copies of the draft's, likewise. Without it the draft is one of the `models`.
+        int8: keeps the int8 copies of the draft's, likewise. Without it the draft is one of the parts.
     """
 
     def __init__(
         self,
-        *models: nn.Module,
+        *parts: Part,
         packed: PackedWeights | None = None,
         draft: Iterable[nn.Module] = (),
         target: nn.Module | None = None,
@@ -68,12 +76,15 @@ class FasterProducts:
             own = (layer for layer in linear_layers(draft) if layer not in shared)
             large = (layer for layer in own if int8_products.pays(layer) and can_be_packed(layer))
             self.layers += [(layer, _int8_forward(layer, int8.current(layer.weight))) for layer in large]
-        for layer in linear_layers(models):
-            may_pack = packed is not None and can_be_packed(layer)
-            products = fastest(layer.out_features, layer.in_features, may_pack)
-            copy = packed.current(layer.weight) if packed is not None and "packed" in products else None
-            if copy is not None or "onednn" in products:
-                self.layers.append((layer, _forward(layer, products, copy)))
+        seen: set[nn.Module] = set()
+        for modules, ways in parts:
+            for layer in large_layers(modules, seen):
+                copy = None
+                if packed is not None and "packed" in ways.products and can_be_packed(layer):
+                    copy = packed.current(layer.weight)
+                if not ways.are_own:
+                    self.layers.append((layer, _forward(layer, ways, copy)))
+        models = [module for modules, _ in parts for module in modules]
         # Attention that comes and goes would compile a compiled model again.
         self.groups_attention = any(map(_on_cpu, models)) and not any(map(_is_compiled, models))
 
@@ -164,6 +175,11 @@ class PackedWeights:
         self._copies[weight] = copy
         return copy
 
+    def drop(self, weights: Iterable[Tensor]) -> None:
+        """Give the memory of the copies of these weights back."""
+        for weight in weights:
+            self._copies.pop(weight, None)
+
     def clear(self) -> None:
         """Give the memory back."""
         self._copies.clear()
@@ -206,11 +222,16 @@ def fingerprint(weight: Tensor) -> Tensor:
     return torch.cat((numbers[:whole].view(-1, BUCKETS).sum(0), numbers[whole:]))
 
 
-def linear_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
-    """Ordinary float32 linear layers on a CPU, each once."""
+def large_layers(models: Iterable[nn.Module], seen: set[nn.Module] | None = None) -> Iterator[nn.Linear]:
+    """Those of `linear_layers` that are large enough for other products than PyTorch's own."""
+    return (layer for layer in linear_layers(models, seen) if layer.weight.numel() >= LEAST_ELEMENTS)
+
+
+def linear_layers(models: Iterable[nn.Module], seen: set[nn.Module] | None = None) -> Iterator[nn.Linear]:
+    """Ordinary float32 linear layers on a CPU, each once, without modules that were `seen`, to which they are added."""
     if not torch.backends.mkldnn.is_available():
         return
-    seen: set[nn.Module] = set()
+    seen = set() if seen is None else seen
     for model in models:
         yield from _ordinary(model, seen)
 
@@ -248,22 +269,29 @@ def can_be_packed(layer: nn.Linear) -> bool:
     return even and weight.is_contiguous() and not weight.is_inference() and not layer._forward_pre_hooks
 
 
-def _forward(layer: nn.Linear, products: tuple[Product, ...], packed: PackedCopy | None) -> Forward:
-    """A forward of the layer with these products, by `product_times.index_of` the number of rows."""
+def _forward(layer: nn.Linear, ways: Ways, packed: PackedCopy | None) -> Forward:
+    """A forward of the layer that goes these ways; without a packed copy oneDNN takes the weight as it is."""
     is_current = _unchanged(layer)
 
-    def forward(input: Tensor) -> Tensor:
-        weight, bias = layer.weight, layer.bias
-        if not (rows := _plain_rows(layer, input)):
-            return functional.linear(input, weight, bias)
-        product = products[index_of(rows)]
-        if product == "own":
-            return functional.linear(input, weight, bias)
+    def multiply(x: Tensor, product: str) -> Tensor:
         if product == "packed" and packed is not None:
-            return onednn(input, packed.tensor, bias) if is_current() else functional.linear(input, weight, bias)
-        return onednn(input, weight, bias)
+            return (
+                onednn(x, packed.tensor, layer.bias) if is_current() else functional.linear(x, layer.weight, layer.bias)
+            )
+        if product == "own":
+            return functional.linear(x, layer.weight, layer.bias)
+        return onednn(x, layer.weight, layer.bias)
 
-    return _named(forward, "onednn" if packed is None else "packed")
+    def forward(input: Tensor) -> Tensor:
+        if not (rows := _plain_rows(layer, input)):
+            return functional.linear(input, layer.weight, layer.bias)
+        product, dummies = ways.of(rows)
+        if not dummies:
+            return multiply(input, product)
+        return multiply(filled_up(input, dummies), product)[:rows].view(*input.shape[:-1], -1)
+
+    used = set(ways.products) - {"own"}
+    return _named(forward, "own, filled" if not used else "onednn" if packed is None else "packed")
 
 
 def _int8_forward(layer: nn.Linear, copy: PackedCopy) -> Forward:

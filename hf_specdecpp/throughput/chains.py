@@ -1,97 +1,132 @@
 """The stopping rule of chains that maximises tokens a second: `rule="throughput"`. Derived in `docs/throughput.md`.
 
-What it needs to know it learns from the rounds themselves (`AcceptanceRates`) and keeps between generations
-(`ThroughputState`), solves now and then (`solver.solve`), and looks up after every candidate (`Throughput`). With the
-same costs the same calls draft the same candidates; what rounds really took is only compared with the costs
-(`CostCheck`).
+What it needs to know it learns from the rounds themselves: rates of acceptance (`AcceptanceRates`), and what rounds
+cost (`KnownCosts`). Both are kept between generations (`ThroughputState`). Now and then it solves for the best plan
+(`solver.solve`), and looks that up after every candidate (`Throughput`). Costs change between texts only, so within a
+text no decision depends on a clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
-from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.costs import Costs, Floats
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
-from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
+from hf_specdecpp.throughput.exploration import LEAST_GAIN, LEAST_GAIN_IN_BATCHES, ExplorationBudget
+from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.round_times import RoundTimes, length_class
 from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
 
-WRONG = 1.5  # times another price of a draft step, in target passes, than was measured; longer contexts explain less
 LEAST_CRITICAL = 1e-9
-JUDGED = 8  # rounds with candidates before that is said
-
-
-@dataclass
-class CostCheck:
-    """What rounds really took beside what the costs say.
-
-    A machine that is slower in everything changes no decision, so only the proportion of drafting and verifying counts.
-    Example: the costs say 10 ms of drafting and 40 ms of target passes. If these took 12 and 24 ms, a candidate costs
-    (12 / 10) / (24 / 40) = 2 times what the rule reckons with.
-
-    Attributes:
-        rounds: those with candidates.
-        drafting, verifying: seconds that they and the target passes of all rounds should have taken by the costs.
-        draft_seconds, target_seconds: that they took.
-    """
-
-    rounds: int = 0
-    drafting: float = 0.0
-    verifying: float = 0.0
-    draft_seconds: float = 0.0
-    target_seconds: float = 0.0
-
-    @property
-    def ratio(self) -> float:
-        """The real price of drafting, in target passes, relative to the measured one; 1 while little is known."""
-        if self.rounds < JUDGED or not (self.drafting > 0.0 and self.draft_seconds > 0.0 and self.target_seconds > 0.0):
-            return 1.0
-        return self.draft_seconds / self.drafting / (self.target_seconds / self.verifying)
-
-    @property
-    def fails(self) -> bool:
-        return not 1.0 / WRONG <= self.ratio <= WRONG
+NEXT_STEPS = 2  # from the last rate a step or two are enough, and what is left the next plan will catch up
+TRIED, TRIALS = 4, 3  # lengths that a text tries at most, and rounds of each
+TRIED_IN_BATCHES = 1  # there passes that are wider than pays cost far more: only drafting nothing is tried
+TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
 
 
 class ThroughputState:
-    """What the rule knows about one draft and target: rates of acceptance, and the plan that follows from it.
+    """What the rule knows about one draft and target: rates of acceptance, costs, and the plan that follows from them.
 
     Args:
-        costs: of a round.
+        costs: of a round; `KnownCosts` follow the rounds.
         max_tokens: the most candidates in one.
         lag: 1 if verdicts come one candidate late (`Estimator.inputs == "after"`).
         rates: what is known of the estimates.
+        is_batch: whether it is for the rows of a batch.
 
     Attributes:
         plan: `solver.Plan`, `plan.rate` being the tokens a second that it promises.
         credit: for probes, while speculation does not pay.
-        check: whether the costs are those of the rounds.
-        again: whether the costs were measured again, because they were not.
+        trials: lengths that the next rounds of the text try out.
+        trial: the one of the round now, in batches, whose rows share it; `None` for an ordinary round.
     """
 
-    def __init__(self, costs: Costs, max_tokens: int, lag: int, rates: AcceptanceRates | None = None) -> None:
+    def __init__(
+        self,
+        costs: Costs | KnownCosts,
+        max_tokens: int,
+        lag: int,
+        rates: AcceptanceRates | None = None,
+        is_batch: bool = False,
+    ) -> None:
         self.settings = (costs, max_tokens, lag)
-        self.costs, self.lag, self.seconds = costs, lag, costs.round_seconds(max_tokens)
+        self.known = costs if isinstance(costs, KnownCosts) else None
+        self.max_tokens, self.lag = max_tokens, lag
+        self.tried = TRIED_IN_BATCHES if is_batch else TRIED
+        self.least_gain = LEAST_GAIN_IN_BATCHES if is_batch else LEAST_GAIN
         self.rates = rates or AcceptanceRates()
+        self.trials: list[int] = []
+        self.trial: int | None = None
+        self.texts, self._kind = 0, 0  # how many there were, and the class of the length of the one now
+        self._plans: dict[int, tuple[Costs, Plan]] = {}  # by class, the latest
+        self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
+        self._reckon_with(costs.at(0) if isinstance(costs, KnownCosts) else costs)
         self.credit = ExplorationBudget(float(self.seconds[0]))
-        self.again = False
-        self.check, self._verify = CostCheck(), costs.verify_seconds(max_tokens)
-        self.plan = self._solved(0.0, MOST_STEPS)
 
     @property
     def pays(self) -> bool:
         """Whether speculating beats plain decoding."""
-        return self.plan.rate >= LEAST_GAIN * self.plan.plain_rate
+        return self.plan.rate >= self.least_gain * self.plan.plain_rate
 
-    def _solved(self, rate: float, most_steps: int) -> Plan:
-        """The solution of the stopping problem for the rates as they are known now (milliseconds)."""
+    def _reckon_with(self, costs: Costs) -> None:
+        self.costs, self.seconds = costs, costs.round_seconds(self.max_tokens)
+        known, plan = self._plans.get(self._kind, (None, None))
+        if plan is not None and known is costs:
+            self.plan = plan
+        else:
+            self._solve(self.plan.rate if self._plans else 0.0, NEXT_STEPS if self._plans else MOST_STEPS)
+
+    def _solve(self, rate: float, most_steps: int) -> None:
+        """Make the plan for the rates as they are known now: two to four milliseconds a step."""
         rates = self.rates
-        return solve(rates.acceptance, rates.following, self.seconds, self.lag, rate, most_steps=most_steps)
+        self.plan = solve(rates.acceptance, rates.following, self.seconds, self.lag, rate, most_steps=most_steps)
+        self._plans[self._kind] = self.costs, self.plan
+
+    def begin_text(self) -> None:
+        """The rounds that follow are of another text."""
+        self.texts, self._kind, self.trials = self.texts + 1, 0, []
+
+    def follow(self, length: int) -> None:
+        """Reckon with what rounds cost at this length of the text, where that is known."""
+        if self.known is None or length_class(length) == self._kind:
+            return
+        self._kind = length_class(length)
+        if (costs := self.known.at(length)) is not self.costs:
+            self._reckon_with(costs)
+            self.credit.plain = float(self.seconds[0])
+        self.trials = self._worth_trying()
+
+    def _worth_trying(self) -> list[int]:
+        """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
+        which all others are judged, and those that would pay most if their passes cost as little as the cheapest."""
+        verify = self.costs.verify_seconds(self.max_tokens)
+        promise = self.expected_tokens() / (self.seconds - verify + verify.min())
+        promise[0] = math.inf
+        due = [k for k in range(self.max_tokens + 1) if promise[k] > self.plan.rate and self._is_due(k)]
+        return sorted(due, key=lambda k: -promise[k])[: self.tried] * TRIALS
+
+    def _is_due(self, length: int) -> bool:
+        """Whether no round has confirmed for long what a length costs."""
+        return self.texts - self._confirmed.get((self._kind, length + 1), -TRIED_AGAIN) >= TRIED_AGAIN
+
+    def expected_tokens(self) -> Floats:
+        """`[max_tokens + 1]` tokens of rounds with always 0, 1, ... candidates.
+
+        Example: with an acceptance of 0.5 whatever the estimates say, 1, 1.5, 1.75, 1.875, ...
+        """
+        rates, tokens = self.rates, [1.0]
+        survives = rates.following[NO_VERDICT] * rates.acceptance
+        for _ in range(self.max_tokens):
+            tokens.append(tokens[-1] + float(survives.sum()))
+            survives = survives @ rates.following[:NO_VERDICT] * rates.acceptance
+        return np.array(tokens)
 
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
@@ -99,19 +134,25 @@ class ThroughputState:
             return True
         return self.credit.seconds >= self.costs.read * unread + float(self.seconds[1] - self.seconds[0])
 
+    def next_trial(self) -> int | None:
+        """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
+        self.trial = self.trials.pop(0) if self.trials else None
+        return self.trial
+
     def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
         """Learn the outcome of a round."""
-        self.check.verifying += float(self._verify[num_drafted])
         if num_drafted == 0:
             self.credit.rest()
             return
-        plain = (num_accepted + 1) * float(self.seconds[0])
+        plain = (num_accepted + 1) * float(self.seconds[0]) / self.least_gain
         self.credit.settle(self.pays, plain - float(self.seconds[num_drafted]) - self.costs.read * unread)
-        self.check.rounds += 1
-        self.check.drafting += num_drafted * self.costs.draft + (unread - 1) * self.costs.read
         if self.rates.observe(estimates, num_drafted, num_accepted):
-            # From the last rate a step or two are enough, and what is left the next plan will catch up.
-            self.plan = self._solved(self.plan.rate, 2)
+            self._solve(self.plan.rate, NEXT_STEPS)
+
+    def learn(self, times: RoundTimes) -> None:
+        """Let the costs follow the rounds of a text that is over."""
+        if self.known is not None:
+            self._confirmed |= dict.fromkeys(self.known.learn(times), self.texts)
 
 
 class Throughput(StoppingRule):
@@ -128,10 +169,11 @@ class Throughput(StoppingRule):
     def begin_round(self) -> None:
         self.survival, self.row, self.num_drafted = 1.0, NO_VERDICT, 0
         self.estimates: list[float] = []
+        self.trial: int | None = None
 
     def starts(self, unread: int) -> bool:
-        self.unread = unread
-        return self.state.may_start(unread)
+        self.unread, self.trial = unread, self.state.next_trial()
+        return self.state.may_start(unread) if self.trial is None else self.trial > 0
 
     def signal(self, step: DraftStep) -> Tensor | None:
         return self.estimator.estimate(step)
@@ -142,7 +184,7 @@ class Throughput(StoppingRule):
             self.estimates.append(signal)
             self.survival *= self.state.rates.calibrated(signal)
             self.row = bin_of(signal)
-        return self.survival <= self.critical
+        return self.survival <= self.critical if self.trial is None else self.num_drafted >= self.trial
 
     @property
     def critical(self) -> float:
@@ -152,15 +194,14 @@ class Throughput(StoppingRule):
     def update(self, num_drafted: int, num_accepted: int) -> None:
         self.state.observe(self.estimates, self.unread, num_drafted, num_accepted)
 
-    def finish(self, draft_seconds: float, target_seconds: float) -> float | None:
-        check = self.state.check
-        check.draft_seconds += draft_seconds
-        check.target_seconds += target_seconds
-        return check.ratio if check.fails else None
-
 
 class BatchThroughput(Throughput):
-    """The rule for a row of a batch. Rows share passes, so they go on together or not at all (`pays_to_go_on`)."""
+    """The rule for a row of a batch. Rows share passes, so they go on together or not at all (`pays_to_go_on`), and
+    have the same trials (`ThroughputState.trial`)."""
+
+    def starts(self, unread: int) -> bool:
+        self.unread, self.trial = unread, self.state.trial
+        return self.state.may_start(unread) if self.trial is None else self.trial > 0
 
     def stops(self, signal: float | None) -> bool:
         super().stops(signal)
@@ -180,18 +221,25 @@ def pays_to_go_on(rules: Sequence[BatchThroughput], rows: int) -> bool:
         rules: of the rows that go on.
         rows: in the batch.
     """
+    if (trial := rules[0].trial) is not None:
+        return rules[0].num_drafted < trial
     return sum(rule.survival / max(rule.critical, LEAST_CRITICAL) for rule in rules) > rows
 
 
-def settings_of(config: SpeculationConfig, estimator: Estimator) -> tuple[Costs, int, int]:
-    """The arguments of a `ThroughputState` that has learned nothing yet.
+def given_costs(config: SpeculationConfig) -> Costs:
+    """The costs that the settings give.
 
     Raises:
-        ValueError: it gives none.
+        ValueError: they give none.
     """
     if config.costs is None:
         raise ValueError(
             "rule='throughput' has to know what a round costs, and there is no target here to measure. Attach the "
             "assistant: assistant.attach(model), or give SpeculationConfig(costs=...)."
         )
-    return Costs.from_dict(config.costs), config.max_tokens, int(estimator.inputs == "after")
+    return Costs.from_dict(config.costs)
+
+
+def lag_of(estimator: Estimator) -> int:
+    """How many candidates late verdicts come."""
+    return int(estimator.inputs == "after")

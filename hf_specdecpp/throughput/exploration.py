@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 LEAST_GAIN = 1.02  # over plain decoding that speculation must promise: measured costs are not more exact
+LEAST_GAIN_IN_BATCHES = 1.1  # there rows end one by one, and those that are left pay for passes alone
 PROBE_SHARE = 0.005  # of the time without candidates that probes may lose
 MOST_CREDIT = 5.0  # plain passes that probes may lose in a row
 

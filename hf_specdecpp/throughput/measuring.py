@@ -1,14 +1,14 @@
-"""What drafting and verifying cost on this machine: measured once for a target and a draft, then kept on disk.
+"""What drafting and verifying cost on this machine, measured before the first text of a target and a draft.
 
-Keeping them saves a second or two, and lets a seeded run repeat: with other costs it drafts other candidates.
+From then on the costs follow the rounds (`KnownCosts`). Keeping them on disk saves a second or two.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.clocks import computing_clock, least_times
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
 from hf_specdecpp.drafting.chain import draft_chains, drafting
@@ -29,14 +31,14 @@ from hf_specdecpp.drafting.session import DraftSession, Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import forget, recall, remember
+from hf_specdecpp.files import forget, recall
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu_products import products_of
-from hf_specdecpp.models.product_times import computing_clock
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import TorchRandomness
+from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.trees.algorithms import grow_shape
 from hf_specdecpp.trees.shapes import from_expansions
 from hf_specdecpp.trees.siblings import Level
@@ -54,8 +56,8 @@ WIDTH = 8  # nodes of a measured level of a tree
 DRAFT_SECONDS, BRANCH_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
 
-# In this process, by what they depend on and whether they were measured again.
-_known: dict[tuple[str, bool], Costs] = {}
+# In this process, by what they depend on.
+_known: dict[str, KnownCosts] = {}
 
 
 def costs_of(
@@ -64,28 +66,47 @@ def costs_of(
     estimator: Estimator,
     max_tokens: int,
     trees: bool = False,
-    again: bool = False,
     rows: int = 1,
-) -> Costs:
+    is_static: bool = False,
+) -> KnownCosts:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
 
-    Of a batch those of one row: its share of passes over all `rows`.
-
-    They are those of the matrix products that the layers use now (`models.cpu_products`).
+    Of a batch those of one row: its share of passes over all `rows`. They are those of the matrix products that the
+    layers use now (`models.cpu_products`).
 
     Args:
-        again: measure them again, once in this process, for all who ask with `again` and for later processes.
+        is_static: whether passes are filled up with dummies, as over static caches.
     """
-    of = conditions(target, drafter, estimator, max_tokens, trees, rows)
-    name = json.dumps(of, sort_keys=True), again
+
+    def form(costs: Costs) -> Costs:
+        """What a rule reckons with."""
+        if keeps_recurrent_state(target):
+            costs = costs.read_twice(max_tokens)
+        if is_static:
+            costs = in_widths(costs, max_tokens)
+        return costs if rows == 1 else costs.share(rows)
+
+    of = conditions(target, drafter, estimator, max_tokens, trees, rows, is_static)
+    name = json.dumps(of, sort_keys=True)
     if name not in _known:
-        costs = None if again else _stored(of)
-        if costs is None:
-            costs = measure(target, drafter, estimator, max_tokens, trees, rows)
-            remember("costs", of, costs.to_dict())
-            logger.info(f"Measured what drafting and verifying cost here: {costs.to_dict()}.")
-        _known[name] = costs
+        try:
+            _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
+        except ValueError:  # not measured yet, or the file is damaged
+            measured = measure(target, drafter, estimator, max_tokens, trees, rows)
+            logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
+            _known[name] = KnownCosts(measured, form, of)
+            _known[name].save()
     return _known[name]
+
+
+def in_widths(costs: Costs, max_tokens: int) -> Costs:
+    """What rounds cost where passes are filled up with dummies, as over static caches (`caches.static`).
+
+    Example: passes over 1, 2, 3, 4 and 5 tokens take 10, 11, 12, 13 and 14 ms, so one over 8 is expected to take 17. A
+    pass over 3 tokens then costs 13 ms, and one over 5 to 8 costs 17.
+    """
+    verify = costs.verify_seconds(width_of(max_tokens + 1) - 1)
+    return replace(costs, verify=tuple(float(verify[width_of(n) - 1]) for n in range(1, max_tokens + 2)))
 
 
 def forget_costs() -> None:
@@ -95,7 +116,13 @@ def forget_costs() -> None:
 
 
 def conditions(
-    target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool, rows: int = 1
+    target: CausalLM,
+    drafter: Drafter,
+    estimator: Estimator,
+    max_tokens: int,
+    trees: bool,
+    rows: int = 1,
+    is_static: bool = False,
 ) -> dict[str, Any]:
     """All that the costs depend on; JSON-able."""
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
@@ -108,6 +135,7 @@ def conditions(
         "max_tokens": max_tokens,
         "trees": trees,
         "rows": rows,
+        "static": is_static,
         "compiled": drafter.is_compiled,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
@@ -119,7 +147,7 @@ def conditions(
 def measure(
     target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False, rows: int = 1
 ) -> Costs:
-    """Time the draft and the target, in under two seconds unless they are slow themselves.
+    """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
 
     Everything that a round does for a candidate is included: its estimate, its draw and its verification. Each number
     is the minimum of several, since other load only ever adds to it; with one thread on a CPU the processor's time is
@@ -128,13 +156,10 @@ def measure(
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
-        draft, read = _time_draft(target, drafter, estimator, rows)
+        start, draft, read = _time_draft(target, drafter, estimator, rows)
         verify = _time_target(target, max_tokens, rows)
-        branch = _time_branch(target, drafter, estimator, draft) if trees else 0.0
-    costs = Costs(draft=draft, verify=verify, read=read, branch=branch)
-    if keeps_recurrent_state(target):
-        costs = costs.read_twice(max_tokens)
-    return costs if rows == 1 else costs.share(rows)
+        branch = _time_branch(target, drafter, estimator, start + 2.0 * draft) if trees else 0.0
+    return Costs(draft=draft, verify=verify, read=read, branch=branch, start=start)
 
 
 class _FixedAndJudged(StoppingRule):
@@ -146,16 +171,16 @@ class _FixedAndJudged(StoppingRule):
         return self.estimator.estimate(step)
 
 
-def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator, rows: int = 1) -> tuple[float, float]:
-    """Seconds of a draft step, and of reading a token among many, for all rows together."""
+def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator, rows: int = 1) -> tuple[float, float, float]:
+    """Seconds of starting to draft, of a step, and of reading a token among many, for all rows together."""
     rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
     count = int(min(READ, drafter.max_length))
 
     def step(session: Reading, candidates: list[Tensor]) -> DraftStep:
         return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
 
-    def draft() -> None:
-        drafted = [drafting(partial(step, each), rule, randomness, DRAFTED) for each in _begun(sessions, 1)]
+    def draft(count: int) -> None:
+        drafted = [drafting(partial(step, each), rule, randomness, count) for each in _begun(sessions, 1)]
         draft_chains(drafted, prepare)
 
     def read() -> None:
@@ -168,8 +193,10 @@ def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator, rows: 
     sessions, prepare = _sessions(drafter, _vocab_size(target), rows)
     _begun(sessions, _context(drafter.model))
     clock = computing_clock(target.device, drafter.device)
-    times = least_times({DRAFTED: draft, READ: read}, DRAFT_SECONDS, clock, _turns(drafter))
-    return times[DRAFTED] / DRAFTED, times[READ] / count
+    actions: dict[int, Callable[[], None]] = {1: partial(draft, 1), DRAFTED: partial(draft, DRAFTED), READ: read}
+    times = least_times(actions, DRAFT_SECONDS, clock, _turns(drafter), least=3)
+    each = min(max(times[DRAFTED] - times[1], 0.5 * times[1]) / (DRAFTED - 1), times[1])
+    return times[1] - each, each, times[READ] / count
 
 
 def _sessions(
@@ -204,13 +231,13 @@ def _begin(session: Reading, count: int) -> None:
 
 
 def _turns(drafter: Drafter) -> int:
-    """How often a round can be drafted: each leaves a token in the draft's text, which positions may bound."""
-    room = drafter.max_length - _context(drafter.model) - DRAFTED - 3
+    """How often rounds of both lengths can be drafted: each leaves a token in the draft's text, whose positions end."""
+    room = (drafter.max_length - _context(drafter.model) - DRAFTED - 4) // 2
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft: float) -> float:
-    """Seconds of each further node in a draft pass over a level of a tree, `draft` being those of the first."""
+def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, two_steps: float) -> float:
+    """Seconds of each further node in a draft pass over a level of a tree; two passes take so long without any."""
     session, buffer = DraftSession(drafter, _vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
 
     def expand(tree: DraftTree, nodes: list[int]) -> Level:
@@ -225,7 +252,7 @@ def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, draft
     _begin(session, _context(drafter.model))
     clock = computing_clock(target.device, drafter.device)
     seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, clock, _turns(drafter))[WIDTH]
-    return max(seconds - 2.0 * draft, 0.0) / (WIDTH - 1)
+    return max(seconds - two_steps, 0.0) / (WIDTH - 1)
 
 
 def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[float, ...]:
@@ -259,42 +286,6 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
     )
     measured = sorted(times)
     return tuple(np.interp(np.arange(1, most + 1), measured, [times[count] for count in measured]).tolist())
-
-
-def least_times(
-    actions: dict[int, Callable[[], None]],
-    budget: float,
-    clock: Callable[[], float] = time.perf_counter,
-    turns: int = MOST_TURNS,
-) -> dict[int, float]:
-    """Minimum time per action, round-robin.
-
-    Args:
-        actions: by name.
-        budget: seconds after which no further action starts, once the first two of them have been timed.
-        clock: times them.
-        turns: the most.
-    """
-    first = list(actions)[:2]
-    for name in first:
-        actions[name]()  # warm up
-    times: dict[int, float] = {}
-    end = time.perf_counter() + budget
-    for _ in range(turns):
-        for name, action in actions.items():
-            if time.perf_counter() > end and set(first) <= set(times):
-                return times
-            begin = clock()
-            action()
-            times[name] = min(times.get(name, float("inf")), clock() - begin)
-    return times
-
-
-def _stored(of: dict[str, Any]) -> Costs | None:
-    try:
-        return Costs.from_dict(recall("costs", of))
-    except ValueError:  # not measured yet, or the file is damaged
-        return None
 
 
 def _describe(model: CausalLM) -> dict[str, Any]:

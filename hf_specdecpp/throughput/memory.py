@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig
 
-from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.chains import ThroughputState, settings_of
-from hf_specdecpp.throughput.measuring import costs_of, forget_costs
+from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
+from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.measuring import costs_of, forget_costs, in_widths
+from hf_specdecpp.throughput.product_choice import forget_products
 from hf_specdecpp.throughput.trees import TreeThroughput
 
 MOST_LEARNED = 16  # of a target; that of the way of sampling that was not used for the longest time goes
@@ -56,9 +57,11 @@ class Memory:
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
 
     def measure_again(self) -> None:
-        """Forget what was learned, and all costs that were measured on this machine: they are measured when needed."""
+        """Forget what was learned, and all costs and matrix products that were measured on this machine: they are
+        measured when needed."""
         self.clear()
         forget_costs()
+        forget_products()
 
     def calibrations(self) -> dict[str, list[float]]:
         """For each kind of target the line that rests on most candidates, or what was given."""
@@ -92,8 +95,6 @@ class Memory:
     ) -> ThroughputState:
         """What `rule="throughput"` knows of `target` in chains, its costs measured now if they have to be.
 
-        Costs that rounds have shown to be wrong are measured again before the next greedy text.
-
         Args:
             rows: sequences in the batch.
 
@@ -102,20 +103,17 @@ class Memory:
         """
         learned = self.recall(drafter if target is None else target, estimator, generation)
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
-        again = False
+        is_static = generation.cache_implementation == "static"
         if config.costs is None and target is not None:
-            # For greedy texts only: a sampled one would not repeat with other costs.
-            again = known is not None and (known.again or known.check.fails) and learned.greedy
-            costs = costs_of(target, drafter, estimator, config.max_tokens, again=again, rows=rows)
-            settings = settings_of(replace(config, costs=costs.to_dict()), estimator)
+            found = costs_of(target, drafter, estimator, config.max_tokens, rows=rows, is_static=is_static)
+            costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
-            costs, max_tokens, lag = settings_of(config, estimator)
-            settings = costs if rows == 1 else costs.of_row(rows, max_tokens), max_tokens, lag
-        if generation.cache_implementation == "static":
-            settings = in_widths(settings[0], settings[1]), *settings[1:]
+            costs = given_costs(config)
+            costs = costs if rows == 1 else costs.of_row(rows, config.max_tokens)
+            costs = in_widths(costs, config.max_tokens) if is_static else costs
+        settings = costs, config.max_tokens, lag_of(estimator)
         if known is None or known.settings != settings:
-            known = learned.plan = ThroughputState(*settings, learned.rates)
-        known.again = again
+            known = learned.plan = ThroughputState(*settings, learned.rates, is_batch=rows > 1)
         return known
 
     def tree_plan(
@@ -129,21 +127,12 @@ class Memory:
         """The same for trees."""
         most = config.tree_budget
         if config.costs is not None:
-            costs = Costs.from_dict(config.costs)
+            costs: Costs | KnownCosts = Costs.from_dict(config.costs)
         else:
-            costs = costs_of(target, drafter, estimator, most, trees=True)
+            found = costs_of(target, drafter, estimator, most, trees=True)
+            costs = found if config.track_costs else found.first
         learned = self.recall(target, estimator, generation, trees=True)
         known = learned.plan if isinstance(learned.plan, TreeThroughput) else None
         if known is None or known.settings != (costs, most):
             known = learned.plan = TreeThroughput(costs, most, learned.rates)
         return known
-
-
-def in_widths(costs: Costs, max_tokens: int) -> Costs:
-    """What rounds cost where passes are filled up with dummies, as over static caches (`caches.static`).
-
-    Example: passes over 1, 2, 3, 4 and 5 tokens take 10, 11, 12, 13 and 14 ms, so one over 8 is expected to take 17. A
-    pass over 3 tokens then costs 13 ms, and one over 5 to 8 costs 17.
-    """
-    verify = costs.verify_seconds(width_of(max_tokens + 1) - 1)
-    return replace(costs, verify=tuple(float(verify[width_of(n) - 1]) for n in range(1, max_tokens + 2)))

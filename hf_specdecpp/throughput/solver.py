@@ -56,7 +56,7 @@ def solve(
         acceptance: `[bins]`, chance that a candidate in each bin is accepted if those before it are.
         transitions: `[bins + 1, bins]`, probabilities of the next bin given the last one; the last row is for the
             first candidate.
-        seconds: `[max_tokens + 1]`, nondecreasing, of rounds with 0, 1, ... candidates.
+        seconds: `[max_tokens + 1]` of rounds with 0, 1, ... candidates, of any form: a longer one may take less.
         lag: 1 if the estimate of a candidate is known one candidate later only.
         rate: tokens a second to start from, e.g. the rate of an earlier solution.
         most_kinks: up to so many kinks in the value functions the solution is exact; more are interpolated.

@@ -15,6 +15,8 @@ import numpy as np
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import FIRST_FITS, NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, ExplorationBudget
+from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.round_times import RoundTimes
 from hf_specdecpp.throughput.solver import solve
 from hf_specdecpp.trees.slots import CalibratedSlots, Growth
 from hf_specdecpp.trees.tree import DraftTree
@@ -23,7 +25,7 @@ SELECTION_DISCOUNT = 0.95  # of the tokens expected at the best of many threshol
 RATE_MEMORY = 0.995  # what is left of a round's tokens and seconds a round later
 SHAPE_MEMORY = 0.98  # the same for what is learned of the trees' shapes
 FIRST_NODES = 6  # most in the first round, and twice as many in each later one: early mistakes stay small
-TRUSTED = 8.0  # rounds that a promised rate counts for, before it has been seen
+TRUSTED = 8.0  # plain rounds that a promised rate counts for, before it has been seen
 THRESHOLDS = np.exp(-0.12 * np.arange(50))  # tried, as shares of the best slot's gain; down to 0.003
 LONGEST_CHAIN = 20  # that the first promise is computed for
 
@@ -35,31 +37,55 @@ class TreeThroughput(CalibratedSlots):
     there is accepted.
 
     Args:
-        costs: of a round.
+        costs: of a round; `KnownCosts` follow the rounds.
         most_nodes: of a tree.
         rates: what is known of the estimates.
 
     Attributes:
         credit: for probes, while speculation does not pay.
+        tokens: of the rounds that speculated, later ones counting more.
         splits: s, by which a slot of value v takes about 1 + s (v / t - 1) draws until all that is left is below t.
         mean_estimate: mean a of the draws so far, and what it is before any.
     """
 
-    def __init__(self, costs: Costs, most_nodes: int, rates: AcceptanceRates | None = None) -> None:
+    def __init__(self, costs: Costs | KnownCosts, most_nodes: int, rates: AcceptanceRates | None = None) -> None:
         super().__init__(rates or AcceptanceRates())
-        self.settings = (costs, most_nodes)
-        self.costs, self.verify = costs, costs.verify_seconds(most_nodes)
-        self.plain = float(self.verify[0]) + costs.overhead
-        self.rounds, self.credit = 0, ExplorationBudget(self.plain)
-        self.tokens = self.seconds = 0.0
+        self.settings, self.most_nodes = (costs, most_nodes), most_nodes
+        self.known = costs if isinstance(costs, KnownCosts) else None
+        self.rounds, self.tokens = 0, 0.0
+        self._promised = 0.0  # seconds of the tokens that were promised before there were rounds
+        self._passes = self._branches = 0.0  # of the draft in these rounds, and nodes that they read beside the first
+        self._widths = np.zeros(most_nodes + 1)  # how many of these rounds had so many candidates
+        self._reckon_with(costs.at(0) if isinstance(costs, KnownCosts) else costs)
+        self.credit = ExplorationBudget(self.plain)
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
         self.splits, self.mean_estimate = 2.0, 0.5
         self._fit()
 
+    def _reckon_with(self, costs: Costs) -> None:
+        self.costs, self.verify = costs, costs.verify_seconds(self.most_nodes)
+        self.plain = float(self.verify[0]) + costs.overhead
+
+    def begin_text(self) -> None:
+        """The rounds that follow are of another text."""
+
+    def follow(self, length: int) -> None:
+        """Reckon with what rounds cost at this length of the text, where that is known."""
+        if self.known is not None and (costs := self.known.at(length)) is not self.costs:
+            self._reckon_with(costs)
+            self.credit.plain = self.plain
+
+    def learn(self, times: RoundTimes) -> None:
+        """Let the costs follow the rounds of a text that is over."""
+        if self.known is not None:
+            self.known.learn(times)
+
     @property
     def rate(self) -> float:
-        """Tokens a second of the rounds that speculated, later ones counting more."""
-        return self.tokens / self.seconds
+        """Tokens a second of the rounds that speculated, by what they would cost now."""
+        drafting = self._passes * self.costs.draft + self._branches * self.costs.branch
+        rounds = float(self._widths @ self.verify) + self._widths.sum() * (self.costs.overhead + self.costs.start)
+        return self.tokens / (self._promised + drafting + rounds)
 
     @property
     def price(self) -> float:
@@ -80,7 +106,7 @@ class TreeThroughput(CalibratedSlots):
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
         if self.pays:
             return True
-        price = self.costs.read * unread + self.costs.draft + float(self.verify[1] - self.verify[0])
+        price = self.costs.read * unread + self.costs.start + self.costs.draft + float(self.verify[1] - self.verify[0])
         return self.credit.seconds >= price
 
     def expected(self, last: float | None, /) -> float:
@@ -166,7 +192,11 @@ class TreeThroughput(CalibratedSlots):
         seconds = self.costs.tree_seconds(tree.passes, len(tree.scores), float(self.verify[len(tree)]))
         self.credit.settle(self.pays, (len(path) + 1) * self.plain - seconds - self.costs.read * unread)
         self.tokens = RATE_MEMORY * self.tokens + len(path) + 1
-        self.seconds = RATE_MEMORY * self.seconds + seconds
+        self._promised *= RATE_MEMORY
+        self._passes = RATE_MEMORY * self._passes + tree.passes
+        self._branches = RATE_MEMORY * self._branches + len(tree.scores) - tree.passes
+        self._widths *= RATE_MEMORY
+        self._widths[len(tree)] += 1.0
         self._learn_shape(tree)
         self.rounds += 1
         if self.rates.observe_tree(tree.judged(path)):
@@ -188,4 +218,7 @@ class TreeThroughput(CalibratedSlots):
             # at least as well as the best chain.
             independent = np.tile(rates.following[NO_VERDICT], (len(rates.following), 1))
             chains = self.costs.round_seconds(min(len(self.verify) - 1, LONGEST_CHAIN))
-            self.tokens, self.seconds = TRUSTED * solve(rates.acceptance, independent, chains).rate, TRUSTED
+            self._passes = self._branches = 0.0
+            self._widths[:] = 0.0
+            self._promised = TRUSTED * self.plain
+            self.tokens = self._promised * solve(rates.acceptance, independent, chains).rate

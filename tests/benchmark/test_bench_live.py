@@ -319,6 +319,27 @@ def test_both_ratios_are_paired_by_prompt() -> None:
     assert comparable(rows[:2] + rows[4:]) == []
 
 
+def test_speeds_over_the_best_constant_length() -> None:
+    """The one with the largest median gain over all prompts of all sets, whatever is the best of one of them."""
+    seconds: dict[str, list[float]] = {
+        "plain": [4.0] * 4, "plain, same passes": [4.0] * 4, "fixed 3": [2.0, 2.0, 2.0, 8.0], "fixed 9": [1.0] * 4,
+        "threshold 0.5 (q)": [2.5, 2.5, 2.5, 2.5], "throughput (q)": [1.0, 2.0, 4.0, 4.0],
+    }  # fmt: skip
+    rows = [
+        {"set": "ab"[number // 2], "prompt": number, "temperature": 0.0, "contestant": name, "session": 1, "tokens": 8,
+         "seconds": each, "rounds": [[0, 0, 0.0, 0.1]], "disturbed": False, "split": [0.0] * 4}
+        for name, times in seconds.items() for number, each in enumerate(times)
+    ]  # fmt: skip
+    contestants = choose(all_contestants(False), ["fixed 3", "fixed 9", "threshold 0.5 (q)", "throughput (q)"])
+    found = {(row["set"], row["contestant"]): row["of_constant"] for row in summarise(rows, contestants)}
+    assert found["all", "throughput (q)"][0] == 1.5, "the median of 2, 1, 0.5 and 2"
+    assert found["b", "throughput (q)"][0] == 1.25
+    assert found["b", "threshold 0.5 (q)"][0] == pytest.approx((2.0 / 2.5 + 8.0 / 2.5) / 2.0)
+    assert found["all", "fixed 3"] == [1.0, 1.0, 1.0]
+    only = summarise([row for row in rows if str(row["contestant"]).startswith("plain")], contestants)
+    assert {row["of_constant"] for row in only} == {None}
+
+
 def test_the_same_passes_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The baseline generates within the products that ours drafts and verifies in; plain generation does not."""
     target = tiny("llama")

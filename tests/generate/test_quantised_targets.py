@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models import early_exit as early_exit_module
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.models.products import Ways
 from hf_specdecpp.models.quantised import multiplies_in_half
+from hf_specdecpp.throughput import product_choice
 
 logger = logging.getLogger(__name__)
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2"
@@ -205,7 +208,8 @@ def test_eight_bits_of_bitsandbytes_share_their_state() -> None:
 
 
 def test_only_layers_that_are_not_quantised_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specdecpp.models.cpu_products.fastest", lambda *_: ("packed",) * 6)
+    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(product_choice, "ways_of", lambda *_: Ways.always("packed"))
     target, bare = with_torchao(), ordinary()
     target.lm_head = bare.lm_head
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SETTINGS["packed"])

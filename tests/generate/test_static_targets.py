@@ -26,7 +26,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import Prefix, extended
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import linear_layers
-from hf_specdecpp.throughput.memory import in_widths
+from hf_specdecpp.throughput.measuring import in_widths
 
 # Without repetitions, in which rows could be mistaken for one another.
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "no_repeat_ngram_size": 2}
@@ -418,8 +418,7 @@ def test_costs_of_the_widths_that_are_run() -> None:
     def verify() -> tuple[float, ...]:
         (learned,) = assistant.memory.learned[target].values()
         assert learned.plan is not None
-        found: tuple[float, ...] = learned.plan.settings[0].verify
-        return found
+        return learned.plan.costs.verify
 
     target.generate(prompt(), assistant_model=assistant, **STATIC)
     assert verify()[2:4] == (1.1, 1.1)

@@ -97,7 +97,10 @@ def test_rates() -> None:
         ({"same_pass_seconds": 0.08}, "The CPU products alone run at 1.25 times"),
         ({"same_pass_seconds": 0.04}, "It does not pay: it runs at about 0.86 times the speed of plain"),
         ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "alone run at 0.50 times"),
-        ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "it is 0.94 times: cpu_products='off' is faster here."),
+        (
+            {"same_pass_seconds": 0.2, "target_seconds": 3.0},
+            "0.94 times; the next text leaves its passes over one token to",
+        ),
     ],
 )
 def test_verdict_names_the_reason(values: dict[str, object], says: str) -> None:
@@ -118,6 +121,8 @@ def test_the_passes_are_timed_with_and_without_our_products(monkeypatch: pytest.
     inside = [False]
 
     class Products:
+        layers: tuple[Any, ...] = ()  # none to leave to PyTorch where ours are slower
+
         def __enter__(self) -> None:
             inside[0] = True
 

@@ -20,8 +20,9 @@ from torch.nn.utils import parametrize, vector_to_parameters
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, products_of
-from hf_specdecpp.models.product_times import ROWS
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, products_of
+from hf_specdecpp.models.products import Ways
+from hf_specdecpp.throughput import product_choice
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -45,13 +46,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.append((x.numel() // x.shape[-1], weight.is_mkldnn))
         return real(x, weight, bias)
 
-    def everywhere(out_features: int, in_features: int, may_pack: bool) -> tuple[str, ...]:
-        return ("packed" if may_pack else "onednn",) * len(ROWS)
+    def onednn_or_packed(_modules: Any, _of: Any, _read: Any, packed: PackedWeights | None, *_: Any) -> Ways:
+        return Ways.always("onednn" if packed is None else "packed")
 
     real = cpu_products.onednn
     monkeypatch.setattr(cpu_products, "onednn", noted)
-    monkeypatch.setattr(cpu_products, "fastest", everywhere)
+    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(product_choice, "ways_of", onednn_or_packed)
     return seen
+
+
+def faster(*modules: nn.Module, packed: PackedWeights | None = None) -> FasterProducts:
+    """All products by oneDNN, with packed weights where they may be."""
+    ways = Ways.always("onednn" if packed is None else "packed")
+    return FasterProducts(*[Part([module], ways) for module in modules], packed=packed)
 
 
 # Which product, and that it is right. ---------------------------------------------------------------------------------
@@ -64,7 +72,7 @@ def test_the_same_logits(target: CausalLM, calls: Calls, rows: int, packed: bool
     ids = torch.arange(rows)[None] % 7 + 1
     expected = target.double()(ids).logits
     target.float()
-    with FasterProducts(target, packed=PackedWeights() if packed else None):
+    with faster(target, packed=PackedWeights() if packed else None):
         actual = target(ids).logits
         assert products_of(target) == {"packed" if packed else "onednn": 22}
     assert {was_packed for _, was_packed in calls} == {packed}
@@ -75,19 +83,22 @@ def test_the_same_logits(target: CausalLM, calls: Calls, rows: int, packed: bool
     assert products_of(target) == {"own": 22}
 
 
-def test_each_number_of_rows_has_its_product(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = ("own", "packed", "packed", "onednn", "own", "own")
-    monkeypatch.setattr(cpu_products, "fastest", lambda *_: choice)
+def test_each_number_of_rows_goes_its_way(calls: Calls) -> None:
+    """Filled up with rows that nothing is seen of, in any shape."""
+    ways = Ways(("own", "packed", "packed", "onednn", "own", "own"), (1, 4, 4, 4, 5, 8))
     layer = nn.Linear(8, 8)
-    with torch.no_grad(), FasterProducts(layer, packed=PackedWeights()):
-        for rows in (1, 2, 7, 8, 16, 100):
-            torch.testing.assert_close(layer(x := torch.randn(rows, 8)), functional.linear(x, layer.weight, layer.bias))
-    assert calls == [(2, True), (7, True), (8, False)]
+    with torch.no_grad(), FasterProducts(Part([layer], ways), packed=PackedWeights()):
+        for shape in ((1,), (2,), (1, 3), (2, 2), (5,), (6,), (1, 100)):
+            x = torch.randn(*shape, 8)
+            y = layer(x)
+            assert y.shape == (*shape, 8)
+            torch.testing.assert_close(y, functional.linear(x, layer.weight, layer.bias))
+    assert calls == [(4, True), (4, True), (4, False)]
 
 
 def test_a_bias_and_several_dimensions(calls: Calls) -> None:
     layer, x = nn.Linear(12, 5), torch.randn(2, 3, 12)
-    with torch.no_grad(), FasterProducts(layer):
+    with torch.no_grad(), faster(layer):
         actual = layer(x)
     assert calls == [(6, False)]
     torch.testing.assert_close(actual, functional.linear(x, layer.weight, layer.bias))
@@ -95,7 +106,7 @@ def test_a_bias_and_several_dimensions(calls: Calls) -> None:
 
 def test_small_layers_are_left_alone(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not FasterProducts(target, packed=PackedWeights()).layers
+    assert not faster(target, packed=PackedWeights()).layers
 
 
 # Only where they may be used. -----------------------------------------------------------------------------------------
@@ -103,13 +114,13 @@ def test_small_layers_are_left_alone(target: CausalLM, monkeypatch: pytest.Monke
 
 def test_only_float32_without_gradients(calls: Calls) -> None:
     layer, x = nn.Linear(4, 3), torch.ones(1, 4)
-    with FasterProducts(layer):
+    with faster(layer):
         layer(x).sum().backward()  # the kernel has no gradient
         with torch.no_grad():
             layer(x[:0])
             layer.double()(x.double())
     assert not calls
-    with torch.no_grad(), FasterProducts(layer):
+    with torch.no_grad(), faster(layer):
         layer(x.double())
     assert not calls
 
@@ -119,7 +130,7 @@ def test_only_float32_without_gradients(calls: Calls) -> None:
 def test_autocast_is_as_plain(target: CausalLM, calls: Calls, packed: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = target(IDS).logits
-        with FasterProducts(target, packed=PackedWeights() if packed else None):
+        with faster(target, packed=PackedWeights() if packed else None):
             assert torch.equal(target(IDS).logits, expected)
     assert not calls
 
@@ -136,7 +147,7 @@ def accelerator() -> Iterator[Accelerator]:
 def test_a_prepared_target_is_as_plain(target: CausalLM, calls: Calls, accelerator: Accelerator) -> None:
     target = accelerator.prepare(target)
     expected = target(IDS).logits
-    with FasterProducts(target):
+    with faster(target):
         assert torch.equal(target(IDS).logits, expected)
     assert not calls
 
@@ -147,7 +158,7 @@ def test_the_forward_of_others_stays() -> None:
     other = nn.Linear(4, 4)
 
     def interrupted() -> None:
-        with FasterProducts(layer, other):
+        with faster(layer, other):
             assert layer.forward is hooked
             assert "forward" in vars(other)
             raise KeyboardInterrupt
@@ -164,7 +175,7 @@ def test_hooks_run(calls: Calls) -> None:
     layer.register_forward_pre_hook(lambda module, args: (2.0 * args[0],))
     layer.register_forward_hook(lambda module, args, output: output + 1.0)
     expected = layer(x)
-    with FasterProducts(layer, packed=PackedWeights()):
+    with faster(layer, packed=PackedWeights()):
         torch.testing.assert_close(layer(x), expected)
     assert calls == [(2, False)]  # a hook before the product may change the weight, so there is no packed copy
 
@@ -215,15 +226,15 @@ def compiled_forward() -> nn.Module:
 def test_modules_of_others_compute_as_ever(make: Callable[[], nn.Module], calls: Calls) -> None:
     module, x = make(), torch.randn(2, 4)
     expected = module(x)
-    with FasterProducts(module):
+    with faster(module):
         assert torch.equal(module(x), expected)
     assert not calls
 
 
 def test_a_compiled_target(target: CausalLM) -> None:
-    assert FasterProducts(target).layers
+    assert faster(target).layers
     target.compile(backend="eager")
-    assert not FasterProducts(target).layers
+    assert not faster(target).layers
 
 
 # Never stale. ---------------------------------------------------------------------------------------------------------
@@ -287,9 +298,9 @@ def swapped_columns(weight: Tensor, new: Tensor) -> None:
 )
 def test_every_write_is_noticed(write: Callable[[Tensor, Tensor], None], calls: Calls) -> None:
     layer, x, packed = nn.Linear(64, 64, bias=False), torch.randn(3, 64, dtype=torch.float64), PackedWeights()
-    FasterProducts(layer, packed=packed)
+    faster(layer, packed=packed)
     write(layer.weight, torch.randn(64, 64))
-    with torch.no_grad(), FasterProducts(layer, packed=packed):
+    with torch.no_grad(), faster(layer, packed=packed):
         actual = layer(x.float())
     assert calls == [(3, True)]
     torch.testing.assert_close(actual.double(), x @ layer.weight.detach().double().T, rtol=0.0, atol=2e-5)
@@ -306,7 +317,7 @@ def test_an_unchanged_weight_keeps_its_copy() -> None:
 
 def test_a_write_during_a_generation_is_noticed_where_torch_counts_it(calls: Calls) -> None:
     layer, x = nn.Linear(8, 8, bias=False), torch.randn(3, 8)
-    with torch.no_grad(), FasterProducts(layer, packed=PackedWeights()):
+    with torch.no_grad(), faster(layer, packed=PackedWeights()):
         layer(x)
         layer.weight.mul_(2.0)
         torch.testing.assert_close(layer(x), x @ layer.weight.T)

@@ -41,6 +41,21 @@ def test_the_product_is_nearly_that_of_float32(shape: tuple[int, ...], bias: boo
     assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.03
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_sums_do_not_overflow(sign: float) -> None:
+    """Where they would, inputs have 7 bits; sums of products of two largest levels are exact then."""
+    weight = torch.full((16, 256), -3.0)
+    found = multiply(torch.full((2, 256), sign * 2.0), quantise(weight), None)
+    torch.testing.assert_close(found, torch.full((2, 16), sign * -6.0 * 256), rtol=1e-5, atol=0.0)
+
+
+def test_nothing_is_nothing() -> None:
+    weight, bias = torch.randn(16, 64), torch.randn(16)
+    weight[3] = 0.0
+    assert torch.equal(multiply(torch.zeros(2, 64), quantise(weight), bias), bias.expand(2, -1))
+    assert float(multiply(torch.randn(2, 64), quantise(weight), None)[:, 3].abs().max()) == 0.0
+
+
 @pytest.mark.usefixtures("small_layers")
 def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
     layer, int8 = nn.Linear(64, 48), PackedWeights(quantise)

@@ -125,10 +125,14 @@ def test_costs_travel_with_the_config() -> None:
 # In rounds and generations. -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("trials", [[], [2], [1, 2]], ids=str)
 @pytest.mark.parametrize("draft_cost", [0.2, 0.9])
 @pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])
-def test_two_rounds_emit_exactly_p(rule: str, draft_cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first round decides whether and how far the second one speculates: also not at all."""
+def test_two_rounds_emit_exactly_p(
+    rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first round decides whether and how far the second one speculates: also not at all. Rounds may also have a
+    length that is tried."""
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
     monkeypatch.setattr("hf_specdecpp.throughput.exploration.MOST_CREDIT", 1.0)
     second = set()
@@ -139,6 +143,8 @@ def test_two_rounds_emit_exactly_p(rule: str, draft_cost: float, monkeypatch: py
 
         def two_rounds(randomness: Replay, toy: ToyRound = toy) -> Tokens:
             stopping = toy.new_rule()
+            assert isinstance(stopping, Throughput)
+            stopping.state.trials = list(trials)
             emitted = toy.run(randomness, stopping)
             stopping.update(toy.drafted, toy.accepted)
             emitted = toy.run(randomness, stopping, emitted)
@@ -146,8 +152,25 @@ def test_two_rounds_emit_exactly_p(rule: str, draft_cost: float, monkeypatch: py
             return emitted
 
         assert worst_error(exact_distribution(two_rounds), models.p, 3) < 1e-12
-    assert len(second) > 1, "the outcome of the first round must matter"
-    assert draft_cost < 0.5 or 0 in second
+    assert len(second) > 1 or len(trials) == 2, "the outcome of the first round must matter"
+    assert draft_cost < 0.5 or 0 in second or len(trials) == 2
+
+
+def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
+    state = ThroughputState(Costs(9.0, (1.0,)), 8, 0)
+    state.trials = [3, 5]
+    rule = Throughput(DraftProbability(), state)
+    lengths = []
+    for _ in range(2):
+        rule.begin_round()
+        assert rule.starts(1), "drafting does not pay, and is tried all the same"
+        lengths.append(1)
+        while not rule.stops(0.01):
+            lengths[-1] += 1
+        rule.update(lengths[-1], 0)
+    assert lengths == [3, 5]
+    rule.begin_round()
+    assert not rule.starts(1)
 
 
 def cheap(**changes: Any) -> dict[str, Any]:

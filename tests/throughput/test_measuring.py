@@ -17,7 +17,6 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput import chains
 from hf_specdecpp.throughput import measuring as costs
 
 
@@ -61,10 +60,12 @@ def test_measuring_is_quick_and_leaves_no_trace(family: str) -> None:
 def test_a_row_of_a_batch_pays_its_share() -> None:
     target = tiny("llama", hidden_size=256, intermediate_size=512)
     drafter = Drafter(target)
-    one, four = (costs.measure(target, drafter, DraftProbability(), 4, rows=rows) for rows in (1, 4))
-    assert four.verify[0] < one.verify[0]
-    assert 0.0 < four.read < four.draft < one.draft
-    assert len(four.verify) == 5
+    one, four = (costs.costs_of(target, drafter, DraftProbability(), 4, rows=rows) for rows in (1, 4))
+    assert four.measured.verify[0] > one.measured.verify[0]
+    assert four.first == four.measured.share(4)
+    assert four.first.verify[0] < one.first.verify[0]
+    assert 0.0 < four.first.read < four.first.draft < one.first.draft
+    assert len(four.first.verify) == 5
 
 
 @pytest.mark.parametrize(("positions", "context"), [(256, 128), (64, 33)])
@@ -99,25 +100,12 @@ def test_little_time_measures_the_ends_and_interpolates(monkeypatch: pytest.Monk
     assert slopes == pytest.approx([slopes[0]] * 10)
 
 
-def test_every_action_is_timed_and_the_least_counts() -> None:
-    calls = {1: 0, 2: 0}
-
-    def act(name: int, seconds: float) -> None:
-        calls[name] += 1
-        time.sleep(seconds if calls[name] != 2 else seconds + 0.02)  # disturbed once
-
-    times = costs.least_times({1: lambda: act(1, 0.002), 2: lambda: act(2, 0.006)}, budget=0.1)
-    assert times[1] == pytest.approx(0.002, abs=0.003)
-    assert times[2] == pytest.approx(0.006, abs=0.004)
-    assert calls[1] > 3
-
-
 def test_they_are_measured_once(count: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")
     drafter = Drafter(partly_agreeing(target))
 
     def ask(estimator: Any = None, max_tokens: int = 20) -> Costs:
-        return costs.costs_of(target, drafter, estimator or DraftProbability(), max_tokens)
+        return costs.costs_of(target, drafter, estimator or DraftProbability(), max_tokens).measured
 
     first = ask()
     assert ask() == first
@@ -126,7 +114,7 @@ def test_they_are_measured_once(count: list[int], cache: Path, monkeypatch: pyte
     assert len(count) == 1
     (path,) = cache.iterdir()
     stored = json.loads(path.read_text())
-    assert stored["costs"] == first.to_dict()
+    assert stored["costs"] == {"measured": first.to_dict(), "by_length": {}}
     assert stored["of"]["target"]["layers"] == 3
 
     ask(max_tokens=5)
@@ -137,19 +125,30 @@ def test_they_are_measured_once(count: list[int], cache: Path, monkeypatch: pyte
     assert len(count) == 4
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"costs": null}', '{"costs": {"draft": -1, "verify": [1]}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"costs": null}',
+        '{"costs": {"draft": 1, "verify": [1]}}',
+        '{"costs": {"measured": {"draft": -1, "verify": [1]}, "by_length": {}}}',
+        '{"costs": {"measured": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
+    ],
+)
 def test_a_damaged_file_is_measured_again(
     text: str, count: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny("llama")
     drafter = Drafter(partly_agreeing(target))
-    first = costs.costs_of(target, drafter, DraftProbability(), 20)
+    first = costs.costs_of(target, drafter, DraftProbability(), 20).measured
     (path,) = cache.iterdir()
     path.write_text(text)
     monkeypatch.setattr(costs, "_known", {})
-    assert costs.costs_of(target, drafter, DraftProbability(), 20) == first
+    assert costs.costs_of(target, drafter, DraftProbability(), 20).measured == first
     assert len(count) == 2
-    assert json.loads(path.read_text())["costs"] == first.to_dict()
+    assert json.loads(path.read_text())["costs"]["measured"] == first.to_dict()
 
 
 @pytest.mark.parametrize("error", [OSError("read-only"), ValueError("Corrupted assets folder")])
@@ -192,53 +191,11 @@ def test_a_generation_measures_when_no_costs_are_given(
         assistant = SpecDecPPAssistant.from_early_exit(
             target, 2, speculation=SpeculationConfig("throughput", max_tokens=6)
         )
-    monkeypatch.setattr(chains, "JUDGED", 10**6)
     plain = target.generate(prompt(), max_new_tokens=40, do_sample=False)
     for _ in range(2):
         text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
         assert torch.equal(text, plain)
     assert count == [6]
-
-
-def test_costs_that_rounds_contradict_are_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, for greedy texts and for later processes; sampled texts go on with the costs that they began with."""
-    wrong, right = Costs(1e-4, (1.0, 1.1)), Costs(0.5, (1.0, 1.1))
-    answers = [wrong, right]
-    monkeypatch.setattr(costs, "measure", lambda *_: answers.pop(0))
-    target = tiny("llama")
-    assistant = assistant_for(target, rule="throughput", max_tokens=2)
-
-    def generate(do_sample: bool) -> Costs:
-        torch.manual_seed(0)
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=do_sample)
-        learned = assistant.memory.learned[target]
-        (plan,) = (each.plan for each in learned.values() if each.greedy != do_sample)
-        assert isinstance(plan, chains.ThroughputState)
-        return plan.costs
-
-    assert generate(do_sample=True) == generate(do_sample=True) == wrong
-    assert generate(do_sample=False) == wrong
-    assert assistant.stats.cost_ratio is not None
-    assert assistant.stats.cost_ratio > chains.WRONG
-    assert "measure_again()" in assistant.stats.verdict
-    assert [generate(do_sample=False) for _ in range(3)] == [right] * 3
-    assert generate(do_sample=True) == wrong
-    monkeypatch.setattr(costs, "_known", {})  # another process
-    assistant.memory.clear()
-    assert generate(do_sample=True) == right
-    answers.append(wrong)
-    assistant.memory.measure_again()
-    assert generate(do_sample=False) == wrong
-    assert not answers
-
-
-def test_costs_that_are_right_are_left_alone() -> None:
-    check = chains.CostCheck(rounds=100, drafting=0.01, verifying=0.04, draft_seconds=0.012, target_seconds=0.024)
-    assert check.ratio == pytest.approx(2.0)
-    assert check.fails
-    check.target_seconds = 0.04
-    assert not check.fails
-    assert chains.CostCheck(rounds=1, drafting=0.01, verifying=0.04, draft_seconds=1.0, target_seconds=0.04).ratio == 1
 
 
 def test_few_ways_of_sampling_are_remembered() -> None:

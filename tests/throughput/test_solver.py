@@ -21,7 +21,7 @@ Problem = tuple[Floats, Floats, Floats, int]
 
 
 def random_problem(seed: int) -> Problem:
-    """Acceptance, transitions, seconds and lag: independent or Markov, with or without a step in the seconds."""
+    """Acceptance, transitions, seconds and lag: independent or Markov; with a step in the seconds, or of any form."""
     rng = np.random.default_rng(seed)
     bins, most = [(2, 4), (3, 3), (1, 6), (2, 3)][seed % 4]
     transitions = rng.dirichlet(np.ones(bins), bins + 1)
@@ -30,6 +30,8 @@ def random_problem(seed: int) -> Problem:
     verify = 1.0 + np.cumsum(rng.uniform(0.0, 0.1, most + 1))
     if seed // 8 % 2:
         verify += 0.7 * (np.arange(most + 1) >= rng.integers(1, most + 1))
+    if seed // 32 % 2:
+        verify = rng.permutation(verify) * rng.uniform(0.6, 1.4, most + 1)
     seconds = rng.uniform(0.0, 0.4) * np.arange(most + 1) + verify
     return rng.uniform(0.0, 1.0, bins), transitions, seconds, seed // 16 % 2
 
@@ -176,7 +178,7 @@ def test_a_solution_takes_milliseconds_and_thinning_costs_nothing_to_speak_of() 
 
 def test_seconds_of_a_round() -> None:
     costs = Costs(0.1, (1.0, 0.9, 2.0), overhead=0.5)
-    expected = [1.5, 1.0 + 0.6, 2.0 + 0.7, 2.5 + 0.8, 3.0 + 0.9]  # more tokens never take less; then a straight line
+    expected = [1.5, 0.9 + 0.6, 2.0 + 0.7, 2.5 + 0.8, 3.0 + 0.9]  # of any form; then a straight line
     assert costs.round_seconds(4) == pytest.approx(expected)
     assert costs.round_seconds(1) == pytest.approx(expected[:2])
     assert Costs(0.1, (1.0,)).round_seconds(3) == pytest.approx([1.0, 1.1, 1.2, 1.3])

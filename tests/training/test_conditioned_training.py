@@ -100,6 +100,36 @@ def test_training_helps_and_is_what_is_stored(tmp_path: Any) -> None:
     assert not any("fusion" in name for name in stored)
 
 
+def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far too large steps; it is kept in half precision, as everything is that is stored."""
+    config = prepare(tmp_path, "conditioned", answers=8, epochs=1)
+    config.distill.learning_rate = config.distill.fusion_learning_rate = 0.5
+    fitted: list[dict[str, torch.Tensor]] = []
+    save = distillation.save_tensors
+
+    def noted(tensors: dict[str, torch.Tensor], path: Any) -> None:
+        if path.name == distillation.FITTED:
+            fitted.append({name: tensor.clone() for name, tensor in tensors.items()})
+        save(tensors, path)
+
+    warnings: list[str] = []
+    monkeypatch.setattr(distillation, "save_tensors", noted)
+    monkeypatch.setattr(distillation.logger, "warning", warnings.append)
+    distillation.run(config)
+    report = json.loads((config.work / "distillation.json").read_text())
+    assert list(report["shares"]) == ["1.00", "0.67", "0.33", "0.00"]
+    assert report["shares"]["0.00"] > max(report["shares"][share] for share in ("1.00", "0.67", "0.33"))
+    assert report["after"]["all"]["acceptance"] == pytest.approx(report["before"]["all"]["acceptance"], abs=2e-3)
+    assert "The fitted fusion is kept" in warnings[0]
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    assistant = models.load_assistant(config, target)
+    assert measured(assistant, target) == pytest.approx(report["after"]["all"]["acceptance"], abs=2e-3)
+    fusion = assistant.ready_drafter().fusion
+    assert fusion is not None
+    for name, tensor in fusion.state_dict().items():
+        torch.testing.assert_close(tensor, fitted[0][name].half().float())
+
+
 @torch.no_grad()
 def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> float:
     """Mean acceptance of the first candidate on the held-out answers, text by text."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from hf_specdecpp.clocks import least_times
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import layer_stack, with_layers
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.throughput.measuring import least_times
 
 # What the families call the projections that write into the residual stream.
 OUTPUTS = frozenset(

@@ -45,7 +45,7 @@ def replay(
     """
     drafter = assistant.ready_drafter()
     with assistant.setup().products(target):
-        costs = read_costs(config.costs, lambda: costs_of(target, drafter, assistant.estimator, MAX_TOKENS))
+        costs = read_costs(config.costs, lambda: costs_of(target, drafter, assistant.estimator, MAX_TOKENS).at(0))
     neutralise(target)
     replays, agreement = [], {"compared": 0, "equal": 0}
     for temperature in config.temperatures:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
-from hf_specdecpp.files import check_finite, save_tensors
+from hf_specdecpp.files import check_finite, load_tensors, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, FUSION
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
@@ -65,7 +65,9 @@ MEASURED = 200  # held-out answers that the reports before and after are of, eve
 SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
 FITTED_ON = 128  # answers, for the fusion that a conditioned draft begins with
 NOTHING = "0.00"
+FITTED = "fitted-fusion.safetensors"  # beside the checkpoints: what the fusion was before training
 FUSION_PREFIX = ".fusion."
+TRAINED_COPY, ORIGINAL = "modules_to_save.default", "original_module"  # PEFT's names of the fusion's parameters
 
 
 def run(config: TrainingConfig) -> None:
@@ -120,7 +122,14 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
         trainer.train(resume_from_checkpoint=checkpoint)
     before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
     shares, after = _keep_best_share(trainer, config)
-    if _keeps_all(config) or max(shares.values()) > before["all"]["acceptance"]:
+    if config.is_conditioned and NOTHING in shares and max(shares.values()) == shares[NOTHING]:
+        logger.warning(
+            f"Training did not help: on the held-out answers a candidate is accepted with probability "
+            f"{shares[NOTHING]:.3f} where the fusion is fitted by least squares only, after training with at most "
+            f"{max(value for share, value in shares.items() if share != NOTHING):.3f}. The fitted fusion is kept. More "
+            f"answers help, or a lower distill.learning_rate (now {config.distill.learning_rate:g})."
+        )
+    if config.is_conditioned or _keeps_all(config) or max(shares.values()) > before["all"]["acceptance"]:
         _save(trainer, config)
     else:
         # Listed last, so that of equals it is the one that is kept.
@@ -245,12 +254,18 @@ def _trainer(
 
 def _initial_fusion(config: TrainingConfig, target: CausalLM, train: Dataset) -> Fusion:
     fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
-    if config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
+    fitted = config.work / CHECKPOINTS / FITTED
+    if fitted.exists():
+        fusion.load_state_dict(load_tensors(fitted))
+    elif config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
         logger.info(f"Fitting the fusion on {min(len(train), FITTED_ON)} answers.")
         chosen = train.select(range(0, len(train), -(-len(train) // FITTED_ON)))
         texts = (torch.tensor([ids[: config.distill.max_length]], device=target.device) for ids in chosen["input_ids"])
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
         initial_fusion.fit(fusion, target, check_layers(layers_of(config, target), depth)[0], texts)
+        if process_state().is_main_process:
+            fitted.parent.mkdir(parents=True, exist_ok=True)
+            save_tensors(fusion.state_dict(), fitted)
     return fusion
 
 
@@ -267,24 +282,29 @@ def _state_cache(
 def _keep_best_share(
     trainer: DistillationTrainer, config: TrainingConfig
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Shrink the adapter to the share of its update that is accepted most on the held-out answers.
+    """Shrink adapter and fusion to the share of their update that is accepted most on the held-out answers.
 
     What few tokens teach is partly noise. On the way back to the draft as it was, that fades before what was learnt
-    does (Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022).
+    does (Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022). For a conditioned draft that may be all
+    of the way: to the fusion that was fitted by least squares.
 
     Returns:
         Mean acceptance by share, and the report of the best one: of the numbers as they are stored, in half precision.
     """
     dtype = _stored_dtype(config)
-    trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    everything = dict(trainer.model.named_parameters())
+    trained = {name: p.detach().clone() for name, p in everything.items() if p.requires_grad}
 
     @torch.no_grad()
     def keep(share: float) -> None:
-        for name, parameter in trainer.model.named_parameters():
-            if name in trained:
-                parameter.copy_((trained[name] * (share if "lora_B" in name else 1.0)).to(dtype))
+        for name, after in trained.items():
+            if "lora_B" in name:
+                after = share * after
+            elif TRAINED_COPY in name and not _keeps_all(config):
+                after = torch.lerp(everything[name.replace(TRAINED_COPY, ORIGINAL)], after, share)
+            everything[name].copy_(after.to(dtype))
 
-    shares = SHARES[:1] if _keeps_all(config) else SHARES
+    shares = SHARES[:1] if _keeps_all(config) else (*SHARES, 0.0) if config.is_conditioned else SHARES
     reports = {}
     for share in shares:
         keep(share)
@@ -295,8 +315,8 @@ def _keep_best_share(
 
 
 def _keeps_all(config: TrainingConfig) -> bool:
-    """A conditioned draft's adapter belongs to its trained fusion, and one that was trained before is not noise."""
-    return config.is_conditioned or config.distill.start_from is not None
+    """What was trained before is not noise."""
+    return config.distill.start_from is not None
 
 
 def _stored_dtype(config: TrainingConfig) -> torch.dtype:

@@ -21,7 +21,9 @@ from hf_specdecpp import SpecDecPPCandidateGenerator
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.models.product_times import ROWS
+from hf_specdecpp.models.cpu_products import PackedWeights
+from hf_specdecpp.models.products import Product, Ways
+from hf_specdecpp.throughput import product_choice
 from support.fuzz.arguments import Fault, arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case, simpler
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of
@@ -127,7 +129,10 @@ def run_case(case: Case) -> Result:
             _use_generator(target, assistant)
         if case.weights == "as they are":
             return _compare(case, target, assistant)
-        with mock.patch.object(cpu_products, "fastest", _packed_everywhere):  # tiny layers would not be packed
+        with (  # tiny layers would not be packed
+            mock.patch.object(cpu_products, "LEAST_ELEMENTS", 1),
+            mock.patch.object(product_choice, "ways_of", _packed_everywhere),
+        ):
             if case.weights != "packed":
                 _change_weights(case, target, assistant)
             return _compare(case, target, assistant)
@@ -265,8 +270,10 @@ def _use_generator(target: CausalLM, assistant: Any) -> None:
     target._get_candidate_generator = types.MethodType(get, target)
 
 
-def _packed_everywhere(out_features: int, in_features: int, may_pack: bool) -> tuple[str, ...]:
-    return ("packed" if may_pack else "onednn",) * len(ROWS)
+def _packed_everywhere(_modules: Any, _of: Any, _read: Any, packed: PackedWeights | None, *_: Any) -> Ways:
+    """One row as it is, two and three filled up to four."""
+    product: Product = "onednn" if packed is None else "packed"
+    return Ways((product,) * 4, (1, 4, 4, 4))
 
 
 def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:

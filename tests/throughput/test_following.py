@@ -1,0 +1,131 @@
+"""Generations whose costs follow their rounds: between texts, in every kind of decoding, and never the text itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, files
+from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput import measuring
+from hf_specdecpp.throughput.chains import ThroughputState
+from hf_specdecpp.throughput.round_times import RoundTimes
+from hf_specdecpp.throughput.trees import TreeThroughput
+
+WRONG = Costs(5.0, (100.0, 100.1, 100.2))  # seconds, that is
+ROWS = torch.cat([prompt(12, seed) for seed in range(4)])
+
+KINDS: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
+    "chains": ({}, prompt(), {}),
+    "trees": ({"tree": "dyspec", "tree_budget": 8}, prompt(), {}),
+    "batch": ({}, ROWS, {"attention_mask": torch.ones_like(ROWS)}),
+    "static": ({}, prompt(), {"cache_implementation": "static"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, on disk and in memory, and measurements that are wrong by far."""
+    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
+    monkeypatch.setattr(measuring, "measure", lambda *_: WRONG)
+    return tmp_path
+
+
+def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> ThroughputState | TreeThroughput:
+    (learned,) = assistant.memory.learned[target].values()
+    assert learned.plan is not None
+    return learned.plan
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_costs_follow_the_rounds(kind: str) -> None:
+    settings, ids, options = KINDS[kind]
+    target = tiny("llama")
+    assistant = assistant_for(target, rule="throughput", max_tokens=4, **settings)
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
+    plain = target.generate(ids, **options)
+    seen: list[Costs] = []
+    for _ in range(4):
+        assert torch.equal(target.generate(ids, assistant_model=assistant, **options), plain)
+        seen.append(plan_of(assistant, target).costs)
+    known = plan_of(assistant, target).known
+    assert known is not None
+    assert known.first == seen[0], "the first text reckons with what was measured"
+    assert all(later.verify[0] < 0.85 * earlier.verify[0] for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.draft < 0.85 * earlier.draft for earlier, later in zip(seen, seen[1:], strict=False))
+
+
+def test_another_process_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama")
+    for _ in range(3):
+        assistant = assistant_for(target, rule="throughput", max_tokens=4)
+        before = plan_costs(target, assistant)
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
+        monkeypatch.setattr(measuring, "_known", {})
+        assert plan_costs(target, assistant).verify[0] < 0.85 * before.verify[0]
+
+
+def plan_costs(target: CausalLM, assistant: SpecDecPPAssistant) -> Costs:
+    """What this process knows."""
+    known = measuring.costs_of(target, assistant.setup().drafter, DraftProbability(), 4)
+    return known.at(0)
+
+
+def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: set[int] = set()
+    end = RoundTimes.end
+
+    def noted(self: RoundTimes, length: int, width: int) -> None:
+        widths.add(width)
+        end(self, length, width)
+
+    monkeypatch.setattr(RoundTimes, "end", noted)
+    target = tiny("llama")
+    assistant = assistant_for(target, rule="throughput", max_tokens=6)
+    options = {"max_new_tokens": 60, "do_sample": False, "cache_implementation": "static"}
+    for _ in range(3):
+        target.generate(prompt(), assistant_model=assistant, **options)
+    assert len(widths) > 1
+    assert widths == {width_of(width) for width in widths}
+
+
+@pytest.mark.parametrize("tree", [None, "dyspec"])
+def test_one_setting_repeats_a_seeded_run(tree: str | None) -> None:
+    """`track_costs=False`: whatever earlier texts took, rounds are drafted by the costs that were measured."""
+    target = tiny("llama")
+    speculation = SpeculationConfig("throughput", max_tokens=4, tree=tree, tree_budget=8, track_costs=False)  # type: ignore[arg-type]
+    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), target, speculation=speculation)
+    assistant.attach(target)
+
+    def run() -> tuple[list[list[int]], list[int]]:
+        assistant.memory.clear()
+        torch.manual_seed(0)
+        texts, drafted = [], []
+        for _ in range(3):
+            text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=True)
+            texts.append(text[0].tolist())
+            drafted.append(assistant.stats.drafted)
+        return texts, drafted
+
+    assert run() == run()
+    plan = plan_of(assistant, target)
+    assert plan.known is None
+    assert plan.costs == WRONG
+
+
+def test_given_costs_never_change() -> None:
+    target = tiny("llama")
+    given = {"draft": 0.05, "verify": [1.0, 1.1, 1.2]}
+    assistant = assistant_for(target, rule="throughput", max_tokens=4, costs=given)
+    for _ in range(2):
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
+    assert plan_of(assistant, target).costs == Costs.from_dict(given)

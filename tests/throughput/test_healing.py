@@ -1,0 +1,145 @@
+"""`rule="throughput"` with costs that were measured wrongly: rounds that are timed put them right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.throughput.chains import Throughput, ThroughputState
+from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.round_times import Drafting, RoundTimes
+
+ROUNDS = 40  # of a text
+MOST = 12
+
+# Milliseconds of passes over 1, 2, ... tokens. Of a processor where four to eight cost less than two, and of another.
+DIP = (58.6, 71.2, 80.1, 52.5, 50.1, 52.1, 56.0, 60.4, 63.0, 66.0, 68.0, 70.0, 72.0)
+LINE = tuple(40.0 + 2.0 * n for n in range(MOST + 1))
+
+
+def costs(milliseconds: tuple[float, ...], draft: float = 4.0) -> Costs:
+    return Costs(draft / 1e3, tuple(each / 1e3 for each in milliseconds), start=0.001)
+
+
+def disturbed(true: Costs, seed: int) -> Costs:
+    """Measured while another process comes and goes: each number is up to three times too high."""
+    rng = np.random.default_rng(seed)
+    verify = tuple(seconds * rng.uniform(1.0, 3.0) for seconds in true.verify)
+    return Costs(true.draft * rng.uniform(1.0, 3.0), verify, start=true.start)
+
+
+class Machine:
+    """Texts whose candidates are accepted with the probability that they are given, and rounds that take `true`."""
+
+    def __init__(self, true: Costs, state: ThroughputState) -> None:
+        self.true, self.state = true, state
+        self.rng, self.now = np.random.default_rng(0), 0.0
+
+    def text(self, length: int = 16) -> float:
+        """Tokens a second of a text, the tokens being those expected."""
+        rule, tokens, begin = Throughput(DraftProbability(), self.state), 0.0, self.now
+        times = RoundTimes(lambda: self.now)
+        self.state.begin_text()
+        verify = self.true.verify_seconds(MOST)
+        for _ in range(ROUNDS):
+            self.state.follow(length)
+            times.begin()
+            rule.begin_round()
+            chances = list(self._drafted(rule)) if rule.starts(1) else []
+            self.now += (self.true.start + self.true.draft * len(chances)) * self._noise() if chances else 0.0
+            times.drafted(Drafting(len(chances)))
+            accepted = 0
+            while accepted < len(chances) and self.rng.random() < chances[accepted]:
+                accepted += 1
+            self.now += float(verify[len(chances)]) * self._noise()
+            times.end(length, len(chances) + 1)
+            rule.update(len(chances), accepted)
+            tokens += 1.0 + float(np.cumprod(chances).sum())
+        self.state.learn(times)
+        return tokens / (self.now - begin)
+
+    def _drafted(self, rule: Throughput) -> Iterator[float]:
+        for _ in range(MOST):
+            yield (chance := self.rng.beta(2.0, 0.8))
+            if rule.stops(chance):
+                break
+
+    def _noise(self) -> float:
+        return 1.0 + 0.03 * self.rng.standard_normal() + (self.rng.random() < 0.02)
+
+
+def best_constant(true: Costs) -> float:
+    """Tokens a second of the best fixed length."""
+    accepted = 2.0 / 2.8
+    tokens = np.cumsum(accepted ** np.arange(MOST + 1))
+    return float((tokens / true.round_seconds(MOST))[:9].max()) / 1.02  # the noise adds 2 %
+
+
+def rate_after_ten_texts(true: Costs, measured: Costs) -> float:
+    """Mean over the twenty texts that follow, over the best constant length."""
+    machine = Machine(true, ThroughputState(KnownCosts(measured), MOST, 0))
+    for _ in range(10):
+        machine.text()
+    return float(np.mean([machine.text() for _ in range(20)])) / best_constant(true)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("true", [costs(DIP), costs(LINE)], ids=["dip", "line"])
+def test_costs_of_a_busy_machine_are_put_right_on_an_idle_one(true: Costs, seed: int) -> None:
+    assert rate_after_ten_texts(true, disturbed(true, seed)) > 0.97
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("true", [costs(DIP), costs(LINE)], ids=["dip", "line"])
+def test_costs_of_an_idle_machine_are_put_right_on_a_busy_one(true: Costs, seed: int) -> None:
+    """Everything becomes slower, and not by the same factor."""
+    rng = np.random.default_rng(seed)
+    slower = rng.uniform(1.5, 3.0)
+    verify = tuple(seconds * slower * rng.uniform(0.9, 1.1) for seconds in true.verify)
+    busy = Costs(true.draft * rng.uniform(1.0, 3.0), verify, start=true.start)
+    assert rate_after_ten_texts(busy, true) > 0.97
+
+
+def test_costs_of_another_processor_are_put_right() -> None:
+    assert rate_after_ten_texts(costs(DIP), costs(LINE)) > 0.97
+    assert rate_after_ten_texts(costs(LINE), costs(DIP)) > 0.97
+
+
+def test_costs_that_never_change_stay_wrong() -> None:
+    """The mutant: without following the rule is far behind."""
+    wrong = costs((20.0, *(3.0 * each for each in LINE[1:])))
+    machine = Machine(costs(LINE), ThroughputState(wrong, MOST, 0))
+    for _ in range(10):
+        machine.text()
+    assert np.mean([machine.text() for _ in range(10)]) / best_constant(costs(LINE)) < 0.9
+    assert rate_after_ten_texts(costs(LINE), wrong) > 0.97
+
+
+def test_long_texts_are_reckoned_with_what_their_passes_cost() -> None:
+    """At 4,000 tokens of context passes grow steeply with their width; at 100 they are flat."""
+    short, long = (
+        costs(tuple(40.0 + n for n in range(MOST + 1))),
+        costs(tuple(60.0 + 20.0 * n for n in range(MOST + 1))),
+    )
+    state = ThroughputState(KnownCosts(short), MOST, 0)
+    few, many = Machine(short, state), Machine(long, state)
+    for _ in range(10):
+        few.text(100)
+        many.text(4000)
+    assert np.mean([few.text(100) for _ in range(10)]) / best_constant(short) > 0.97
+    assert np.mean([many.text(4000) for _ in range(10)]) / best_constant(long) > 0.97
+
+
+def test_a_text_s_own_rounds_do_not_change_its_decisions() -> None:
+    """Whatever its rounds take, the same text is drafted in the same way."""
+    plans = []
+    for slow in (1.0, 10.0):
+        state = ThroughputState(KnownCosts(costs(LINE)), MOST, 0)
+        machine = Machine(Costs(0.004 * slow, tuple(slow * each for each in costs(DIP).verify)), state)
+        machine.text()
+        plans.append(state.plan)
+    assert plans[0].critical == plans[1].critical
