@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
 from hf_specdecpp.caches.static import num_rows, widen
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 
 WITHOUT = "Leave cache_implementation unset and pass no StaticCache"
 
@@ -25,7 +25,7 @@ def prepare_static(
     Raises:
         ValueError: that cannot be done.
     """
-    cache = model_kwargs.get("past_key_values")
+    cache = cache_among(model_kwargs)
     if not isinstance(cache, StaticCache):
         return
     if config.cache_implementation is not None:  # made by `generate()` for this text, so nobody else uses it
@@ -77,7 +77,7 @@ def uncompiled(config: GenerationConfig) -> GenerationConfig:
 
 def as_static(config: GenerationConfig, model_kwargs: dict[str, Any]) -> GenerationConfig:
     """The config with a static cache's name in it, also where the cache is the user's own."""
-    if isinstance(model_kwargs.get("past_key_values"), StaticCache) and config.cache_implementation is None:
+    if isinstance(cache_among(model_kwargs), StaticCache) and config.cache_implementation is None:
         config = copy.copy(config)
         config.cache_implementation = "static"
     return config

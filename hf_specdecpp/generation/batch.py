@@ -25,7 +25,7 @@ from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCand
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.throughput.chains import BatchThroughput, ThroughputState, pays_to_go_on
 from hf_specdecpp.throughput.plain_passes import pass_seconds
@@ -56,12 +56,12 @@ class BatchDecoding:
         self.caught = TargetStates(target, generators[0].setup.drafter.fusion)
         sessions: list[Any] = [each.session for each in generators]
         self.drafts = BatchSession(sessions)
-        self.cache = BatchCache(target, model_kwargs["past_key_values"], len(generators))
+        self.cache = BatchCache(target, cache_among(model_kwargs), len(generators))
         self.products = generators[0].products
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as plain generation asks
         self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended
-        self.carries_cache = config.return_dict_in_generate or model_kwargs["past_key_values"].get_seq_length() > 0
+        self.carries_cache = config.return_dict_in_generate or cache_among(model_kwargs).get_seq_length() > 0
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[batch, length]`, padded on the left: what `generate()` returns."""
@@ -179,7 +179,7 @@ class BatchDecoding:
             **self.model_kwargs,
             "attention_mask": self.cache.mask(is_token),
             "position_ids": positions.to(self.device),
-            "past_key_values": self.cache.cache,
+            CACHE: self.cache.cache,
         }
         inputs: dict[str, Any] = self.target.prepare_inputs_for_generation(
             tokens.to(self.device), next_sequence_length=count, is_first_iteration=False, **kwargs
@@ -199,7 +199,7 @@ class BatchDecoding:
                 states=None if states is None else states[place : place + 1],
                 hidden_states=self._hidden_states(outputs, place),
                 attentions=self._attentions(outputs, place, len(chain.tokens)),
-                past_key_values=SimpleNamespace(layers=self.cache.layers),
+                cache=SimpleNamespace(layers=self.cache.layers),
             )
             self.texts[index], ends = self.rows[index].verify(self.texts[index], chain, own)
             finished.append(ends)
@@ -223,7 +223,7 @@ class BatchDecoding:
         attentions = [layer[place : place + 1] for layer in outputs.attentions]
         index = self.active[place]
         further = self.texts[index].shape[1] - self.prompt_mask.shape[1]
-        if not further:
+        if not further or not attentions:  # sdpa attention has none to give
             return tuple(attentions)
         # The columns of the cache that are the row's, and their places in its text.
         count, fed = num_candidates + 1, attentions[0].shape[2]
@@ -349,7 +349,7 @@ class _UsedUp(DynamicLayer):
     def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(
             "This cache was used by an assisted batch, whose rows have lost their places. To carry a cache on, pass "
-            "return_dict_in_generate=True and take past_key_values from what generate() returns."
+            "return_dict_in_generate=True and take the cache from what generate() returns."
         )
 
     def get_seq_length(self) -> int:

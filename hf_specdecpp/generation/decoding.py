@@ -46,7 +46,7 @@ class AssistedDecoding:
         target: the model that decides.
         generator: drafts the candidates.
         stopping_criteria, generation_config, streamer: as prepared by `generate()`.
-        model_kwargs: the forward's other arguments, `past_key_values` among them.
+        model_kwargs: the forward's other arguments, the cache among them.
         forward: the target's, perhaps compiled; by default its own.
     """
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.masks import layer_types
+from hf_specdecpp.models.causal_lm import CACHE, cache_among
 
 KINDS = ("scores", "logits", "hidden_states", "attentions")
 
@@ -50,7 +51,7 @@ class TokenRecords:
             logits=self.logits,
             attentions=self.attentions,
             hidden_states=self.hidden_states,
-            past_key_values=cache,
+            **{CACHE: cache},
         )
 
     def cut(self, count: int) -> None:
@@ -89,10 +90,13 @@ class TokenRecords:
             if not self.attentions:
                 self.attentions += (attentions,)
                 return
-            if isinstance(outputs.past_key_values, StaticCache):  # of which every pass sees every row
+            if not attentions:  # sdpa attention has none to give
+                self.attentions += ((),) * count
+                return
+            if isinstance(cache_among(outputs), StaticCache):  # of which every pass sees every row
                 self.attentions += tuple(tuple(layer[:, :, i : i + 1] for layer in attentions) for i in path)
                 return
-            windows = _windows(outputs.past_key_values.layers, self._text_config, len(attentions))
+            windows = _windows(cache_among(outputs).layers, self._text_config, len(attentions))
             for i in range(count):
                 self.attentions += (
                     tuple(

@@ -21,14 +21,13 @@ from transformers import (
     PreTrainedModel,
     SuppressTokensLogitsProcessor,
 )
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
-from transformers.utils import ModelOutput
 
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, eos_ids
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
 
@@ -43,12 +42,17 @@ ATTACH = "Attach the assistant to the target, which handles this: assistant.atta
 
 
 @dataclass
-class DraftOutput(ModelOutput):
+class DraftOutput:
     """What transformers reads from an assistant's `generate()`."""
 
-    sequences: Any = None
-    scores: Any = None
-    past_key_values: Any = None
+    sequences: Tensor
+    scores: tuple[Tensor, ...]
+    cache: DraftState
+
+    @property
+    def past_key_values(self) -> DraftState:
+        """The name of `cache` before transformers 5.24."""
+        return self.cache
 
 
 class AssistantGenerationConfig(GenerationConfig):
@@ -78,7 +82,7 @@ class AssistantGenerationConfig(GenerationConfig):
 
 
 class DraftState:
-    """Travels as the assistant's `past_key_values` from round to round, so that the assistant itself has no state."""
+    """Travels as the assistant's cache from round to round, so that the assistant itself has no state."""
 
     def __init__(self, generator: SpecDecPPCandidateGenerator, length: int, num_drafted: int) -> None:
         self.generator = generator
@@ -97,7 +101,7 @@ def draft_round(
     input_ids: Tensor,
     generation_config: GenerationConfig,
     logits_processor: list[Any] | None,
-    past_key_values: DraftState | None,
+    state: DraftState | None,
     attention_mask: Tensor | None,
     min_new_tokens: int,
     max_new_tokens: int,
@@ -107,18 +111,18 @@ def draft_round(
     Args:
         start: begins a generation; called in the first round.
         input_ids: `[1, length]`, everything emitted so far.
-        past_key_values: what the previous round returned, `None` in the first.
+        state: what the previous round returned, `None` in the first.
 
     Returns:
         `sequences` `[1, length + k]`, `scores` k tensors `[1, vocab]` that q is the softmax of.
     """
-    if past_key_values is None:
+    if state is None:
         generator = start(generation_config, logits_processor, attention_mask)
         generator.stats.complete = False
     else:
-        generator = past_key_values.generator
-        emitted = input_ids.shape[1] - past_key_values.length
-        generator.update_candidate_strategy(input_ids, None, min(emitted - 1, past_key_values.num_drafted))
+        generator = state.generator
+        emitted = input_ids.shape[1] - state.length
+        generator.update_candidate_strategy(input_ids, None, min(emitted - 1, state.num_drafted))
         generator.stats.generated += emitted
     processors = list(logits_processor or [])
     eos = list(eos_ids(generation_config))
@@ -127,7 +131,7 @@ def draft_round(
         # again: after top-k it could forbid the only token left.
         minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
         processors.insert(0, minimum)
-    if past_key_values is None and (placeholders := _placeholders()):
+    if state is None and (placeholders := _placeholders()):
         # The loop reads these candidates together with the prompt's images, and would look for one for each.
         processors.insert(0, SuppressTokensLogitsProcessor(placeholders, str(input_ids.device)))
     generator.draft_processing = Processing(processors)
@@ -145,7 +149,7 @@ def draft_round(
     return DraftOutput(
         sequences=torch.cat((input_ids, input_ids.new_tensor([chain.tokens])), dim=1),
         scores=tuple(scores[None] for scores in chain.scores),
-        past_key_values=state,
+        cache=state,
     )
 
 
@@ -217,12 +221,18 @@ def check_loop(ready: Callable[[], object]) -> None:
 
 
 def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> None:
-    if model_kwargs["past_key_values"].get_seq_length() > 0:
+    cache = cache_among(model_kwargs)
+    if cache.get_seq_length() > 0:
         raise ValueError(
-            "past_key_values holds an earlier turn, and transformers' assisted generation would feed the whole prompt "
+            f"{CACHE} holds an earlier turn, and transformers' assisted generation would feed the whole prompt "
             "on top of it and answer wrongly. " + ATTACH
         )
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in model_kwargs["past_key_values"].layers):
+    if isinstance(cache, StaticCache) and cache.offloading:  # transformers up to 5.23 refuses all static ones itself
+        raise ValueError(
+            "Static caches that are offloaded cannot be taken back when a candidate is rejected. Use another cache, or "
+            "generate without assistant_model=."
+        )
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         raise ValueError(
             f"{type(target).__name__} keeps states of convolutions in its cache, which transformers' assisted "
             "generation leaves too short after short prompts, and gets wrong after padding that is read in chunks. "
@@ -273,10 +283,11 @@ class ModelInterface(PreTrainedModel):
         input_ids: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         logits_processor: list[Any] | None = None,
-        past_key_values: DraftState | None = None,
+        cache: DraftState | None = None,
         attention_mask: Tensor | None = None,
         min_new_tokens: int = 0,
         max_new_tokens: int | None = None,
+        past_key_values: DraftState | None = None,
         **_: Any,
     ) -> DraftOutput:
         """Draft one round for transformers' assisted generation, which is what calls this.
@@ -291,8 +302,8 @@ class ModelInterface(PreTrainedModel):
             )
         start = partial(self.start_generation, None)
         return draft_round(
-            start, input_ids, generation_config, logits_processor, past_key_values, attention_mask, min_new_tokens,
-            max_new_tokens,
+            start, input_ids, generation_config, logits_processor, cache or past_key_values, attention_mask,
+            min_new_tokens, max_new_tokens,
         )  # fmt: skip
 
     # A property where models have an attribute: transformers' reading it says that its loop begins.

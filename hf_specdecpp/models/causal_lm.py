@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 
 # A `PreTrainedModel` with `GenerationMixin` and an LM head. The annotations of `PreTrainedModel` know neither its
 # methods for generation nor that its attributes are what they are, so a checker is told nothing about it.
@@ -18,8 +20,9 @@ CausalLM: TypeAlias = Any
 
 # Decoders whose positions come from a table cannot run past its end; rotary ones merely get worse.
 LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt"})
-# What models call their cache.
-CACHE_NAMES = ("past_key_values", "cache_params")
+# What models and `generate()` call their cache: "cache" from transformers 5.24 on.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+CACHE = next(name for name in CACHE_NAMES if name in {item.name for item in fields(GenerateDecoderOnlyOutput)})
 
 
 def base_model(model: CausalLM) -> CausalLM:
@@ -66,12 +69,13 @@ def takes_positions(model: CausalLM) -> bool:
 def cache_argument(model: CausalLM) -> str:
     """What a model, or a part of one, calls its cache: Mamba2 has a name of its own. One without a cache: the usual."""
     known = inspect.signature(type(model).forward).parameters
-    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
+    return next((name for name in CACHE_NAMES if name in known), CACHE)
 
 
-def cache_among(values: Mapping[str, Any]) -> Any:
+def cache_among(values: Any) -> Any:
     """The cache among arguments or outputs of a forward, if there is one."""
-    return next((values[name] for name in CACHE_NAMES if values.get(name) is not None), None)
+    by_name = values if isinstance(values, Mapping) else vars(values)
+    return next((by_name[name] for name in CACHE_NAMES if by_name.get(name) is not None), None)
 
 
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:

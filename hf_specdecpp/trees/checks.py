@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_embeddings, takes_positions
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, takes_positions
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.quantised import multiplies_in_half
 from hf_specdecpp.sampling.randomness import widest
@@ -106,9 +106,10 @@ def tree_error(model: CausalLM) -> float:
         for path, logits in zip(TEST_PATHS, one_by_one, strict=True):
             expected[path] = logits
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        model(input_ids=text[None], past_key_values=cache, use_cache=True, return_dict=True)
+        arguments: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "return_dict": True}
+        model(input_ids=text[None], **arguments)
         cache.activate_past_recording()
         inputs = tree_inputs(model, cache, *relations(TEST_PARENTS), num_prefix=len(text))
-        read = model(input_ids=nodes[None], past_key_values=cache, use_cache=True, return_dict=True, **inputs)
+        read = model(input_ids=nodes[None], **arguments, **inputs)
     difference = (read.logits[0].to(expected) - expected).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())

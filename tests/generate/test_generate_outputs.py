@@ -55,6 +55,17 @@ def test_records_come_only_when_asked_for(name: str) -> None:
     assert {other for other in RECORDS if getattr(ours, other) is not None} == {name}
 
 
+@pytest.mark.parametrize("settings", [{}, {"tree": "dyspec"}], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attentions_of_a_target_that_returns_none(family: str, settings: dict[str, Any]) -> None:
+    """With `sdpa` plain generation has an empty tuple for each token, in batches, too."""
+    target = tiny(family, attn_implementation="sdpa")
+    arguments = {"return_dict_in_generate": True, "output_attentions": True}
+    for ids in (PROMPT, PROMPT.repeat(2, 1)) if not settings else (PROMPT,):
+        ours = generate(target, ids, assistant_model=assistant_for(target, **settings), **arguments)
+        assert ours.attentions == generate(target, ids, **arguments).attentions
+
+
 def test_scores_after_a_stop_in_a_block() -> None:
     target = tiny("llama", num_hidden_layers=2)
     eos = int(generate(target)[0, PROMPT.shape[1] + 9])
@@ -163,7 +174,7 @@ def test_a_second_turn_is_refused_without_attaching(max_new_tokens: int) -> None
     first = generate(target, return_dict_in_generate=True)
     assistant = assistant_for(target, attached=False)
     arguments: dict[str, Any] = {"past_key_values": first.past_key_values, "max_new_tokens": max_new_tokens}
-    with no_work(target), pytest.raises(ValueError, match="past_key_values holds an earlier turn.*Attach"):
+    with no_work(target), pytest.raises(ValueError, match="(past_key_values|cache) holds an earlier turn.*Attach"):
         generate(target, first.sequences, assistant_model=assistant, **arguments)
 
 

@@ -24,7 +24,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.static import StaticRows, hold, width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import Prefix, extended
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.cpu_products import linear_layers
 from hf_specdecpp.throughput.measuring import in_widths
 
@@ -323,7 +323,7 @@ def test_passes_have_few_widths_and_end_within_the_cache(rule: str, monkeypatch:
     target, passes, room = quiet_later_layers(tiny("llama")), [], 12 + 40 - 1
 
     def note(_: Any, __: Any, arguments: dict[str, Any]) -> None:
-        passes.append((int(arguments["past_key_values"].get_seq_length()), arguments["input_ids"].shape[1]))
+        passes.append((int(cache_among(arguments).get_seq_length()), arguments["input_ids"].shape[1]))
 
     assistant = attached(target, **RULES[rule])
     target.register_forward_pre_hook(note, with_kwargs=True)

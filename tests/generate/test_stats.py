@@ -10,6 +10,7 @@ from support.models import Rounds, assistant_for, prompt, tiny
 
 from hf_specdecpp import SpeculationStats
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.throughput.plain_passes import TIMED_PASSES
 
 
@@ -130,7 +131,7 @@ def test_the_passes_are_timed_with_and_without_our_products(monkeypatch: pytest.
             inside[0] = False
 
     def watch(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
-        seen.append((kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"].shape[1], inside[0]))
+        seen.append((cache_among(kwargs).get_seq_length(), kwargs["input_ids"].shape[1], inside[0]))
 
     monkeypatch.setattr(DraftSetup, "products", lambda *_: Products())
     with target.register_forward_pre_hook(watch, with_kwargs=True):

@@ -16,7 +16,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput import measuring as costs
 
 
@@ -75,7 +75,7 @@ def test_a_batch_is_measured_after_a_longer_context(positions: int, context: int
     calls: list[tuple[int, int, int]] = []
 
     def note(_model: CausalLM, _args: Any, kwargs: dict[str, Any]) -> None:
-        calls.append((*kwargs["input_ids"].shape, kwargs["past_key_values"].get_seq_length()))
+        calls.append((*kwargs["input_ids"].shape, cache_among(kwargs).get_seq_length()))
 
     with torch.inference_mode(), target.register_forward_pre_hook(note, with_kwargs=True):
         costs._time_target(target, 4, rows=3)

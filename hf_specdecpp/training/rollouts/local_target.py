@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_specdecpp.models.causal_lm import takes_positions
+from hf_specdecpp.models.causal_lm import CACHE, takes_positions
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.randomness import draw_rows, seed_of
 from hf_specdecpp.texts.encoding import Codec, Encoded, padded
@@ -92,7 +92,7 @@ class LocalTarget:
             last = self.codec.context - 1 if self.codec.context else None
             positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(0, last)[:, -ids.shape[1] :]
         return self.model(
-            ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **positions
+            ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **{CACHE: cache}, **positions
         ).logits[:, -1]
 
     def _draw(self, logits: Tensor, sampling: Sampling) -> Tensor:
