@@ -28,7 +28,8 @@ from transformers import AutoConfig, DynamicCache
 from hf_specdecpp.caches.masks import as_mask
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import read_json
-from hf_specdecpp.models.conditioning import Fusion, TargetStates
+from hf_specdecpp.kinds.conditioned import Fusion
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage, trainer

@@ -27,8 +27,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.clocks import computing_clock
-from hf_specdecpp.drafting.compiled import chain_session, compile_steps
-from hf_specdecpp.drafting.session import DraftSession, Reading
+from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.models.early_exit import early_exit
 
 NEW_TOKENS, WARM_UP, FORWARDS = 96, 2, 10
@@ -121,9 +121,9 @@ def bare_forwards(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
 def draft_steps(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
     """Steps of the draft over one candidate each, after a text of 60 tokens, as drafting in chains takes them."""
     drafter = SpecDecPPAssistant.from_early_exit(target, 3).ready_drafter()
-    compile_steps(drafter, wanted=True)
+    drafter.compile_steps(wanted=True)
     vocab_size = target.config.vocab_size
-    sessions = {"as ever": DraftSession(drafter, vocab_size), "compiled": chain_session(drafter, vocab_size)}
+    sessions = {"as ever": DraftSession(drafter, vocab_size), "compiled": drafter.chain_session(vocab_size)}
 
     @torch.inference_mode()
     def steps(session: Reading) -> None:

@@ -177,13 +177,12 @@ def _show(report: Report, console: Console) -> None:
 
 
 def _facts(config: SpecDecPPConfig) -> dict[str, str]:
+    from hf_specdecpp.kinds.known import describe
+
     versions = {"hf_specdecpp": config.specdecpp_version, "transformers": config.transformers_version}
-    early = f"layers {config.draft_layers} of the target"
-    if config.draft_kind == "conditioned":
-        early += ", which read its hidden states"
     return {
         "target": _pinned(config.target_id, config.target_revision),
-        "draft": early if config.draft_kind != "independent" else _pinned(config.draft_id, config.draft_revision),
+        "draft": describe(config),
         "head": _items(config.head),
         "adapter": "yes" if config.adapter else "none",
         "draft vocabulary": f"{config.draft_vocab_size} token ids" if config.draft_vocab_size else "all token ids",

@@ -16,8 +16,8 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli_options import parse_layers
-from hf_specdecpp.config.assistant import describe_layers
 from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.texts.prompts import EXAMPLES
@@ -101,8 +101,7 @@ def _load_assistant(name: str | None, layers: str, model: CausalLM) -> SpecDecPP
         _print("assistant", f"  {name}\n")
         return assistant
     assistant = SpecDecPPAssistant.from_early_exit(model, parse_layers(layers))
-    chosen = describe_layers(assistant.config.draft_kind, assistant.config.draft_layers or [])
-    _print("assistant", f"  {chosen}, untrained, no head\n")
+    _print("assistant", f"  {describe(assistant.config)}, untrained, no head\n")
     return assistant
 
 

@@ -87,7 +87,7 @@ def test_early_exit_without_head(tmp_path: Path) -> None:
         if name != "config.json":
             (folder / name).unlink()
     output = text(run("inspect", folder).stdout)
-    assert "draft layers [0, 2] of the target head none adapter none draft vocabulary all token ids" in output
+    assert "draft layers 0, 2 of the target head none adapter none draft vocabulary all token ids" in output
     assert "All files are sound." in output
 
 

@@ -26,15 +26,14 @@ from hf_specdecpp.benchmark.contestants import (
 )
 from hf_specdecpp.benchmark.live.batches import BatchBenchmark, summarise_batches
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, neutralise
-from hf_specdecpp.benchmark.live.slower_target import layers_for_ratio, slower_target
 from hf_specdecpp.benchmark.replay.rounds import replay_rounds
 from hf_specdecpp.benchmark.replay.runner import replay, text_sets
 from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
-from hf_specdecpp.benchmark.run_log import BATCHES, RESULTS, ROUNDS, SETTINGS, RunLog, environment
+from hf_specdecpp.benchmark.run_log import BATCHES, RESULTS, ROUNDS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, speed_table, summarise
-from hf_specdecpp.config.assistant import describe_layers
-from hf_specdecpp.files import read_json, save_text
+from hf_specdecpp.files import save_text
+from hf_specdecpp.kinds.known import describe, kind_of
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_draft, load_model
@@ -62,11 +61,11 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
         torch.set_num_threads(config.threads)
     logging.disable_progress_bar()  # of loading; ours come later
     config = _quicker(config) if config.quick else config
-    target, assistant, extra_layers = load(config)
-    config = _without_replays(config) if _is_conditioned(assistant) else config
+    target, assistant = load(config)
+    config = _without_replays(config, kind_of(assistant.config).cannot.get("replays"))
     contestants = choose(_contestants(config, target, assistant), config.contestants)
     questions = _questions(config)
-    settings = _settings(config, target, assistant, questions, extra_layers)
+    settings = _settings(config, target, assistant, questions)
     log = RunLog(config.output, settings)
     logging.enable_progress_bar()
     if config.live:
@@ -93,21 +92,11 @@ def write(results: dict[str, Any], folder: Path) -> None:
     plots.plot_all(results, folder)
 
 
-def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant, int]:
-    """The target, slowed down if that is wanted, its assistant, and how many layers the target was given."""
+def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant]:
+    """The target and its assistant."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    original = load_model(config.target, dtype=config.dtype, device=config.device or accelerator or "cpu")
-    assistant = _assistant(config, original)
-    if config.cost_ratio is None:
-        return original, assistant, 0
-    earlier = config.output / SETTINGS
-    if earlier.is_file():  # a run that goes on needs the same target, not another measurement
-        extra_layers = int(read_json(earlier)["extra_layers"])
-    else:
-        extra_layers = layers_for_ratio(original, assistant.ready_drafter(), config.cost_ratio)
-    assistant.detach()
-    target = slower_target(original, extra_layers)
-    return target, _assistant(config, target), extra_layers
+    target = load_model(config.target, dtype=config.dtype, device=config.device or accelerator or "cpu")
+    return target, _assistant(config, target)
 
 
 def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
@@ -128,26 +117,23 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
     else:
         can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
         contestants = [*all_contestants(has_head, can_tree, has_rates), *_untuned(config, target, assistant)]
-    if _is_conditioned(assistant):  # transformers' own loop cannot draft with it
+    if "unattached" in assistant.ready_drafter().cannot:  # nor can transformers' own loop draft with it
         contestants = [each for each in contestants if each.stock is None]
     return contestants
 
 
-def _is_conditioned(assistant: SpecDecPPAssistant) -> bool:
-    return bool(assistant.config.draft_kind == "conditioned")
-
-
-def _without_replays(config: BenchmarkConfig) -> BenchmarkConfig:
-    """Of a conditioned draft. A record of a text has one q a place, and there it depends on the round's beginning."""
-    if config.replay:
-        logger.warning("A conditioned draft has no records of texts, so --replay does nothing; --replay_rounds does.")
+def _without_replays(config: BenchmarkConfig, reason: str | None) -> BenchmarkConfig:
+    """Replays are left out for a reason, if there is one."""
+    if reason is None or not config.replay:
+        return config
+    logger.warning(f"--replay does nothing: {reason}. --replay_rounds does.")
     return replace(config, replay=False)
 
 
 def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
     try:
         check_tree(target)
-        check_tree(assistant.ready_drafter().model, "draft")
+        assistant.ready_drafter().check_tree()
     except ValueError as error:
         logger.warning(f"No trees take part: {error}")
         return False
@@ -159,7 +145,7 @@ def _untuned(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssi
     own = assistant.config
     names = untuned_contestants(None)
     wanted = not config.contestants or any(matches(each, pattern) for each in names for pattern in config.contestants)
-    if not wanted or own.draft_kind != "independent" or assistant.adapter_folder is None:
+    if not wanted or kind_of(own).rests_on != "draft" or assistant.parts.adapter is None:
         return []
     revision = own.draft_revision if config.draft is None else None
     return untuned_contestants(load_draft(config.draft or own.draft_id, revision, target))
@@ -185,8 +171,7 @@ def _questions(config: BenchmarkConfig) -> list[Question]:
 
 
 def _settings(
-    config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant, questions: list[Question],
-    extra_layers: int,
+    config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant, questions: list[Question]
 ) -> dict[str, Any]:  # fmt: skip
     """What the generations depend on. Further contestants and temperatures may join later."""
     prompts = json.dumps([[each.set, each.prompt, each.ids] for each in questions])
@@ -194,17 +179,13 @@ def _settings(
         "target": config.target,
         "target_revision": commit_of(target),
         "assistant": config.assistant,
-        "draft_name": describe_layers(assistant.config.draft_kind, assistant.config.draft_layers or [])
-        if assistant.config.draft_kind != "independent"
-        else str(assistant.config.draft_id),
+        "draft_name": describe(assistant.config),
         "assistant_contents": _digest(assistant),
         "prompts": f"{len(questions)} with hash {hashlib.sha256(prompts.encode()).hexdigest()[:16]}",
         "max_new_tokens": config.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "seed": config.seed,
         **{name: getattr(assistant.speculation, name) for name in PASSES},
-        "cost_ratio": config.cost_ratio,
-        "extra_layers": extra_layers,
         **environment(target.device),
     }
 
@@ -212,9 +193,9 @@ def _settings(
 def _digest(assistant: SpecDecPPAssistant) -> str:
     """Of config, adapter and head, which change with every training."""
     digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
-    if assistant.adapter_folder is not None:
-        digest.update((assistant.adapter_folder / ADAPTER_FILES[1]).read_bytes())
-    for part in (assistant.head, assistant.fusion):
+    if assistant.parts.adapter is not None:
+        digest.update((assistant.parts.adapter / ADAPTER_FILES[1]).read_bytes())
+    for part in (assistant.head, assistant.parts.module):
         for name, tensor in part.state_dict().items() if part is not None else ():
             digest.update(name.encode() + tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -233,10 +214,9 @@ def _results(
     ]
     summary = summarise(rows, contestants)
     where = environment(target.device)
-    slowed = f", target slowed down by {settings['extra_layers']} further layers" if settings["extra_layers"] else ""
     busy = busy_elsewhere(rows)
     load = f", other processes keeping {busy:.1f} of {where['processors']} processors busy" if busy else ""
-    facts = {"command": command(), "device": where["device"] + slowed + load, "dtype": settings["dtype"]}
+    facts = {"command": command(), "device": where["device"] + load, "dtype": settings["dtype"]}
     results = {
         "command": command(), "environment": where,
         "settings": {**settings, "temperatures": config.temperatures, "rollouts": config.rollouts is not None},

@@ -15,10 +15,9 @@ from hf_specdecpp.plotting import COLOURS, MARKERS, new_figure, save
 
 def plot_all(results: dict[str, Any], folder: Path) -> None:
     """Every picture that `report.markdown` shows, and those that it does not."""
-    label = " (slowed-down target)" if results["settings"]["extra_layers"] else ""
     for temperature in results["settings"]["temperatures"]:
         rows = overall(results["summary"], temperature)
-        mode = ("greedy" if temperature == 0.0 else f"temperature {temperature:g}") + label
+        mode = "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
         if rows:
             plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", mode)
             plot_budgets(rows, folder / f"tokens-per-pass-{temperature:g}.png", mode)

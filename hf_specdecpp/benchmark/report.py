@@ -84,11 +84,6 @@ def notes(results: dict[str, Any]) -> list[str]:
     threads = f"{where['threads']} thread{'' if where['threads'] == 1 else 's'}"
     place = f"{settings['dtype']}, {where['device']}, {threads}"
     lines = [f"target {settings['target']} ({place}), draft: {settings['draft_name']}"]
-    if settings["extra_layers"]:
-        lines.append(
-            f"SLOWED-DOWN TARGET: {settings['extra_layers']} further layers that add nothing make a draft step "
-            f"cost about {settings['cost_ratio']:g} target passes. The texts are the original's, the speeds are not."
-        )
     if _was_measured(results):
         lines += _passes(settings)
     if (ratio := measured_ratio(results["runs"])) is not None:

@@ -42,7 +42,6 @@ class BenchmarkConfig:
         pack_weights: whether ours keeps packed copies of the weights (`SpeculationConfig`); by default as the assistant
             says.
         int8_draft: whether ours drafts in int8 (`SpeculationConfig`); by default as the assistant says.
-        cost_ratio (target passes): make the target slower until a draft step costs this share of a pass.
         costs: what replays reckon with: `measured`, `paper`, a ratio t_draft / t_target, a JSON file; may be repeated.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
         live: time generations.
@@ -72,7 +71,6 @@ class BenchmarkConfig:
     cpu_products: str | None = None
     pack_weights: bool | None = None
     int8_draft: bool | None = None
-    cost_ratio: float | None = None
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     rollouts: Path | None = field(default=None, metadata={"metavar": "WORK_DIR"})
     live: bool = True
@@ -92,10 +90,6 @@ class BenchmarkConfig:
             raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0 (greedy).")
         if any(size < 1 for size in self.batch_size):
             raise ValueError(f"batch_size={self.batch_size} must be numbers of prompts, at least 1.")
-        if self.cost_ratio is not None and not 0.0 < self.cost_ratio < 1.0:
-            raise ValueError(
-                f"cost_ratio={self.cost_ratio} must be between 0 and 1: the price of a draft step in passes."
-            )
         if self.rollouts is not None and not (self.rollouts / "rollouts").is_dir():
             raise ValueError(
                 f"--rollouts {self.rollouts} has no folder `rollouts`. Give the work folder of a `specdecpp train`, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -16,7 +15,6 @@ from hf_specdecpp.provenance import commit_of
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
-DRAFT_KINDS = ("independent", "early_exit", "conditioned")
 MOST_RANKS = 32  # of siblings: a static tree is made for them, and further ones are hardly ever accepted
 
 
@@ -28,8 +26,7 @@ class SpecDecPPConfig(PretrainedConfig):
 
     Args:
         target_id, target_revision: the target that the assistant was trained for, and its commit hash.
-        draft_kind: `"independent"` (a model of its own), `"early_exit"` (layers of the target) or `"conditioned"`
-            (layers of the target that read its hidden states).
+        draft_kind: what drafts: the name of one of the `kinds`.
         draft_id, draft_revision: the draft model and its commit hash (`"independent"`).
         draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
@@ -78,8 +75,6 @@ class SpecDecPPConfig(PretrainedConfig):
         specdecpp_version: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if draft_kind not in DRAFT_KINDS:
-            raise ValueError(f"draft_kind={draft_kind!r} must be one of {', '.join(DRAFT_KINDS)}.")
         self.target_id = target_id
         self.target_revision = target_revision
         self.draft_kind = draft_kind
@@ -111,14 +106,6 @@ class SpecDecPPConfig(PretrainedConfig):
             self.target_revision = commit_of(target)
             tokenizer = tokenizer_of(target.config.name_or_path)
             self.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
-
-    @property
-    def draft_name(self) -> str:
-        """The draft, for a message."""
-        if self.draft_kind == "independent":
-            return repr(self.draft_id)
-        target = repr(self.target_id) if self.target_id else "the target"
-        return describe_layers(self.draft_kind, self.draft_layers or [], target)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -167,11 +154,3 @@ def special_tokens(model: CausalLM) -> dict[str, Any]:
     config = model.config.get_text_config()
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name, None) for name in names}
-
-
-def describe_layers(kind: str, layers: Sequence[int], target: str = "the target") -> str:
-    """Layers of a target that draft: `"layers 0, 1, 29 of the target"`, or where they are conditioned `"layer 29 of the
-    target, which reads its states"`."""
-    several = len(layers) != 1
-    described = f"layer{'s' if several else ''} {', '.join(map(str, layers))} of {target}"
-    return f"{described}, which read{'' if several else 's'} its states" if kind == "conditioned" else described

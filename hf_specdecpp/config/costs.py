@@ -21,8 +21,10 @@ class Costs:
             narrower one. Longer ones are extrapolated along a straight line.
         overhead (seconds): whatever else a round takes.
         read (seconds): the draft reading one more token of a text that it has not followed, after a pause.
-        branch (seconds): in trees: each further node that a draft step reads.
+        branch (seconds): each further place that a draft step answers for: in trees a node that it reads, of a block a
+            candidate.
         start (seconds): drafting at all, whatever the number of steps.
+        block (candidates): that a draft step proposes, one after another.
 
     Raises:
         ValueError: a value is not a number of seconds, or `verify` is empty.
@@ -34,12 +36,15 @@ class Costs:
     read: float = 0.0
     branch: float = 0.0
     start: float = 0.0
+    block: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verify", tuple(self.verify))
         values = (self.draft, *self.verify, self.overhead, self.read, self.branch, self.start)
         if not all(isinstance(value, int | float) and 0.0 <= value < float("inf") for value in values):
             raise ValueError(f"costs={self.to_dict()} must be finite seconds, none negative: the rule compares them.")
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"block={self.block!r} must be a whole number of candidates, at least 1.")
         if not self.verify or self.verify[0] <= 0.0:
             raise ValueError(
                 f"costs: verify={list(self.verify)} must list what target passes over 1, 2, ... tokens take, and the "
@@ -86,14 +91,25 @@ class Costs:
     def share(self, rows: int) -> Costs:
         """One row's share of the costs of a batch."""
         verify = tuple(seconds / rows for seconds in self.verify)
-        each = {name: seconds / rows for name, seconds in asdict(self).items() if name != "verify"}
-        return Costs(verify=verify, **each)
+        names = ("draft", "overhead", "read", "branch", "start")
+        return replace(self, verify=verify, **{name: getattr(self, name) / rows for name in names})
 
     def round_seconds(self, max_tokens: int) -> Floats:
-        """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain."""
-        steps = np.arange(max_tokens + 1)
-        seconds: Floats = steps * self.draft + (steps > 0) * self.start + self.verify_seconds(max_tokens)
-        return seconds + self.overhead
+        """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain.
+
+        Example: a step takes 2 ms and proposes a block of 4, each further candidate of which takes 0.1 ms. Drafting 1,
+        4 and 5 candidates takes 2, 2.3 and 4.3 ms.
+        """
+        candidates = np.arange(max_tokens + 1)
+        steps = -(-candidates // self.block)
+        drafting = steps * self.draft + (candidates - steps) * self.branch + (steps > 0) * self.start
+        seconds: Floats = drafting + self.verify_seconds(max_tokens) + self.overhead
+        return seconds
+
+    def level_seconds(self, level: int, nodes: int) -> float:
+        """Seconds of asking the draft about so many nodes of a tree, after `level` such questions."""
+        steps = int(level % self.block == 0)
+        return self.draft * steps + self.branch * (nodes - steps)
 
     def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
         """Seconds of a round with a tree.

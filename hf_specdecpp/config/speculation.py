@@ -45,10 +45,11 @@ class SpeculationConfig:
         svip_threshold (sqrt of nats): for `rule="svip"`, in [0, 1]. Larger speculates further.
         adaedl_threshold (probability): for `rule="adaedl"`, in [0, 1]: where its bound starts. Larger stops earlier.
         costs (seconds): of a round, for `rule="throughput"`, as
-            `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s, "start": s}`: a draft step,
-            target passes over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to read after a
-            pause, each further node that a draft step reads in a tree, drafting at all. All but the first two may be
-            missing. `None` measures them.
+            `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s, "start": s, "block": n}`: a
+            draft step, target passes over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to
+            read after a pause, each further place that a draft step answers for (a node of a tree, a candidate of a
+            block), drafting at all, candidates that a step proposes. All but the first two may be missing. `None`
+            measures them.
         track_costs: for `rule="throughput"`: measured costs follow what the rounds of each text take, for the texts
             after it. `False` always takes those that were measured before the first text; then, with
             `assistant.memory.clear()`, a seed repeats a sampled text.

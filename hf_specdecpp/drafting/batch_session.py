@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.batches import BatchCache
-from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.session import Reading
+from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.session import ModelReading
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 
 
-class RowSession(Reading):
+class RowSession(ModelReading):
     """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step finds.
 
     Attributes:
@@ -24,7 +24,7 @@ class RowSession(Reading):
 
     found: tuple[Tensor, Tensor]
 
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
         self.forgotten = 0
         self._num_read = 0
@@ -38,7 +38,7 @@ class RowSession(Reading):
         self._num_read -= count
 
     def feed(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The tokens `[1, n]` that the row reads next, and a conditioned draft's states `[1, n, size]` before them."""
+        """The tokens `[1, n]` that the row reads next, and the target's states `[1, n, size]` before them."""
         tokens, states = self._take(candidates)
         self._num_read += tokens.shape[1]
         return tokens, states

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafting.session import Reading
+from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import until_end
@@ -49,7 +49,9 @@ def stepper(session: Reading, processing: Processing, input_ids: Tensor, greedy:
     """`step` of `draft_chain` after the text `input_ids` `[1, length]`."""
 
     def step(candidates: list[Tensor]) -> DraftStep | None:
-        logits, hidden = session.step(candidates)
+        if (found := session.step(candidates)) is None:
+            return None
+        logits, hidden = found
         scores = processing.one(input_ids, candidates, logits)
         if processing.forbids_all(scores):  # of what the draft can say: the target decides alone
             return None

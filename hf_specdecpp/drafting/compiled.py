@@ -13,17 +13,17 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.caches.fixed import FixedCache, num_fixed_layers, room_for
-from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.session import DraftSession, Reading
+from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.session import ModelReading
 
 logger = logging.get_logger("hf_specdecpp")
 
 SEVERAL = 8  # tokens of the wider of the two compiled steps
-Read = Callable[[Drafter, FixedCache, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor]]
+Read = Callable[[DraftModel, FixedCache, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def read(
-    drafter: Drafter, cache: FixedCache, tokens: Tensor, states: Tensor | None, last: Tensor, vocab_size: int
+    drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None, last: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Read `tokens` `[1, n]`, of which those after number `last` are dummies that are not kept.
 
@@ -53,7 +53,7 @@ class CompiledSteps:
         drafter: whose steps. It is not kept alive by this.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: DraftModel) -> None:
         self.num_layers, self._compiled_for = num_fixed_layers(drafter.text_config), _identity(drafter)
         self._free: list[FixedCache] = []
         self._last = torch.arange(SEVERAL, device=drafter.device)
@@ -67,7 +67,7 @@ class CompiledSteps:
     def device(self) -> torch.device:
         return self._last.device
 
-    def fits(self, drafter: Drafter) -> bool:
+    def fits(self, drafter: DraftModel) -> bool:
         """Whether the draft is what the steps are compiled for."""
         return self._compiled_for == _identity(drafter)
 
@@ -90,7 +90,7 @@ class CompiledSteps:
 
     def read(
         self,
-        drafter: Drafter,
+        drafter: DraftModel,
         cache: FixedCache,
         tokens: Tensor,
         states: Tensor | None,
@@ -101,7 +101,7 @@ class CompiledSteps:
 
         Args:
             cache: with room for them, and for `SEVERAL`.
-            states: of a conditioned draft, before each token.
+            states: of the target, before each token, for a draft that reads them.
             may_pad: whether the draft has positions for `SEVERAL` further tokens.
         """
         count = tokens.shape[1]
@@ -117,7 +117,7 @@ class CompiledSteps:
             self._compiled[width], drafter, cache, tokens, states, self._last[count - 1 : count], vocab_size
         )
 
-    def _call(self, compiled: Read, drafter: Drafter, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def _call(self, compiled: Read, drafter: DraftModel, *arguments: Any) -> tuple[Tensor, Tensor]:
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
@@ -131,7 +131,7 @@ class CompiledSteps:
         return (logits.clone(), hidden.clone()) if on_gpu else (logits, hidden)
 
     @staticmethod
-    def _give_up(drafter: Drafter, reason: str) -> None:
+    def _give_up(drafter: DraftModel, reason: str) -> None:
         logger.warning(
             f"compile=True: steps of {type(drafter.model).__name__} cannot be compiled here ({reason}), so they run "
             "uncompiled: the same texts, more slowly on a GPU. Set compile=False, and nothing is tried."
@@ -159,16 +159,16 @@ def _of_arguments(checks: Sequence[Any]) -> list[bool]:
     ]
 
 
-def _identity(drafter: Drafter) -> list[Any]:
+def _identity(drafter: DraftModel) -> list[Any]:
     """What decides which operations a draft's step consists of."""
     modules = [(module, module.training) for module in drafter.model.modules()]
     return [drafter.device, drafter.dtype, drafter.text_config._attn_implementation, *modules]
 
 
-class CompiledSession(Reading):
+class CompiledSession(ModelReading):
     """The draft's side of one generation of chains, with compiled steps."""
 
-    def __init__(self, drafter: Drafter, vocab_size: int, steps: CompiledSteps) -> None:
+    def __init__(self, drafter: DraftModel, vocab_size: int, steps: CompiledSteps) -> None:
         super().__init__(drafter, vocab_size)
         self.steps = steps
         self.cache: FixedCache | None = None
@@ -200,19 +200,3 @@ class CompiledSession(Reading):
         if smaller is not None:
             cache.copy_from(smaller)
         return cache
-
-
-def compile_steps(drafter: Drafter, wanted: bool) -> None:
-    """Give a draft compiled steps, for its device and dtype of now, or take them away."""
-    steps = drafter.steps
-    if not wanted:
-        drafter.steps = None
-    elif steps is None or not steps.fits(drafter):
-        drafter.steps = CompiledSteps(drafter)
-
-
-def chain_session(drafter: Drafter, vocab_size: int) -> DraftSession | CompiledSession:
-    """A draft's side of a generation of chains: with compiled steps where the draft has some."""
-    if drafter.is_compiled:
-        return CompiledSession(drafter, vocab_size, drafter.steps)
-    return DraftSession(drafter, vocab_size)

@@ -1,8 +1,8 @@
-"""The draft's side of one generation: which tokens it has read (`Reading`), and its KV cache (`DraftSession`)."""
+"""A draft model's side of one generation: which tokens it has read (`ModelReading`), its KV cache (`DraftSession`)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -10,74 +10,49 @@ from transformers import DynamicCache
 
 from hf_specdecpp.caches.paths import keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows
-from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.estimation.estimators import DraftStep
+from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.models.causal_lm import num_embeddings, upload
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 
 
-class Reading(ABC):
-    """What a draft has read of one text, and what it has still to read.
+class ModelReading(Reading):
+    """What a draft model has read of one text, and what it has still to read.
 
     Invariant: between rounds the cache holds a prefix of the accepted tokens, each fed exactly once.
 
-    A conditioned draft reads each token together with a state of the target at the token before it; the first token of
-    the text has none, and is left out. What it read of candidates with states of its own is read again with the
+    A draft that reads the target's states reads each token together with that at the token before it; the first token
+    of the text has none, and is left out. What it read of candidates with states of its own is read again with the
     target's once they are accepted. A draft with recurrent layers, too, goes back to where the round began.
 
     Args:
         vocab_size: width of the target's logits.
-
-    Attributes:
-        unread: how many tokens the draft is about to read.
     """
 
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        self.drafter, self.vocab_size = drafter, vocab_size
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
+        super().__init__()
+        self.drafter, self.vocab_size, self.embed = drafter, vocab_size, drafter.embed
+        self.reads_states = drafter.fusion is not None
         # Of what is emitted and drafted; prompts may hold more.
         self.knows_all = num_embeddings(drafter.model) >= vocab_size
         self.device = drafter.device  # once: finding it takes as long as a small product
-        self.unread = 0
-        # Tokens `[1, n]` and, for a conditioned draft, states `[1, n, size]`: put together once the draft reads them.
+        # Tokens `[1, n]` and the states `[1, n, size]` that are read with them: put together once the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._fed_candidates = 0
-        self._own_states: dict[int, Tensor] = {}  # of a conditioned draft: `[hidden_size]` after each of these nodes
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """Tokens that the draft has read or is about to read."""
-
-    @abstractmethod
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Feed what is pending and the newest candidate: logits `[vocab_size]` and hidden state after it.
-
-        `candidates`, 0-d int64 each, must grow by one token from call to call within a round, starting empty.
-        """
+        self._own_states: dict[int, Tensor] = {}  # if it reads states: its own `[hidden_size]` after these nodes
 
     @abstractmethod
     def _forget(self, count: int) -> None:
         """Take the last `count` candidates that were fed out of the cache."""
 
     @property
-    def is_conditioned(self) -> bool:
-        return self.drafter.fusion is not None
-
-    @property
     def reads_again(self) -> bool:
         """Whether candidates that were accepted are read once more."""
-        return self.is_conditioned
+        return self.reads_states
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        """Take note of what the last round emitted.
-
-        Args:
-            new_tokens: `[1, n]`, the prompt in the first round, then the accepted candidates and the token after them.
-            num_accepted: how many of them were candidates of the last round.
-            states: `[1, m, size]`, for a conditioned draft: the target's, at the tokens before the last m of these.
-        """
         keep = 0 if self.reads_again else min(num_accepted, self._fed_candidates)
         self._forget(self._fed_candidates - keep)
         new_tokens = new_tokens[:, keep:]
@@ -89,28 +64,26 @@ class Reading(ABC):
         # A view would keep the whole text, one for each round; and compiled steps look at strides.
         self._pending.append((new_tokens.clone(memory_format=torch.contiguous_format), states))
         self.unread += new_tokens.shape[1]
-        self._fed_candidates = 0
+        self._fed_candidates, self.passes = 0, 0
 
     def _take(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` to feed now, and a conditioned draft's states `[1, n, size]` before them."""
         if candidates:
-            own = self._own_states[0][None, None] if self.is_conditioned else None
+            own = self._own_states[0][None, None] if self.reads_states else None
             token = candidates[-1].view(1, 1)
             self._pending = [(token if self.knows_all else self.drafter.known(token), own)]
             self._fed_candidates += 1
         tokens = [each.to(self.device) for each, _ in self._pending]
         states = [each.to(self.device) for _, each in self._pending if each is not None]
         self._pending, self.unread = [], 0
+        self.passes += 1
         return joined(tokens), joined(states) if states else None
 
-    def draft_step(self, index: int, scores: Tensor, hidden: Tensor, greedy: bool) -> DraftStep:
-        return DraftStep(index=index, scores=scores, hidden=hidden, embed=self.drafter.embed, greedy=greedy)
 
+class DraftSession(ModelReading):
+    """The draft model's side of one generation: its KV cache, and the next step."""
 
-class DraftSession(Reading):
-    """The draft's side of one generation: its KV cache, and the next step."""
-
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
         self._recording = False
@@ -119,7 +92,7 @@ class DraftSession(Reading):
 
     @property
     def reads_again(self) -> bool:
-        return self.is_conditioned or self._mark is not None
+        return self.reads_states or self._mark is not None
 
     @property
     def length(self) -> int:
@@ -147,10 +120,7 @@ class DraftSession(Reading):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Feed nodes of a tree in one pass: logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after them.
-
-        First the root, with all that is pending (it is the last of it); then any nodes whose parents have been fed.
-        """
+        """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
         if nodes == [0]:
             self._lineage = Lineage()
             self._lineage.feed(tree, nodes)
@@ -163,9 +133,10 @@ class DraftSession(Reading):
         tokens, ancestors, depths = upload(fed, self.device)
         inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
         states = None
-        if self.is_conditioned:
+        if self.reads_states:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
+        self.passes += 1
         self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
@@ -177,7 +148,7 @@ class DraftSession(Reading):
         """
         if self._lineage is None:  # nothing was drafted
             return
-        path = [] if self.is_conditioned or waits_for_reads(self.device) else path
+        path = [] if self.reads_states or waits_for_reads(self.device) else path
         fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
         keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
         self._fed_candidates, self._lineage = len(fed), None

@@ -19,14 +19,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchCache
 from hf_specdecpp.caches.paths import PathRows
-from hf_specdecpp.drafting.batch_session import BatchSession
 from hf_specdecpp.drafting.chain import Chain, draft_chains
 from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
-from hf_specdecpp.models.conditioning import TargetStates
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.chains import BatchThroughput, ThroughputState, pays_to_go_on
 from hf_specdecpp.throughput.plain_passes import pass_seconds
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
@@ -53,9 +52,8 @@ class BatchDecoding:
         self.target, self.config, self.model_kwargs = target, config, model_kwargs
         self.device = input_device(target)
         self.rows = [_Row(target, each, criteria, config, None, {}) for each in generators]
-        self.caught = TargetStates(target, generators[0].setup.drafter.fusion)
-        sessions: list[Any] = [each.session for each in generators]
-        self.drafts = BatchSession(sessions)
+        self.states = TargetStates(target, generators[0].setup.drafter.reads)
+        self.drafts = generators[0].setup.drafter.batch([each.session for each in generators])
         self.cache = BatchCache(target, cache_among(model_kwargs), len(generators))
         self.products = generators[0].products
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left
@@ -81,7 +79,7 @@ class BatchDecoding:
         """The prompts' pass, then rounds until all rows have ended."""
         begin = time.perf_counter()
         with self.products:
-            with self.caught:
+            with self.states:
                 outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
             mask = self.model_kwargs.get("attention_mask")
             self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
@@ -116,15 +114,17 @@ class BatchDecoding:
             times.begin()
         chains = self._draft()
         if times is not None:
-            steps = max(len(chain.tokens) for chain in chains)
-            times.drafted(Drafted(steps, self.read - 1) if self.read <= MOST_READ else None)
+            sessions = [row.generator.session for row in rows]
+            passes = max(session.passes for session in sessions)
+            further = max(len(chain.tokens) for chain in chains) - passes
+            times.drafted(Drafted(passes, self.read - 1, max(further, 0)) if self.read <= MOST_READ else None)
         drafted = time.perf_counter()
         for row, chain in zip(rows, chains, strict=True):
             row.generator.note(chain, (drafted - begin) / len(rows))
         fed = torch.tensor([1 + len(chain.tokens) for chain in chains])
         is_token = torch.arange(int(fed.max())) < fed[:, None]
         inputs = self._inputs(chains, is_token)
-        with self.caught:
+        with self.states:
             outputs = self.target(**inputs, return_dict=True)
         self.cache.note(is_token)
         target_seconds, known = time.perf_counter() - drafted, sum(row.stats.target_seconds for row in rows)
@@ -146,7 +146,7 @@ class BatchDecoding:
         """A chain for each row, drafted step by step together."""
         rows = [self.rows[index] for index in self.active]
         texts = [self.texts[index] for index in self.active]
-        drafting = [row.generator.drafting(text, None, row.states) for row, text in zip(rows, texts, strict=True)]
+        drafting = [row.generator.drafting(text, None, row.states.found) for row, text in zip(rows, texts, strict=True)]
         self.read = max(row.generator.session.unread for row in rows)
 
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
@@ -190,13 +190,13 @@ class BatchDecoding:
 
     def _verify(self, chains: list[Chain], outputs: Any) -> list[bool]:
         """Verify each row's chain as if it were alone, and note which rows have ended."""
-        states, finished = self.caught.take(), []
+        states, finished = self.states.by_row(len(self.active)), []
         width = max(len(chain.tokens) for chain in chains) + 1
         for place, (index, chain) in enumerate(zip(self.active, chains, strict=True)):
             logits = outputs.logits[place : place + 1, -width:][:, : len(chain.tokens) + 1]
             own = SimpleNamespace(
                 logits=logits,
-                states=None if states is None else states[place : place + 1],
+                states=states[place],
                 hidden_states=self._hidden_states(outputs, place),
                 attentions=self._attentions(outputs, place, len(chain.tokens)),
                 cache=SimpleNamespace(layers=self.cache.layers),
@@ -332,7 +332,7 @@ class _Row(AssistedDecoding):
             text: `[1, length]`.
             chain: k candidates.
             outputs: the row's part of the pass's: `logits` `[1, k + 1, vocab]`, after the prompt those at its last
-                token; `states` `[1, n, width]` of the target at what it read, for a conditioned draft; hidden states
+                token; `states` `[1, n, width]` of the target at what it read, if the draft reads them; hidden states
                 and attentions where they are asked for.
         """
         return self._select(text, chain, outputs)
@@ -340,7 +340,7 @@ class _Row(AssistedDecoding):
     def _settle(self, outputs: Any, kept: int, _num_candidates: int, _path: PathRows | None) -> None:
         self.kept = kept
         if outputs.states is not None:
-            self.states = outputs.states[:, :kept] if self.stats.generated else outputs.states
+            self.states.found = outputs.states[:, :kept] if self.stats.generated else outputs.states
 
 
 class _UsedUp(DynamicLayer):

@@ -14,10 +14,8 @@ from transformers.utils import logging
 
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.batch_session import RowSession
 from hf_specdecpp.drafting.chain import Chain, Drafting, drafted_alone, drafting, stepper
-from hf_specdecpp.drafting.compiled import chain_session
-from hf_specdecpp.drafting.session import DraftSession, Reading
+from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import DraftSetup, rule_of
@@ -64,8 +62,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         times: of its rounds, where the costs follow them.
 
     Raises:
-        ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or a conditioned
-            draft has no target to read.
+        ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or the draft
+            cannot do what is asked of it (`Draft.cannot`).
     """
 
     def __init__(
@@ -79,19 +77,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         products: FasterProducts | None = None,
     ) -> None:
         setup.speculation.validate()
-        if target is None and setup.drafter.fusion is not None:
-            raise ValueError(
-                "This assistant's draft reads hidden states of the target, which transformers' own loop does not hand "
-                "over. Attach the assistant: assistant.attach(model)."
-            )
+        draws_trees = setup.speculation.tree is not None and target is not None
+        for asked, what in ((target is None, "unattached"), (setup.rows > 1, "batches"), (draws_trees, "trees")):
+            if asked:
+                setup.drafter.check_can(what)
         width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
         self.setup = setup
         self.vocab_size = width or 0
-        self.session: Reading
-        if setup.rows > 1:
-            self.session = RowSession(setup.drafter, self.vocab_size)
-        else:
-            self.session = chain_session(setup.drafter, self.vocab_size)
+        session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.chain_session
+        self.session: Reading = session(self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
         self.stats = SpeculationStats()
@@ -101,10 +95,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.randomness = sample if generation_config.do_sample else None
         self.rule: StoppingRule | None = None
         self.trees: TreeDrafting | None = None
-        draws_trees = setup.speculation.tree is not None and target is not None
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
-            check_tree(setup.drafter.model, "draft")
+            setup.drafter.check_tree()
         self.products = products or setup.products(target)
         with self.products:  # costs are measured with them
             if draws_trees:
@@ -132,7 +125,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _tree_drafting(self, target: CausalLM, generation_config: GenerationConfig) -> TreeDrafting:
         setup, config = self.setup, self.setup.speculation
         estimator = setup.head or DraftProbability()
-        session = self.session = DraftSession(setup.drafter, self.vocab_size)
+        session = self.session = setup.drafter.tree_session(self.vocab_size)
         trees = TreeDrafting(
             config, estimator, session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
         )
@@ -149,8 +142,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         Args:
             input_ids: `[1, length]`, everything emitted so far, the prompt included.
             max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`.
-            states: `[1, n, size]` for a conditioned draft: the target's at the n tokens that it has read since the last
-                round, candidates that were not accepted left out.
+            states: `[1, n, size]`, if the draft reads them: the target's at the n tokens that it has read since the
+                last round, candidates that were not accepted left out.
 
         Raises:
             ValueError: this generation drafts trees, which transformers' own loop cannot verify.
@@ -160,7 +153,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         row = self.drafting(input_ids, max_tokens, states)
         read = self.session.unread - 1
         chain = drafted_alone(row)
-        self._time_draft(Drafted(steps=len(chain.tokens), read=read))
+        passes = self.session.passes
+        self._time_draft(Drafted(passes, read, max(len(chain.tokens) - passes, 0)))
         self.note(chain, time.perf_counter() - start)
         return chain
 
@@ -177,6 +171,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def note(self, chain: Chain, seconds: float) -> None:
         """Take note of what was drafted, and of how long it took."""
         self._num_drafted, self._num_accepted = len(chain.tokens), 0
+        self.stats.draft_passes += self.session.passes
         if chain.tokens:
             self.stats.draft_seconds += seconds
 
@@ -279,4 +274,4 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         # One place under max_length belongs to the token that the target adds after the candidates.
         room = self.max_length - length - 1 if self.max_length is not None else MOST_CANDIDATES
         draft_room = self._draft_max_length - self.session.length + 1
-        return int(max(min(room, draft_room), 0))
+        return int(max(min(room, draft_room, self.setup.drafter.places), 0))

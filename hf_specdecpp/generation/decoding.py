@@ -26,7 +26,7 @@ from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
 from hf_specdecpp.models.checks import check_cache
-from hf_specdecpp.models.conditioning import TargetStates
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
@@ -60,13 +60,13 @@ class AssistedDecoding:
         model_kwargs: dict[str, Any],
         forward: Callable[..., Any] | None = None,
     ) -> None:
-        if generator.setup.drafter.fusion is not None:  # it reads states by hooks, which compiled forwards pass over
+        reads = generator.setup.drafter.reads
+        if reads is not None:  # states, by hooks, which compiled forwards pass over
             forward, generation_config = None, uncompiled(generation_config)
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.forward = forward or target
         self.prefix = Prefix(target, model_kwargs)
-        self.caught = TargetStates(target, generator.setup.drafter.fusion)
-        self.states: Tensor | None = None  # at the tokens that the last pass verified, for a conditioned draft
+        self.states = TargetStates(target, reads)
         self.device = input_device(target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
@@ -115,7 +115,7 @@ class AssistedDecoding:
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        with self.caught:
+        with self.states:
             outputs = self.target._prefill(input_ids, self.config, self.prefix.model_kwargs)
         cache = cache_among(outputs)
         check_cache(cache)
@@ -135,7 +135,7 @@ class AssistedDecoding:
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
-        with self.caught:
+        with self.states:
             outputs = self.forward(**inputs, return_dict=True)
         if self.prefix.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
@@ -152,7 +152,7 @@ class AssistedDecoding:
 
     def _draft(self, input_ids: Tensor, most: int | None) -> Chain:
         """The candidates of a round, at most `most`."""
-        return self.generator.draft(input_ids, max_tokens=most, states=self.states)
+        return self.generator.draft(input_ids, max_tokens=most, states=self.states.found)
 
     def _select(self, input_ids: Tensor, chain: Chain, outputs: Any) -> tuple[Tensor, bool]:
         """Verify the candidates, emit what stands, leave every cache at the emitted text."""
@@ -193,12 +193,12 @@ class AssistedDecoding:
 
     def _tree_round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The same with a tree. The target reads it in depth-first order, so a path is ascending rows of `outputs`."""
-        tree = self.generator.draft_tree(input_ids, self.states, self._room(input_ids))
+        tree = self.generator.draft_tree(input_ids, self.states.found, self._room(input_ids))
         tree_pass = TreePass(tree)
         is_tested = self.generator.randomness is not None and self._verifies_at_once(input_ids)
         inputs = self.prefix.tree_inputs(input_ids, tree_pass, families=is_tested)
         begin = time.perf_counter()
-        with self.caught:
+        with self.states:
             outputs = self.target(**inputs, return_dict=True)
         self.stats.target_seconds += time.perf_counter() - begin
         path, emitted, scores, raw, rows = self._walk(input_ids, tree_pass, outputs)
@@ -323,7 +323,7 @@ class AssistedDecoding:
         return input_ids, finished
 
     def _settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
-        """Take what a conditioned draft reads of the pass, and leave the cache at what was emitted."""
+        """Keep what the draft reads of the pass, and leave the cache at what was emitted."""
         # All of the prompt; later the last token before the round and the accepted candidates.
         if not self.stats.generated:
             rows: Tensor | slice = slice(None)
@@ -333,7 +333,7 @@ class AssistedDecoding:
             rows = slice(self.prefix.pending, self.prefix.pending + kept)
         else:
             rows = path.on_device[:kept]
-        self.states = self.caught.take(rows)
+        self.states.keep(rows)
         self.prefix.settle(outputs, kept, num_candidates, path)
 
     def _first_stop(

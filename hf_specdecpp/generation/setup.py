@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
@@ -29,7 +29,7 @@ class DraftSetup:
     """The parts that draft for a target; `SpecDecPPAssistant.setup()` makes it. A generation reads it only.
 
     Attributes:
-        drafter: the draft model.
+        drafter: the draft.
         head: the acceptance head, or `None`: then the draft's own probability takes its place.
         speculation: the settings of a run.
         memory: what was learned of targets, which generations add to.
@@ -40,7 +40,7 @@ class DraftSetup:
         vocab_size: width of the target's logits, where no target says it.
     """
 
-    drafter: Drafter
+    drafter: Draft
     head: AcceptanceHead | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     memory: Memory = field(default_factory=Memory)

@@ -55,7 +55,7 @@ class SpeculationStats:
     accepted_at: list[int] = field(default_factory=list)
     tree_depths: list[int] = field(default_factory=list)
     tree_widths: list[int] = field(default_factory=list)
-    tree_passes: int = 0
+    draft_passes: int = 0
     tested_by_rank: list[int] = field(default_factory=list)
     accepted_by_rank: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
@@ -96,7 +96,7 @@ class SpeculationStats:
         self.idle_rounds += len(tree) == 0
         self.drafted += len(tree)
         self.accepted += len(path)
-        self.tree_passes += tree.passes
+        self.draft_passes += tree.passes
         self.drafted_at = _add(self.drafted_at, widths)
         self.accepted_at = _add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
         self.tree_depths = _add(self.tree_depths, _one_at(len(widths)))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
 from hf_specdecpp.sampling.processors import Processing
@@ -44,7 +44,7 @@ class TreeDrafting:
         self,
         config: SpeculationConfig,
         estimator: Estimator,
-        session: DraftSession,
+        session: Reading,
         processing: Processing,
         randomness: TreeRandomness | None,
         eos_token_ids: Collection[int],
@@ -70,9 +70,10 @@ class TreeDrafting:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
 
         def expand(tree: DraftTree, nodes: list[int]) -> Level:
+            passes = self.session.passes
             logits, hidden = self.session.expand(tree, nodes)
             scores = self.processing.after_each(input_ids, [tree.path(node) for node in nodes], logits)
-            return Level(scores, hidden, self.session.drafter.embed)
+            return Level(scores, hidden, self.session.embed, self.session.passes - passes)
 
         config = self.config
         depth = min(max_depth, config.tree_depth) if config.tree != "static" else max_depth

@@ -10,8 +10,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig, describe_layers
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.provenance import public_name
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -52,7 +53,7 @@ def make_card(
             "tables": [(name, at, report, _rows(report)) for name, at, report in _reports(training["evaluation"])],
             "comparison": _comparison(training["evaluation"], baseline["evaluation"]) if baseline else [],
         }
-    shown["layers"] = describe_layers(config.draft_kind, config.draft_layers or [])
+    shown["draft"] = describe(config)
     return ModelCard.from_template(
         data, template_path=str(TEMPLATE), config=config, head=head, training=training, number=number, **shown
     )

@@ -15,12 +15,14 @@ from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.hub import repository
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, FUSION, HEAD, Repository
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, Repository
+from hf_specdecpp.kinds.known import KINDS, kind_of
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-PATTERNS = [CONFIG, HEAD, FUSION, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
+MODULES = [kind.module_file for kind in KINDS if kind.module_file is not None]
+PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -94,9 +96,10 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
 def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
     promised = SpecDecPPConfig() if config is None else config
+    own = kind_of(promised).module_file
     return [
         (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
-        (FUSION, promised.draft_kind == "conditioned", lambda: _read_fusion(promised, folder)),
+        *((name, name == own, lambda: _read_module(promised, folder)) for name in MODULES),
         (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
         (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
         (ADAPTER, bool(promised.adapter), lambda: _read_adapter(folder / ADAPTER_FOLDER)),
@@ -106,7 +109,7 @@ def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, b
 def _read_config(report: Report, folder: Path) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if "auto_map" in repository.read_config(folder / CONFIG):
+        if "auto_map" in repository.read_config(folder / CONFIG)[1]:
             report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
         config = repository.load_config(Repository(str(folder)))
         SpeculationConfig.from_dict(config.speculation)
@@ -120,9 +123,10 @@ def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
     return f"{sum(parameter.numel() for parameter in head.parameters()):,} parameters"
 
 
-def _read_fusion(config: SpecDecPPConfig, folder: Path) -> str:
-    fusion = repository.load_fusion(Repository(str(folder)), config)
-    return f"{sum(parameter.numel() for parameter in fusion.parameters()):,} parameters"
+def _read_module(config: SpecDecPPConfig, folder: Path) -> str:
+    kind = kind_of(config)
+    module = kind.read_module(config, folder / str(kind.module_file))
+    return f"{sum(parameter.numel() for parameter in module.parameters()):,} parameters"
 
 
 def _read_draft_vocab(config: SpecDecPPConfig, folder: Path) -> str:
@@ -184,6 +188,6 @@ def _look_for_traps(report: Report, names: list[str]) -> None:
         elif PurePosixPath(name).suffix == ".py":
             report.traps.append(f"{name} is code. We never run it, but trust_remote_code=True would. Delete it.")
     if config is not None:
-        kind = "draft" if config.draft_kind == "independent" else "target"
+        kind = kind_of(config).rests_on
         if getattr(config, f"{kind}_id") is None:
             report.traps.append(f"{CONFIG} has no {kind}_id, but a head fits one {kind} only. Add it.")

@@ -6,21 +6,21 @@ import copy
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import transformers
 from huggingface_hub import CommitInfo, HfApi
-from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json, save_tensors, save_text
 from hf_specdecpp.hub.card import THIS_REPO, make_card
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, FUSION, HEAD
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
+from hf_specdecpp.kinds.kind import Parts
+from hf_specdecpp.kinds.known import kind_of
 from hf_specdecpp.models.adapters import ADAPTER_FILES
-from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.version import __version__
 
@@ -33,27 +33,24 @@ class Contents:
         config: where draft and target come from. It is copied, never changed.
         speculation: the defaults to store.
         head: the acceptance head, or `None`.
-        adapter: folder of the draft's PEFT adapter, or `None`.
-        draft_vocab: `[n]` token ids that the draft may propose, or `None` for all.
-        fusion: of a conditioned draft, or `None`.
+        parts: of the draft.
         calibration: takes the place of the config's, or `None`.
     """
 
     config: SpecDecPPConfig
     speculation: SpeculationConfig
     head: AcceptanceHead | None = None
-    adapter: Path | None = None
-    draft_vocab: Tensor | None = None
-    fusion: Fusion | None = None
+    parts: Parts = field(default_factory=Parts)
     calibration: dict[str, list[float]] | None = None
 
     def described(self) -> SpecDecPPConfig:
         """The `config.json` of the repository."""
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
-        config.fusion = self.fusion.to_config() if self.fusion is not None else None
-        config.adapter = self.adapter is not None
-        config.draft_vocab_size = len(self.draft_vocab) if self.draft_vocab is not None else None
+        parts = self.parts
+        config.fusion = parts.module.to_config() if parts.module is not None else None
+        config.adapter = parts.adapter is not None
+        config.draft_vocab_size = len(parts.draft_vocab) if parts.draft_vocab is not None else None
         config.calibration = config.calibration if self.calibration is None else self.calibration
         config.speculation = self.speculation.to_dict()
         config.specdecpp_version, config.transformers_version = __version__, transformers.__version__
@@ -68,20 +65,18 @@ def save(contents: Contents, folder: Path) -> None:
         ValueError: nobody could load the draft again as it is.
     """
     config = contents.described()
-    if config.draft_kind == "independent" and config.draft_id is None:
-        raise ValueError(
-            "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. "
-            "Save the draft, load it from there and build the assistant from that: from_draft(folder)."
-        )
+    kind = kind_of(config)
+    kind.check_storable(config)
     folder.mkdir(parents=True, exist_ok=True)
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
-    if contents.fusion is not None:
-        save_tensors(contents.fusion.state_dict(), folder / FUSION)
-    if contents.draft_vocab is not None:
-        save_tensors({"token_ids": contents.draft_vocab}, folder / DRAFT_VOCAB)
-    if contents.adapter is not None:
-        _copy_adapter(contents.adapter, folder / ADAPTER_FOLDER)
+    parts = contents.parts
+    if parts.module is not None:
+        kind.save_module(parts.module, folder)
+    if parts.draft_vocab is not None:
+        save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
+    if parts.adapter is not None:
+        _copy_adapter(parts.adapter, folder / ADAPTER_FOLDER)
     # Last: a folder with a config is a complete one.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
@@ -125,11 +120,7 @@ def push(
         huggingface_hub errors: as they are.
     """
     config = contents.config
-    if config.draft_kind == "independent" and config.draft_id is not None and Path(config.draft_id).exists():
-        raise ValueError(
-            f"The draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. Push the "
-            "draft model first and build the assistant from its Hub id, or set assistant.config.draft_id to it."
-        )
+    kind_of(config).check_shareable(config)
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # Somebody may have written more into the card than we would.

@@ -9,28 +9,26 @@ safetensors only, loaded strictly; nothing here opens a pickle or runs code from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.modules import as_described, read_module
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
 from hf_specdecpp.files import check_sound, load_strict, read_json
+from hf_specdecpp.kinds.kind import Kind, Parts
+from hf_specdecpp.kinds.known import draft_name, kind_of, recognise
 from hf_specdecpp.models.adapters import ADAPTER_FILES, MOST_CONFIG_BYTES
-from hf_specdecpp.models.conditioning import Fusion
-
-Module = TypeVar("Module", bound=nn.Module)
 
 CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
-HEAD, FUSION, DRAFT_VOCAB = "acceptance_head.safetensors", "fusion.safetensors", "draft_vocab.safetensors"
+HEAD, DRAFT_VOCAB = "acceptance_head.safetensors", "draft_vocab.safetensors"
 
 HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
 # What Auto classes and pipelines add to a call of `from_pretrained`; none of it concerns an assistant.
@@ -125,22 +123,20 @@ def load_config(repository: Repository) -> SpecDecPPConfig:
         ValueError: it is damaged, of a newer format, or not the config of an assistant.
     """
     path = repository.file(CONFIG)
-    config = SpecDecPPConfig.from_dict(read_config(path))
+    kind, raw = read_config(path)
+    config = kind.read_config(raw)
     config._name_or_path = repository.name
     config._commit_hash = repository.commit(path)
     return config
 
 
-def load_parts(
-    repository: Repository, config: SpecDecPPConfig
-) -> tuple[AcceptanceHead | None, Tensor | None, Fusion | None, Path | None]:
-    """Head, draft vocabulary, fusion and the adapter's folder: those that the config promises; errors as below."""
-    return (
-        load_head(repository, config) if config.head is not None else None,
-        load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None,
-        load_fusion(repository, config) if config.draft_kind == "conditioned" else None,
-        repository.adapter() if config.adapter else None,
-    )
+def load_parts(repository: Repository, config: SpecDecPPConfig) -> tuple[AcceptanceHead | None, Parts]:
+    """Head, and what the config promises of the draft; errors as below."""
+    kind = kind_of(config)
+    head = load_head(repository, config) if config.head is not None else None
+    draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
+    module = kind.read_module(config, repository.file(kind.module_file)) if kind.module_file is not None else None
+    return head, Parts(repository.adapter() if config.adapter else None, draft_vocab, module)
 
 
 def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead:
@@ -151,64 +147,17 @@ def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead
     """
     if config.head is None:
         raise ValueError(f"{repository.name!r} has no acceptance head, says its {CONFIG}. Load one that has.")
-    hint = f"It does not belong to the head that {CONFIG} describes, trained for draft {config.draft_name}."
+    hint = f"It does not belong to the head that {CONFIG} describes, trained for draft {draft_name(config)}."
     return read_head(config.head, repository.file(HEAD), hint)
 
 
 def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHead:
-    """The head with these arguments, whose weights are in `path`. No memory is taken before they are seen to fit.
-
-    Args:
-        arguments: of `AcceptanceHead`, from a file.
-        hint: ends the message if the weights are of another head.
-
-    Raises:
-        ValueError: the arguments make no sense, or the file is damaged or does not fit them.
-    """
-    with _as_described("acceptance head"):
+    """The head with these arguments of `AcceptanceHead`, whose weights are in `path`; the rest as in `read_module`."""
+    with as_described("acceptance head"):
         check_arguments(AcceptanceHead.__init__, arguments)  # first: a calibration of the wrong type has no values
         for each in (arguments.get("calibration") or {}).values():
             check_arguments(Calibration, each)
-    return _read_module(AcceptanceHead, "acceptance head", arguments, path, hint)
-
-
-def load_fusion(repository: Repository, config: SpecDecPPConfig) -> Fusion:
-    """The fusion of a conditioned draft that `config.fusion` describes.
-
-    Raises:
-        ValueError: there is none, its description makes no sense, or the file is damaged or does not fit it.
-    """
-    if config.fusion is None:
-        raise ValueError(
-            f"{repository.name!r} has a conditioned draft and no fusion, says its {CONFIG}. Save it again."
-        )
-    return read_fusion(config.fusion, repository.file(FUSION))
-
-
-def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
-    """The fusion with these arguments, whose weights are in `path`; errors as in `read_head`."""
-    hint = f"It does not belong to the fusion that {CONFIG} describes."
-    return _read_module(Fusion, "fusion", arguments, path, hint)
-
-
-def _read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: Path, hint: str) -> Module:
-    """A module with these arguments, whose weights are in `path`; `name` is for a message."""
-    with _as_described(name):
-        check_arguments(kind.__init__, arguments)
-        with torch.device("meta"):
-            shapes = {key: tensor.shape for key, tensor in kind(**arguments).state_dict().items()}
-    tensors = load_strict(path, shapes, hint)
-    module = kind(**arguments)
-    module.load_state_dict(tensors)
-    return module.eval()
-
-
-@contextmanager
-def _as_described(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"No {name} can be built as it is described: {error}") from None
+    return read_module(AcceptanceHead, "acceptance head", arguments, path, hint)
 
 
 def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
@@ -225,18 +174,20 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
     return token_ids
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Parse a `config.json`.
+def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
+    """Parse a `config.json`, and find out which kind of draft it describes.
 
     Raises:
         ValueError: it is not JSON, or not the config of an assistant.
     """
     config = read_json(path, MOST_CONFIG_BYTES)
-    if not isinstance(config, dict) or config.get("model_type") != "specdecpp":
-        kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+    if not isinstance(config, dict) or (kind := recognise(config)) is None:
+        if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
+            kind_of(SpecDecPPConfig.from_dict(config))  # says what is wrong: the format, a type, or the kind
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         raise ValueError(
-            f"{path} has model_type {kind!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. To use an "
-            "ordinary model as the draft: SpecDecPPAssistant.from_draft(...). To convert a released SpecDec++ head: "
+            f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. To use "
+            "an ordinary model as the draft: SpecDecPPAssistant.from_draft(...). To convert a released SpecDec++ head: "
             "specdecpp inspect FOLDER --convert OUT."
         )
-    return config
+    return kind, config

@@ -22,8 +22,8 @@ from transformers import DynamicCache
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
-from hf_specdecpp.models.conditioning import TargetStates
 from hf_specdecpp.models.reader import Reader
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.randomness import draw_rows
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.checks import check_tree
@@ -106,11 +106,11 @@ def draft_chains(
 
 @torch.no_grad()
 def target_states(target: CausalLM, drafter: Drafter, ids: list[int]) -> Tensor | None:
-    """What a conditioned draft reads of the target along a text, `[1, n, width]`; `None` for other drafts."""
-    if drafter.fusion is None:
+    """What a draft reads of the target along a text, `[1, n, width]`; `None` where that is nothing."""
+    if drafter.reads is None:
         return None
     reader = Reader(target)  # not below: it begins by reading a token, which would be caught, too
-    with TargetStates(target, drafter.fusion) as caught:
+    with TargetStates(target, drafter.reads) as caught:
         reader.hidden_states(torch.tensor([ids], device=input_device(target)))
         return caught.take()
 

@@ -21,12 +21,13 @@ from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, LEAST_GAIN_IN_BATCHES, ExplorationBudget
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.round_times import RoundTimes, length_class
+from hf_specdecpp.throughput.round_times import RoundTimes, alike, length_class
 from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
 
 LEAST_CRITICAL = 1e-9
 NEXT_STEPS = 2  # from the last rate a step or two are enough, and what is left the next plan will catch up
-TRIED, TRIALS = 4, 3  # lengths that a text tries at most, and rounds of each
+TRIED, TRIALS = 3, 3  # lengths that a text tries at most, and rounds of each
+TRIED_WHEN_WRONG = 4  # after a text of which some rounds did not take what they should
 TRIED_IN_BATCHES = 1  # there passes that are wider than pays cost far more: only drafting nothing is tried
 TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
 
@@ -59,7 +60,7 @@ class ThroughputState:
         self.settings = (costs, max_tokens, lag)
         self.known = costs if isinstance(costs, KnownCosts) else None
         self.max_tokens, self.lag = max_tokens, lag
-        self.tried = TRIED_IN_BATCHES if is_batch else TRIED
+        self.is_batch, self.were_wrong = is_batch, False
         self.least_gain = LEAST_GAIN_IN_BATCHES if is_batch else LEAST_GAIN
         self.rates = rates or AcceptanceRates()
         self.trials: list[int] = []
@@ -110,11 +111,13 @@ class ThroughputState:
         promise = self.expected_tokens() / (self.seconds - verify + verify.min())
         promise[0] = math.inf
         due = [k for k in range(self.max_tokens + 1) if promise[k] > self.plan.rate and self._is_due(k)]
-        return sorted(due, key=lambda k: -promise[k])[: self.tried] * TRIALS
+        most = TRIED_IN_BATCHES if self.is_batch else TRIED_WHEN_WRONG if self.were_wrong else TRIED
+        return sorted(due, key=lambda k: -promise[k])[:most] * TRIALS
 
     def _is_due(self, length: int) -> bool:
-        """Whether no round has confirmed for long what a length costs."""
-        return self.texts - self._confirmed.get((self._kind, length + 1), -TRIED_AGAIN) >= TRIED_AGAIN
+        """Whether no round has confirmed for long what a length costs, in texts of about this length."""
+        latest = max(self._confirmed.get((kind, length + 1), -TRIED_AGAIN) for kind in alike(self._kind))
+        return self.texts - latest >= TRIED_AGAIN
 
     def expected_tokens(self) -> Floats:
         """`[max_tokens + 1]` tokens of rounds with always 0, 1, ... candidates.
@@ -152,7 +155,9 @@ class ThroughputState:
     def learn(self, times: RoundTimes) -> None:
         """Let the costs follow the rounds of a text that is over."""
         if self.known is not None:
-            self._confirmed |= dict.fromkeys(self.known.learn(times), self.texts)
+            as_expected = self.known.learn(times)
+            self._confirmed |= dict.fromkeys(as_expected, self.texts)
+            self.were_wrong = len(as_expected) < sum(map(len, times.passes.values()))
 
 
 class Throughput(StoppingRule):

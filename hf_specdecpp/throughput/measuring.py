@@ -23,11 +23,9 @@ from hf_specdecpp.caches.rollback import undoing
 from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.clocks import computing_clock, least_times
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
 from hf_specdecpp.drafting.chain import draft_chains, drafting
-from hf_specdecpp.drafting.compiled import chain_session
-from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.session import DraftSession, Reading
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -62,7 +60,7 @@ _known: dict[str, KnownCosts] = {}
 
 def costs_of(
     target: CausalLM,
-    drafter: Drafter,
+    drafter: Draft,
     estimator: Estimator,
     max_tokens: int,
     trees: bool = False,
@@ -117,7 +115,7 @@ def forget_costs() -> None:
 
 def conditions(
     target: CausalLM,
-    drafter: Drafter,
+    drafter: Draft,
     estimator: Estimator,
     max_tokens: int,
     trees: bool,
@@ -128,15 +126,13 @@ def conditions(
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
     return {
         "target": _describe(target),
-        "draft": _describe(drafter.model),
-        "reads": None if drafter.fusion is None else drafter.fusion.to_config(),
-        "draft_vocab": None if drafter.draft_vocab is None else drafter.draft_vocab.numel(),
+        "draft": {} if drafter.model is None else _describe(drafter.model),
+        **drafter.describe(),
         "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
         "max_tokens": max_tokens,
         "trees": trees,
         "rows": rows,
         "static": is_static,
-        "compiled": drafter.is_compiled,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
@@ -145,7 +141,7 @@ def conditions(
 
 @torch.inference_mode()
 def measure(
-    target: CausalLM, drafter: Drafter, estimator: Estimator, max_tokens: int, trees: bool = False, rows: int = 1
+    target: CausalLM, drafter: Draft, estimator: Estimator, max_tokens: int, trees: bool = False, rows: int = 1
 ) -> Costs:
     """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
 
@@ -156,10 +152,12 @@ def measure(
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
-        start, draft, read = _time_draft(target, drafter, estimator, rows)
+        drafting = _time_draft(target, drafter, estimator, rows)
         verify = _time_target(target, max_tokens, rows)
-        branch = _time_branch(target, drafter, estimator, start + 2.0 * draft) if trees else 0.0
-    return Costs(draft=draft, verify=verify, read=read, branch=branch, start=start)
+        if trees and drafter.block == 1:
+            branch = _time_branch(target, drafter, estimator, drafting["start"] + 2.0 * drafting["draft"])
+            drafting["branch"] = branch
+    return Costs(verify=verify, block=drafter.block, **drafting)
 
 
 class _FixedAndJudged(StoppingRule):
@@ -171,42 +169,50 @@ class _FixedAndJudged(StoppingRule):
         return self.estimator.estimate(step)
 
 
-def _time_draft(target: CausalLM, drafter: Drafter, estimator: Estimator, rows: int = 1) -> tuple[float, float, float]:
-    """Seconds of starting to draft, of a step, and of reading a token among many, for all rows together."""
+def _time_draft(target: CausalLM, drafter: Draft, estimator: Estimator, rows: int = 1) -> dict[str, float]:
+    """Seconds of starting to draft, of a step, of further candidates of a block, and of reading a token among many, for
+    all rows together."""
     rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
-    count = int(min(READ, drafter.max_length))
+    count, several = int(min(READ, drafter.max_length)), int(min(DRAFTED, drafter.places))
+    vocab_size = _vocab_size(target)
 
-    def step(session: Reading, candidates: list[Tensor]) -> DraftStep:
-        return session.draft_step(len(candidates), *session.step(candidates), greedy=False)
+    def step(session: Reading, candidates: list[Tensor]) -> DraftStep | None:
+        found = session.step(candidates)
+        return None if found is None else session.draft_step(len(candidates), *found, greedy=False)
 
     def draft(count: int) -> None:
-        drafted = [drafting(partial(step, each), rule, randomness, count) for each in _begun(sessions, 1)]
+        drafted = [drafting(partial(step, each), rule, randomness, count) for each in _begun(sessions, drafter, 1)]
         draft_chains(drafted, prepare)
 
     def read() -> None:
-        sessions, prepare = _sessions(drafter, _vocab_size(target), rows)
-        _begun(sessions, count)
+        sessions, prepare = _sessions(drafter, vocab_size, rows)
+        _begun(sessions, drafter, count)
         prepare({place: [] for place in range(rows)})
         for session in sessions:
-            session.step([])[0].argmax().item()
+            if (found := session.step([])) is not None:
+                found[0].argmax().item()
 
-    sessions, prepare = _sessions(drafter, _vocab_size(target), rows)
-    _begun(sessions, _context(drafter.model))
+    sessions, prepare = _sessions(drafter, vocab_size, rows)
+    _begun(sessions, drafter, _context(drafter.max_length))
     clock = computing_clock(target.device, drafter.device)
-    actions: dict[int, Callable[[], None]] = {1: partial(draft, 1), DRAFTED: partial(draft, DRAFTED), READ: read}
+    actions: dict[int, Callable[[], None]] = {1: partial(draft, 1), several: partial(draft, several), READ: read}
     times = least_times(actions, DRAFT_SECONDS, clock, _turns(drafter), least=3)
-    each = min(max(times[DRAFTED] - times[1], 0.5 * times[1]) / (DRAFTED - 1), times[1])
-    return times[1] - each, each, times[READ] / count
+    seconds = {"start": 0.0, "draft": times[1], "read": times[READ] / count}
+    further = (times[several] - times[1]) / max(several - 1, 1)
+    if drafter.block > 1:
+        return {**seconds, "branch": max(further, 0.0)}
+    each = min(max(further, 0.5 * times[1] / (DRAFTED - 1)), times[1])
+    return {**seconds, "start": times[1] - each, "draft": each}
 
 
 def _sessions(
-    drafter: Drafter, vocab_size: int, rows: int
+    drafter: Draft, vocab_size: int, rows: int
 ) -> tuple[Sequence[Reading], Callable[[dict[int, list[Tensor]]], bool]]:
     """The draft's sides of some texts, and what is called before each of their steps (`draft_chains`)."""
     if rows == 1:
-        return [chain_session(drafter, vocab_size)], lambda _: True
-    sessions = [RowSession(drafter, vocab_size) for _ in range(rows)]
-    batch = BatchSession(sessions)
+        return [drafter.chain_session(vocab_size)], lambda _: True
+    sessions = [drafter.row_session(vocab_size) for _ in range(rows)]
+    batch = drafter.batch(sessions)
 
     def prepare(asking: dict[int, list[Tensor]]) -> bool:
         batch.step(asking)
@@ -215,41 +221,40 @@ def _sessions(
     return sessions, prepare
 
 
-def _begun(sessions: Sequence[Reading], count: int) -> Sequence[Reading]:
+def _begun(sessions: Sequence[Reading], drafter: Draft, count: int) -> Sequence[Reading]:
     """The sessions, each in a round of the draft after so many further tokens."""
     for session in sessions:
-        _begin(session, count)
+        _begin(session, drafter, count)
     return sessions
 
 
-def _begin(session: Reading, count: int) -> None:
+def _begin(session: Reading, drafter: Draft, count: int) -> None:
     """A round of the draft after so many further tokens."""
-    drafter = session.drafter
-    width = 0 if drafter.fusion is None else drafter.fusion.width
+    width = 0 if drafter.reads is None else drafter.reads.width
     states = torch.zeros((1, count, width), dtype=drafter.dtype, device=drafter.device) if width else None
     session.begin_round(_tokens(count, drafter.device), 0, states)
 
 
-def _turns(drafter: Drafter) -> int:
+def _turns(drafter: Draft) -> int:
     """How often rounds of both lengths can be drafted: each leaves a token in the draft's text, whose positions end."""
-    room = (drafter.max_length - _context(drafter.model) - DRAFTED - 4) // 2
+    room = (drafter.max_length - _context(drafter.max_length) - DRAFTED - 4) // 2
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_branch(target: CausalLM, drafter: Drafter, estimator: Estimator, two_steps: float) -> float:
+def _time_branch(target: CausalLM, drafter: Draft, estimator: Estimator, two_steps: float) -> float:
     """Seconds of each further node in a draft pass over a level of a tree; two passes take so long without any."""
-    session, buffer = DraftSession(drafter, _vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
+    session, buffer = drafter.tree_session(_vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
 
     def expand(tree: DraftTree, nodes: list[int]) -> Level:
-        return Level(*session.expand(tree, nodes), drafter.embed)
+        return Level(*session.expand(tree, nodes), session.embed)
 
     def grow() -> None:
-        _begin(session, 1)
+        _begin(session, drafter, 1)
         growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, buffer=buffer)
         grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
         session.keep([])
 
-    _begin(session, _context(drafter.model))
+    _begin(session, drafter, _context(drafter.max_length))
     clock = computing_clock(target.device, drafter.device)
     seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, clock, _turns(drafter))[WIDTH]
     return max(seconds - two_steps, 0.0) / (WIDTH - 1)
@@ -260,7 +265,7 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
 
     Fewer where the target has no positions for so many after the context; `Costs` extrapolates.
     """
-    context = _context(target, CONTEXT if rows == 1 else BATCH_CONTEXT)
+    context = _context(longest_text(target), CONTEXT if rows == 1 else BATCH_CONTEXT)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     inputs: dict[str, Any] = {cache_argument(target): cache, "use_cache": True}
     target(input_ids=_tokens(context, target.device), **inputs)
@@ -303,9 +308,9 @@ def _describe(model: CausalLM) -> dict[str, Any]:
     }
 
 
-def _context(model: CausalLM, wanted: int = CONTEXT) -> int:
-    """Tokens in a model's cache while it is measured. Each measured round of a draft leaves one more there."""
-    return int(max(min(wanted, longest_text(model) - MOST_TURNS - DRAFTED - 2), 1))
+def _context(longest: float, wanted: int = CONTEXT) -> int:
+    """Tokens in a model's cache while it is measured, of so many at most: each round of a draft leaves one more."""
+    return int(max(min(wanted, longest - MOST_TURNS - DRAFTED - 2), 1))
 
 
 def _tokens(count: int, device: torch.device) -> Tensor:

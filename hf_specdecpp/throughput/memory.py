@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -87,7 +87,7 @@ class Memory:
     def chain_plan(
         self,
         config: SpeculationConfig,
-        drafter: Drafter,
+        drafter: Draft,
         estimator: Estimator,
         target: CausalLM | None,
         generation: GenerationConfig,
@@ -102,16 +102,17 @@ class Memory:
             ValueError: costs are neither given nor can be measured.
         """
         learned = self.recall(drafter if target is None else target, estimator, generation)
+        most = int(min(config.max_tokens, drafter.places))
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         is_static = generation.cache_implementation == "static"
         if config.costs is None and target is not None:
-            found = costs_of(target, drafter, estimator, config.max_tokens, rows=rows, is_static=is_static)
+            found = costs_of(target, drafter, estimator, most, rows=rows, is_static=is_static)
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
             costs = given_costs(config)
-            costs = costs if rows == 1 else costs.of_row(rows, config.max_tokens)
-            costs = in_widths(costs, config.max_tokens) if is_static else costs
-        settings = costs, config.max_tokens, lag_of(estimator)
+            costs = costs if rows == 1 else costs.of_row(rows, most)
+            costs = in_widths(costs, most) if is_static else costs
+        settings = costs, most, lag_of(estimator)
         if known is None or known.settings != settings:
             known = learned.plan = ThroughputState(*settings, learned.rates, is_batch=rows > 1)
         return known
@@ -119,7 +120,7 @@ class Memory:
     def tree_plan(
         self,
         config: SpeculationConfig,
-        drafter: Drafter,
+        drafter: Draft,
         estimator: Estimator,
         target: CausalLM,
         generation: GenerationConfig,

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_specdecpp.clocks import computing_clock
-from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text, num_processes
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, can_be_packed, large_layers
@@ -34,7 +34,7 @@ SECONDS, MOST_TURNS = 1.5, 3  # after which no further number of rows is begun; 
 _known: dict[str, Ways] = {}
 
 
-def parts_of(target: CausalLM | None, drafter: Drafter | None, packed: PackedWeights | None) -> list[Part]:
+def parts_of(target: CausalLM | None, drafter: Draft | None, packed: PackedWeights | None) -> list[Part]:
     """Target and draft, each with the ways that its layers go: chosen before, or now.
 
     Args:
@@ -45,9 +45,9 @@ def parts_of(target: CausalLM | None, drafter: Drafter | None, packed: PackedWei
     if target is not None and num_processes(target) == 1:  # several would have to time their passes in step
         ways = ways_of([target], _describe(target), lambda n: _read(target, n), packed, longest_text(target))
         parts.append(Part([target], ways))
-    if drafter is not None:
-        modules, of = drafter.parts, _describe_draft(drafter)
-        ways = ways_of(modules, of, lambda n: _draft(drafter, n), packed, drafter.max_length)
+    if drafter is not None and drafter.model is not None:
+        modules, of = drafter.parts, {**_describe(drafter.model), **drafter.describe()}
+        ways = ways_of(modules, of, drafter.read_some, packed, drafter.max_length)
         parts.append(Part(modules, ways))
     return parts
 
@@ -158,18 +158,7 @@ def _warm_up(contexts: dict[Product, FasterProducts], rows: int) -> None:
 
 
 def _read(target: CausalLM, count: int) -> None:
-    target(input_ids=_tokens(count), use_cache=False)
-
-
-def _draft(drafter: Drafter, count: int) -> None:
-    width = 0 if drafter.fusion is None else drafter.fusion.width
-    states = torch.zeros(1, count, width, dtype=drafter.dtype) if width else None
-    hidden = drafter.hidden_states(_tokens(count), None, states, are_known=True)[0, -1]
-    drafter.vocab_logits(hidden)
-
-
-def _tokens(count: int) -> torch.Tensor:
-    return torch.arange(count)[None] % 8
+    target(input_ids=torch.arange(count)[None] % 8, use_cache=False)
 
 
 def _describe(model: CausalLM) -> dict[str, Any]:
@@ -181,12 +170,6 @@ def _describe(model: CausalLM) -> dict[str, Any]:
         "elements": sum(layer.weight.numel() for layer in layers),
         "packable": sum(map(can_be_packed, layers)),
     }
-
-
-def _describe_draft(drafter: Drafter) -> dict[str, Any]:
-    vocab = None if drafter.draft_vocab is None else drafter.draft_vocab.numel()
-    width = None if drafter.fusion is None else drafter.fusion.width
-    return {**_describe(drafter.model), "draft_vocab": vocab, "reads": width}
 
 
 def _name(of: dict[str, Any], packs: bool) -> str:

@@ -23,6 +23,11 @@ def length_class(length: int) -> int:
     return max(length.bit_length(), SHORT)
 
 
+def alike(kind: int) -> tuple[int, int, int]:
+    """A class of lengths and those beside it, whose costs are little different."""
+    return kind - 1, kind, kind + 1
+
+
 @dataclass(frozen=True)
 class Drafting:
     """What was drafted in a round.

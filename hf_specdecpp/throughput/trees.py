@@ -120,13 +120,13 @@ class TreeThroughput(CalibratedSlots):
         """
         tree = growth.tree
         while len(tree) < self.most:
-            level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+            level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
             first_children = [(v, v * growth.usual) for v in level.values()]
             t = max(threshold, self.threshold([*first_children, *growth.slots()], len(tree)))
-            worth = [node for node, v in level.items() if tree.passes == 0 or v * growth.usual >= t]
+            worth = [node for node, v in level.items() if tree.levels == 0 or v * growth.usual >= t]
             gains = [level[node] * growth.usual for node in worth]
             # Whether to draft at all has been decided before.
-            if not worth or (tree.passes > 0 and not self.reads(gains, growth.open.values(), len(tree))):
+            if not worth or (tree.levels > 0 and not self.reads(gains, growth.open.values(), len(tree), tree.levels)):
                 break
             growth.expand(worth)
             while len(tree) < self.most and growth.best >= t:
@@ -158,15 +158,16 @@ class TreeThroughput(CalibratedSlots):
         best = int(net.argmax())
         return float(t[best]) if net[best] > 0.0 else math.inf
 
-    def reads(self, gains: Collection[float], others: Collection[float], size: int) -> bool:
-        """Whether a draft pass over some leaves is worth its seconds.
+    def reads(self, gains: Collection[float], others: Collection[float], size: int, level: int) -> bool:
+        """Whether asking the draft about some leaves is worth its seconds.
 
         Args:
             gains: of their first children's slots.
             others: gains of the open slots, where the same nodes could be drawn.
             size: of the tree so far.
+            level: how often the draft was asked before.
         """
-        seconds = self.costs.draft + self.costs.branch * (len(gains) - 1)
+        seconds = self.costs.level_seconds(level, len(gains))
         added = self.best_draws([*gains, *others], size)[1] - self.best_draws(others, size)[1]
         return added > self.price * seconds
 
@@ -186,7 +187,7 @@ class TreeThroughput(CalibratedSlots):
             path: the accepted nodes.
             unread: tokens that the draft read first.
         """
-        if tree.passes == 0:
+        if tree.levels == 0:
             self.credit.rest()
             return
         seconds = self.costs.tree_seconds(tree.passes, len(tree.scores), float(self.verify[len(tree)]))

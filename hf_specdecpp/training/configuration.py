@@ -9,8 +9,9 @@ from typing import Any
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
+from hf_specdecpp.kinds.kind import Kind
+from hf_specdecpp.kinds.known import kind_to_train
 
-CONDITIONED = "conditioned"
 DTYPES = ("auto", "bfloat16", "float32")
 LOSSES = ("kl", "tv", "kl+tv")
 
@@ -210,13 +211,19 @@ class TrainingConfig:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @property
-    def independent_draft(self) -> str | None:
-        """The draft's name, where it is a model of its own."""
-        return None if self.is_conditioned else self.draft
+    def kind(self) -> Kind:
+        """What is trained."""
+        return kind_to_train(self.draft)
 
     @property
-    def is_conditioned(self) -> bool:
-        return self.draft == CONDITIONED
+    def independent_draft(self) -> str | None:
+        """The draft's name, where it is a model of its own."""
+        return self.draft if self.kind.rests_on == "draft" else None
+
+    @property
+    def trains_module(self) -> bool:
+        """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
+        return self.kind.module_file is not None
 
     @property
     def work(self) -> Path:
@@ -269,13 +276,11 @@ class TrainingConfig:
 
     def _validate_distill(self) -> None:
         distill = self.distill
-        if self.is_conditioned and not distill.enabled:
-            raise ValueError("distill.enabled=False: a conditioned draft has to be trained, so leave it on.")
-        if self.is_conditioned and self.head.inputs == "after":
-            raise ValueError(
-                "head.inputs='after' reads a text that mixes the draft's tokens in, where the target of a conditioned "
-                "draft has no states. Use head.inputs='before'."
-            )
+        cannot = self.kind.cannot
+        if (reason := cannot.get("stays untrained")) is not None and not distill.enabled:
+            raise ValueError(f"distill.enabled=False: {reason}.")
+        if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":
+            raise ValueError(f"head.inputs='after' {reason}. Use head.inputs='before'.")
         whole = ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps", "unroll")
         for name in (*whole, "fusion_rank"):
             _at_least(1, f"distill.{name}", getattr(distill, name))

@@ -17,11 +17,11 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors, read_json, save_tensors, save_text
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, read_fusion, read_head
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
+from hf_specdecpp.kinds.conditioned import FUSION, Fusion, read_fusion
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model, load_model_config, load_tokenizer
 from hf_specdecpp.models.vocabulary import check_same_tokenizer
@@ -62,7 +62,7 @@ def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
     """The layers of the target that draft."""
     if config.layers is not None:
         return config.layers
-    return [_depth(target) - 1] if config.is_conditioned else 4
+    return config.kind.usual_layers(_depth(target))
 
 
 def reads_of(config: TrainingConfig, target: CausalLM) -> list[int]:
@@ -123,7 +123,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
     vocab = load_draft_vocab(work)
     head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
-    if config.is_conditioned:
+    if config.trains_module:
         fusion, layers = load_fusion(work), layers_of(config, target)
         return SpecDecPPAssistant.from_conditioned(
             target, layers, fusion=fusion, adapter=adapter, head=head, draft_vocab=vocab

@@ -52,7 +52,7 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
     tree, done = growth.tree, False
     usual = pace.estimate if growth.greedy else 1.0  # a(y) of a leaf's child, which is not known yet
     while not done and len(tree) < budget:
-        level = {node: v * usual for node, v in growth.leaves.items() if tree.depths[node] == tree.passes}
+        level = {node: v * usual for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
         t = max(threshold, pace.threshold([*level.values(), *growth.open.values()], budget - len(tree)))
         worth = [node for node, v in level.items() if v >= t]
         if worth:
@@ -109,7 +109,7 @@ def grow_shape(growth: Growth, shape: Shape) -> None:
     """A given shape, one draft pass a level, as far as depth, ends of sequences and the supports of D allow."""
     tree = growth.tree
     ranks: dict[int, tuple[int, ...]] = {0: ()}
-    while level := [node for node in growth.leaves if tree.depths[node] == tree.passes and shape.get(ranks[node])]:
+    while level := [node for node in growth.leaves if tree.depths[node] == tree.levels and shape.get(ranks[node])]:
         growth.expand(level)
         for node in level:
             for rank in range(shape[ranks[node]]):

@@ -29,11 +29,13 @@ class Level:
         scores: `[n, vocab]` float32, logits after all processors: q is their softmax.
         hidden: `[n, hidden_size]`, the states that they were computed from (for a head).
         embed: maps token ids to their input embeddings in the draft (for a head).
+        passes: of the draft that this took: none where an earlier one has answered for these places, too.
     """
 
     scores: Tensor
     hidden: Tensor
     embed: Callable[[Tensor], Tensor]
+    passes: int = 1
 
 
 class JudgedSiblings:

@@ -25,7 +25,8 @@ class Growth:
     """A growing tree, its open slots, and its leaves: nodes that may get children but whose q is not known yet.
 
     Args:
-        expand: runs the draft on nodes of the tree (the root first, then any whose parents it has run on): one pass.
+        expand: what the draft says after nodes of the tree (the root first, then any whose parents it was asked about):
+            by node, with a pass of the draft, or by depth, from the marginals of a block.
         estimator: judges what is drawn.
         randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
         root: token of the root.
@@ -69,9 +70,10 @@ class Growth:
         self._siblings: dict[int, tuple[JudgedSiblings | HeadJudgedSiblings, int]] = {}
 
     def expand(self, nodes: list[int]) -> None:
-        """One draft pass: learn D(.|path to node) for `nodes`, which opens the slots of their first children."""
+        """Learn D(.|path to node) for `nodes`, with a draft pass or from an earlier one: their first slots open."""
         level = self._expand(self.tree, nodes)
-        self.tree.passes += 1
+        self.tree.passes += level.passes
+        self.tree.levels += 1
         q = self._buffer.softmax(level.scores)
         draw = likeliest if self._randomness is None else self._randomness.siblings
         depths = [self.tree.depths[node] for node in nodes]

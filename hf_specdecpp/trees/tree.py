@@ -21,6 +21,7 @@ class DraftTree:
         scores: for each node that the draft was asked about, `[vocab]` logits: its first child was drawn from their
             softmax q, each further one from q without the earlier ones, renormalised.
         passes: draft passes that it took.
+        levels: how often the draft was asked.
     """
 
     def __init__(self, root: int) -> None:
@@ -28,7 +29,7 @@ class DraftTree:
         self.values, self.estimates = [1.0], [1.0]
         self.children: list[list[int]] = [[]]
         self.scores: dict[int, Tensor] = {}
-        self.passes = 0
+        self.passes = self.levels = 0
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int], scores: Sequence[Tensor]) -> DraftTree:
@@ -37,7 +38,7 @@ class DraftTree:
         for place, (token, q) in enumerate(zip(tokens, scores, strict=True)):
             tree.add(place, token)
             tree.scores[place] = q
-        tree.passes = len(tree)
+        tree.passes = tree.levels = len(tree)
         return tree
 
     def __len__(self) -> int:

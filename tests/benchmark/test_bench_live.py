@@ -209,7 +209,7 @@ def test_where_the_system_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_report_says_what_others_did() -> None:
     where = {"threads": 1, "device": "CPU", "processors": 2}
-    settings = {"dtype": "float32", "target": "t", "draft_name": "d", "extra_layers": 0}
+    settings: dict[str, Any] = {"dtype": "float32", "target": "t", "draft_name": "d"}
     settings |= {"pack_weights": False, "int8_draft": True}
     for others, said in ((1.0, True), (0.02, False), (None, False)):
         row = {"contestant": "plain", "rounds": [], "disturbed": False, "others": others}
@@ -471,16 +471,6 @@ def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_
     assert result.exit_code == 0, result.output
 
 
-def test_slow_target_is_labelled(target: PreTrainedModel, tmp_path: Path) -> None:
-    options = ("--max_new_tokens", "8", "--contestants", "fixed 2", "--temperatures", "0", "--cost_ratio", "0.1")
-    result = run_command(target, tmp_path, *options, "--no-replay", "--pack_weights", "--cpu-products", "auto")
-    assert result.exit_code == 0, result.output
-    settings = json.loads((tmp_path / "bench/settings.json").read_text())
-    assert (settings["pack_weights"], settings["cpu_products"]) == (True, "auto")
-    assert "SLOWED-DOWN TARGET" in result.output
-    assert "SLOWED-DOWN TARGET" in (tmp_path / "bench/report.md").read_text()
-
-
 def test_the_untuned_draft_is_a_rival(target: PreTrainedModel) -> None:
     assistant, untuned = assistant_for(target), tiny("llama", seed=5)
     for contestant in untuned_contestants(untuned):
@@ -536,7 +526,6 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
     [
         (("--temperatures", "hot"), "must be numbers such as"),
         (("--contestants", "nobody"), "No contestant is called"),
-        (("--cost_ratio", "2"), "must be between 0 and 1"),
         (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
         (("--rollouts", "nowhere"), "has no folder `rollouts`"),
     ],

@@ -19,7 +19,7 @@ from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.conditioning import TargetStates
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.tree import DraftTree
 
 FAMILIES = ("llama", "gemma3_text", "gpt2", "mistral")
@@ -117,7 +117,7 @@ def test_layers_of_its_own(llama: CausalLM, drafted: list[Drafted], speculation:
     own.set_output_embeddings(llama.get_output_embeddings())
     fusion = random_fusion(llama).double()
     assistant = SpecDecPPAssistant(
-        SpecDecPPConfig(draft_kind="independent"), Drafter(own, fusion=fusion), fusion=fusion, speculation=speculation
+        SpecDecPPConfig(draft_kind="independent"), Drafter(own, fusion=fusion), speculation=speculation
     )
     assistant.attach(llama)
     plain = llama.generate(prompt(), max_new_tokens=24, do_sample=False)

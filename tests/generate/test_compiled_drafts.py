@@ -140,7 +140,8 @@ def test_many_assistants_are_all_compiled() -> None:
 def test_caches_are_used_again() -> None:
     target = tiny("llama")
     assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, compile=True)
-    drafter = assistant.setup().drafter
+    assistant.setup()
+    drafter = assistant.ready_drafter()
     sessions = [CompiledSession(drafter, 48, drafter.steps) for _ in range(2)]
     for session in sessions:
         session.begin_round(prompt(5), 0)
@@ -182,7 +183,10 @@ def test_a_changed_draft_gets_other_steps() -> None:
         layer.mlp = torch.nn.Identity()
     assert generate(target, assistant, 9).tolist() == generate(target, None, 9).tolist()
     with torch.inference_mode():
-        sessions = [DraftSession(drafter, 48), CompiledSession(drafter, 48, drafter.steps)]
+        sessions: list[DraftSession | CompiledSession] = [
+            DraftSession(drafter, 48),
+            CompiledSession(drafter, 48, drafter.steps),
+        ]
         for session in sessions:
             session.begin_round(prompt(5), 0)
             session.step([])

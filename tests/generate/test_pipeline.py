@@ -188,7 +188,7 @@ def test_name_of_an_early_exit(hub: HubServer, tmp_path: Path, local: bool) -> N
     name = publish(hub, tmp_path, "early exit")
     assisted, plain = by_name(tmp_path / "head" if local else name)
     message = (
-        r"drafts with layers \[0, 1\] of its target \(org/target\), so it must be attached to it.*"
+        r"drafts with layers 0, 1 of 'org/target', so it must be attached to it.*"
         r"In a pipeline pass the assistant object made in this way, not its name"
     )
     with pytest.raises(ValueError, match=message):

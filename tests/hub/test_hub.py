@@ -322,7 +322,7 @@ def test_saving_over_an_old_assistant(target: PreTrainedModel, assistant: SpecDe
     plain = SpecDecPPAssistant.from_draft("org/draft", target)
     plain.save_pretrained(folder)
     loaded = SpecDecPPAssistant.from_pretrained(folder, target)
-    assert (loaded.head, loaded.adapter_folder, loaded.draft_vocab) == (None, None, None)
+    assert (loaded.head, loaded.parts.adapter, loaded.parts.draft_vocab) == (None, None, None)
     assert torch.equal(estimates(loaded), estimates(plain))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.conditioning import Fusion
 
 VOCAB_SIZE = 48
 WINDOW = 8  # of the models with sliding-window attention

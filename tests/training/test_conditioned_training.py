@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.conditioning import Fusion, TargetStates
+from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.texts.branches import draft_chains, target_states
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -30,7 +31,7 @@ class Killed(BaseException):
     pass
 
 
-def states_of(target: CausalLM, fusion: Fusion, ids: Tensor) -> Tensor:
+def states_of(target: CausalLM, fusion: StateReader, ids: Tensor) -> Tensor:
     with torch.no_grad(), TargetStates(target, fusion) as caught:
         target(ids)
         states = caught.take()

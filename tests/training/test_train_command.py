@@ -65,8 +65,8 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     assert greedy(target, assistant) == greedy(target)
     assert assistant.head is not None
     assert set(assistant.head.calibration) == {"sampled", "greedy"}
-    assert assistant.draft_vocab is not None
-    assert len(assistant.draft_vocab) <= 30
+    assert assistant.parts.draft_vocab is not None
+    assert len(assistant.parts.draft_vocab) <= 30
     assert 0 < assistant.speculation.threshold < 1
 
     card = ModelCard((tmp_path / "out" / "README.md").read_text())

@@ -24,7 +24,7 @@ from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.chain import draft_chain, stepper
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -80,7 +80,7 @@ class ChainDrafting:
     """
 
     def __init__(
-        self, rule: StoppingRule, session: DraftSession, processing: Processing, sampled: bool, eos: frozenset[int]
+        self, rule: StoppingRule, session: Reading, processing: Processing, sampled: bool, eos: frozenset[int]
     ) -> None:
         self.rule, self.session, self.processing, self.eos = rule, session, processing, eos
         self.randomness = TorchRandomness() if sampled else None
@@ -129,7 +129,7 @@ class RoundReplay:
         """What each round drafts and is expected to be worth; `rates`: what calibrates estimates, and learns."""
         torch.manual_seed(self.seed)
         ids, position, seen = torch.tensor([self.text.ids]), self.text.first, 0
-        session = DraftSession(self.assistant.ready_drafter(), self.vocab_size)
+        session = self.assistant.ready_drafter().tree_session(self.vocab_size)
         drafting = self._drafting(speculation, with_head, session, rates)
         while position < len(self.text.ids):
             states = None if self.states is None else self.states[:, max(seen - 1, 0) : position - 1]
@@ -153,7 +153,7 @@ class RoundReplay:
             position += len(path) + 1
 
     def _drafting(
-        self, speculation: SpeculationConfig, with_head: bool, session: DraftSession, rates: AcceptanceRates | None
+        self, speculation: SpeculationConfig, with_head: bool, session: Reading, rates: AcceptanceRates | None
     ) -> Drafting:
         estimator = (self.assistant.head if with_head else None) or DraftProbability()
         processing, greedy = Processing(self.sampling.processors), self.sampling.greedy

@@ -49,7 +49,7 @@ def run(config: TrainingConfig) -> Path:
     folders = _name_models(assistant, config)
     output = Path(config.output)
     assistant.save_pretrained(output)
-    if assistant.adapter_folder is not None:
+    if assistant.parts.adapter is not None:
         _name_base(output / ADAPTER_FOLDER / ADAPTER_FILES[0], assistant)
     card = make_card(assistant.contents().described(), assistant.head, training)
     data: Any = card.data
@@ -118,7 +118,7 @@ def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[s
 
 def _name_base(path: Path, assistant: SpecDecPPAssistant) -> None:
     """Let the adapter's config name the same model."""
-    base = assistant.config.draft_id if assistant.config.draft_kind == "independent" else assistant.config.target_id
+    base = getattr(assistant.config, f"{assistant.kind.rests_on}_id")
     save_text(json.dumps({**read_json(path), "base_model_name_or_path": base}, indent=2) + "\n", path)
 
 

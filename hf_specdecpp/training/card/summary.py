@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_specdecpp.config.assistant import describe_layers
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.files import read_json
 from hf_specdecpp.hub.card import number
 from hf_specdecpp.hub.repository import CONFIG
+from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.training.configuration import TrainingConfig
 
 
@@ -16,7 +17,7 @@ def summary(config: TrainingConfig) -> str:
     made = read_json(Path(config.output) / CONFIG)
     evaluation = read_json(config.work / "evaluation" / "evaluation.json")
     temperature, report = next(iter(evaluation["sets"]["heldout"].items()))
-    draft = config.independent_draft or describe_layers(made["draft_kind"], made["draft_layers"])
+    draft = config.independent_draft or describe(SpecDecPPConfig.from_dict(made))
     adapter = " with an adapter" if made["adapter"] else ""
     best = report["equal_verification"]["at_best"]
     fixed = f"drafting {best['length']} candidates every time, with as many target passes"

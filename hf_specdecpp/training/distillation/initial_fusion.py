@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.conditioning import Fusion, TargetStates
 from hf_specdecpp.models.reader import Reader
+from hf_specdecpp.models.target_states import TargetStates
 
 RIDGE = 1e-3  # of the mean of the squares
 OUTLIER = 5.0  # times the median norm: states that a target uses to store something, such as those of the first token

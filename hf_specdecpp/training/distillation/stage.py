@@ -25,10 +25,10 @@ from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hf_specdecpp.files import check_finite, load_tensors, save_tensors
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, FUSION
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
+from hf_specdecpp.kinds.conditioned import FUSION, Fusion
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
-from hf_specdecpp.models.conditioning import Fusion
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
@@ -122,14 +122,14 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
         trainer.train(resume_from_checkpoint=checkpoint)
     before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
     shares, after = _keep_best_share(trainer, config)
-    if config.is_conditioned and NOTHING in shares and max(shares.values()) == shares[NOTHING]:
+    if config.trains_module and NOTHING in shares and max(shares.values()) == shares[NOTHING]:
         logger.warning(
             f"Training did not help: on the held-out answers a candidate is accepted with probability "
             f"{shares[NOTHING]:.3f} where the fusion is fitted by least squares only, after training with at most "
             f"{max(value for share, value in shares.items() if share != NOTHING):.3f}. The fitted fusion is kept. More "
             f"answers help, or a lower distill.learning_rate (now {config.distill.learning_rate:g})."
         )
-    if config.is_conditioned or _keeps_all(config) or max(shares.values()) > before["all"]["acceptance"]:
+    if config.trains_module or _keeps_all(config) or max(shares.values()) > before["all"]["acceptance"]:
         _save(trainer, config)
     else:
         # Listed last, so that of equals it is the one that is kept.
@@ -155,7 +155,7 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
         folder = Path(config.distill.start_from)
         parts = (Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], FUSION, DRAFT_VOCAB)
         distill["start_from"] = [digest(folder / name) for name in parts]
-    if config.is_conditioned:
+    if config.trains_module:
         names["reads"] = config.reads
     else:
         for name in ("unroll", "fusion_rank", "fusion_learning_rate"):
@@ -201,11 +201,11 @@ def _trainer(
         lora_alpha=distill.alpha,
         lora_dropout=distill.dropout,
         target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
-        exclude_modules=r"fusion\..*" if config.is_conditioned else None,
-        modules_to_save=["fusion"] if config.is_conditioned else None,
+        exclude_modules=r"fusion\..*" if config.trains_module else None,
+        modules_to_save=["fusion"] if config.trains_module else None,
         base_model_name_or_path=draft.config.name_or_path,
     )
-    fusion = _initial_fusion(config, target, train) if config.is_conditioned else None
+    fusion = _initial_fusion(config, target, train) if config.trains_module else None
     student = Student(draft, lora, vocab, fusion, distill.unroll, distill.loss)
     if distill.start_from is not None:
         start_from(student, Path(distill.start_from))
@@ -304,7 +304,7 @@ def _keep_best_share(
                 after = torch.lerp(everything[name.replace(TRAINED_COPY, ORIGINAL)], after, share)
             everything[name].copy_(after.to(dtype))
 
-    shares = SHARES[:1] if _keeps_all(config) else (*SHARES, 0.0) if config.is_conditioned else SHARES
+    shares = SHARES[:1] if _keeps_all(config) else (*SHARES, 0.0) if config.trains_module else SHARES
     reports = {}
     for share in shares:
         keep(share)

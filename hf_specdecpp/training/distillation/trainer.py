@@ -16,8 +16,8 @@ from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.conditioning import Fusion, TargetStates
 from hf_specdecpp.models.reader import Reader
+from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation.data import IGNORED
 from hf_specdecpp.training.distillation.state_cache import StateCache
 from hf_specdecpp.training.distillation.unrolling import unrolled
@@ -76,7 +76,7 @@ class Student(PeftModel):
         draft: CausalLM,
         lora: LoraConfig,
         draft_vocab: Tensor | None,
-        fusion: Fusion | None = None,
+        fusion: StateReader | None = None,
         unroll: int = 1,
         loss: str = "kl",
     ) -> None:
@@ -94,7 +94,7 @@ class Student(PeftModel):
         self.distance = DISTANCES[loss]
 
     @property
-    def fusion(self) -> Fusion | None:
+    def fusion(self) -> StateReader | None:
         return self.drafter.fusion
 
     def forward(
@@ -287,7 +287,7 @@ class DistillationTrainer(Trainer):
 
         return answers, p_logits, states
 
-    def _read(self, inputs: dict[str, Any], fusion: Fusion | None) -> tuple[Tensor, Tensor | None]:
+    def _read(self, inputs: dict[str, Any], fusion: StateReader | None) -> tuple[Tensor, Tensor | None]:
         """The target's final states `[batch, n, hidden_size]`, and all that a conditioned draft reads of it."""
         ids, rows = inputs["input_ids"], inputs["row"].tolist()
         cache = self.cache if min(rows) >= 0 else None

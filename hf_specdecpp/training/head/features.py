@@ -20,7 +20,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.conditioning import TargetStates
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
@@ -85,7 +85,7 @@ def text_features(
         `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
     """
     ids = input_ids.to(drafter.device)
-    with TargetStates(target, drafter.fusion) as caught:
+    with TargetStates(target, drafter.reads) as caught:
         logits = target_logits(target, input_ids, prompt_length)
         target_states = caught.take()
     states = drafter.hidden_states(ids)[0] if target_states is None else in_rounds(drafter, ids, target_states)[0]

@@ -1,0 +1,110 @@
+"""What drafts, as one generation sees it: `Draft`. `kinds` says what the kinds are, how they are stored and made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import StateReader
+
+
+class RowsAlone:
+    """The rows of a batch whose draft shares nothing between them: each runs by itself."""
+
+    def step(self, _asking: dict[int, list[Tensor]]) -> None:
+        """Each row takes its step when it is asked for it."""
+
+    def select(self, _places: Sequence[int]) -> None:
+        """The rows that are left go on as before."""
+
+
+class Draft:
+    """Proposes candidates. It holds no state of a generation: its sessions do.
+
+    Example: a draft with `block = 4` and `places = 4` gives the distributions of four places with one pass. A chain of
+    three candidates then costs one pass (`Costs.draft`) and two further places (`Costs.branch`).
+
+    Attributes:
+        model: that drafts, or `None`.
+        parts: the modules that a draft step runs.
+        reads: what it reads of the target (`TargetStates`), or `None`.
+        block: candidates that one pass of the draft proposes.
+        places: the longest path of candidates that a round can have.
+        max_length: tokens of the longest text that it can read.
+        cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
+        is_compiled: whether chains are drafted with compiled steps.
+    """
+
+    model: CausalLM | None
+    block: int = 1
+    places: float = float("inf")
+
+    @property
+    def max_length(self) -> float:
+        return float("inf")
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        return {}
+
+    @property
+    def is_compiled(self) -> bool:
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return []
+
+    @property
+    def reads(self) -> StateReader | None:
+        return None
+
+    def chain_session(self, vocab_size: int) -> Reading:
+        """Its side of a generation of chains; `vocab_size` is the width of the target's logits."""
+        raise NotImplementedError
+
+    def tree_session(self, vocab_size: int) -> Reading:
+        """Its side of a generation of trees."""
+        return self.chain_session(vocab_size)
+
+    def row_session(self, vocab_size: int) -> Reading:
+        """Its side of one row of a batch."""
+        return self.chain_session(vocab_size)
+
+    def batch(self, rows: Sequence[Any]) -> Any:  # noqa: ARG002 - for drafts whose rows share something
+        """What runs the draft for the rows (their `row_session`s) that go on, as `BatchSession` does."""
+        return RowsAlone()
+
+    def check_tree(self) -> None:
+        """Raise `ValueError` if it cannot draft trees."""
+
+    def check_unmoved(self, has_adapter: bool) -> None:
+        """Raise `ValueError` if the target was moved after a draft of its layers with parts of its own was made."""
+
+    def compile_steps(self, wanted: bool) -> None:
+        """Compile its steps in chains, or no longer."""
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides what drafting costs, beside the model; JSON-able."""
+        raise NotImplementedError
+
+    def read_some(self, count: int) -> None:
+        """A pass over so many tokens, to time its matrix products."""
+
+    def check_can(self, what: str) -> None:
+        """Raise `ValueError` if it cannot do this (`cannot`)."""
+        if (reason := self.cannot.get(what)) is not None:
+            raise ValueError(reason)

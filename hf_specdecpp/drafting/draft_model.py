@@ -1,0 +1,140 @@
+"""A model that drafts: `DraftModel`, a reader that may have a vocabulary of its own and read the target's states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from hf_specdecpp.caches.rollback import no_way_back
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
+from hf_specdecpp.models.reader import Reader
+from hf_specdecpp.models.target_states import StateReader
+
+
+class DraftModel(Reader):
+    """A causal LM that drafts for a target.
+
+    Args:
+        model: an independent draft, or an early exit of the target (`early_exit.early_exit`).
+        draft_vocab: optional int64 token ids; the LM head computes only these, and q is zero elsewhere.
+        shares_target: the model's tensors are the target's. Then it is not registered as a submodule: `.to()` and
+            friends on the drafter never move or cast the target, and its small head stays where the target is.
+        fusion: makes inputs of the target's hidden states and embeddings, for a draft that reads them.
+
+    Raises:
+        ValueError: the model cannot draft, `draft_vocab` is not a set of token ids, the fusion has other sizes, or the
+            model turns hidden states into logits in a way that is not understood.
+    """
+
+    draft_vocab: Tensor | None
+
+    def __init__(
+        self,
+        model: CausalLM,
+        draft_vocab: Tensor | None = None,
+        shares_target: bool = False,
+        fusion: StateReader | None = None,
+    ) -> None:
+        check_can_draft(model)
+        super().__init__(model, owns_model=not shares_target)
+        self.register_buffer("draft_vocab", _check_draft_vocab(draft_vocab, model), persistent=False)
+        self.small_head = _slice_head(self._head(), self.draft_vocab) if self.draft_vocab is not None else None
+        if fusion is not None:
+            _check_fusion(fusion, self)
+        self.fusion = fusion
+        self.made_for = (model.dtype, model.device)
+        self.steps: Any = None  # `drafting.compiled.CompiledSteps`, where steps are compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether chains are drafted with compiled steps."""
+        return self.steps is not None and self.steps.works
+
+    @property
+    def shares_target(self) -> bool:
+        return not self.owns_model
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that a draft step runs; of an LM head of which only some rows are used, these."""
+        head = self._head() if self.small_head is None else self.small_head
+        return [inner_decoder(self.model), head, *([] if self.fusion is None else [self.fusion])]
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        cache: Cache | None = None,
+        states: Tensor | None = None,
+        *,
+        are_known: bool = False,
+        **inputs: Any,
+    ) -> Tensor:
+        """As in `Reader`; one that reads the target also reads `states`, those before each token."""
+        if states is None:
+            return super().hidden_states(input_ids, cache, are_known=are_known, **inputs)
+        if self.fusion is None:
+            raise ValueError(f"{type(self.model).__name__} is a draft that reads no states of the target.")
+        embeddings = self.embed(input_ids, are_known)
+        return self.hidden_states_of(self.fusion(states.to(embeddings), embeddings), cache, **inputs)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Ids that are not in `draft_vocab` get -inf."""
+        if self.small_head is None:
+            return super()._own_logits(hidden)
+        shape = (*hidden.shape[:-1], sizes_of(self._head())[1])
+        logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
+        logits[..., self.draft_vocab] = self.vocab_logits(hidden)
+        return logits
+
+    def vocab_logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., d]` float32 of the d tokens that it may propose, in their order in `draft_vocab`."""
+        return self._head_logits(self._head() if self.small_head is None else self.small_head, hidden)
+
+
+def check_can_draft(model: CausalLM) -> None:
+    """Raise `ValueError` if `model` is of a kind that cannot draft."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
+    if (reason := no_way_back(model)) is not None:
+        raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
+
+
+def _check_draft_vocab(token_ids: Tensor | None, model: CausalLM) -> Tensor | None:
+    if token_ids is None:
+        return None
+    _, rows = sizes_of(model.get_output_embeddings())
+    ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).flatten()
+    if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= rows or ids.unique().numel() != ids.numel():
+        span = f"{int(ids.min())} to {int(ids.max())}" if ids.numel() else "none"
+        raise ValueError(
+            f"draft_vocab must list distinct token ids from 0 to {rows - 1}; got {ids.numel()} ids, {span}. It was "
+            "probably made for another draft."
+        )
+    return ids
+
+
+def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
+    """The rows of an LM head that belong to `token_ids`."""
+    with torch.no_grad():
+        weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
+        bias = getattr(head, "bias", None)  # an adapter beside a quantised head has none of its own
+        small = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        small.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            small.bias = nn.Parameter(bias[token_ids], requires_grad=False)
+    return small
+
+
+def _check_fusion(fusion: StateReader, model: DraftModel) -> None:
+    """Raise `ValueError` unless the fusion was made for states and embeddings of the draft's sizes."""
+    theirs = fusion.hidden_size, fusion.embedding_size
+    if theirs != (ours := (model.hidden_size, model.embedding_size)):
+        raise ValueError(
+            f"The fusion reads states of {theirs[0]} and embeddings of {theirs[1]} numbers; the draft has {ours[0]} "
+            f"and {ours[1]}. It was trained for another target."
+        )

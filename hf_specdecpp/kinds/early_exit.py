@@ -1,0 +1,38 @@
+"""A draft of some of the target's own layers, from its embeddings: any target has one, without a second model."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts
+from hf_specdecpp.models.adapters import add_adapter
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.early_exit import early_exit
+
+
+class EarlyExit(Kind):
+    """Layers of the target, which share its tensors."""
+
+    name = "early_exit"
+    rests_on: ClassVar[Literal["draft", "target"]] = "target"
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        layers = config.draft_layers or []
+        return f"layer{'s' if len(layers) != 1 else ''} {', '.join(map(str, layers))} of {target}"
+
+    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:  # noqa: ARG002
+        if how.draft is not None:
+            raise ValueError(f"This assistant drafts with {self.describe(config)}, so draft= must be left out.")
+
+    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Drafter:
+        draft = early_exit(target, config.draft_layers or [])
+        if parts.adapter is not None:
+            draft = add_adapter(draft, parts.adapter, merge=parts.merge)
+        if parts.module is not None:
+            parts.module.to(draft.device, draft.dtype)
+        return Drafter(draft, parts.draft_vocab, shares_target=True, fusion=parts.module)
+
+    def usual_layers(self, depth: int) -> int | list[int]:  # noqa: ARG002
+        return 4

@@ -1,0 +1,111 @@
+"""What others ask of a kind of draft: `Kind`. Its instances hold nothing of an assistant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.files import save_tensors
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import StateReader
+
+Feat = Literal["replays", "stays untrained", "late verdicts"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an assistant has of a draft, beside its config.
+
+    Attributes:
+        adapter: folder of its PEFT adapter.
+        draft_vocab: `[n]` token ids that it may propose; `None` for all.
+        module: what else was trained of it (`Kind.module_file`).
+        merge: merge the adapter into the weights, or into copies of them.
+    """
+
+    adapter: Path | None = None
+    draft_vocab: Tensor | None = None
+    module: StateReader | None = None
+    merge: bool = True
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a draft that is a model of its own is loaded.
+
+    Attributes:
+        draft: it, or where it is, in the place of what the config names.
+        target: in whose dtype and on whose device it is loaded, unless these are given.
+        hub_kwargs: for downloads.
+    """
+
+    draft: CausalLM | str | Path | None = None
+    target: CausalLM | None = None
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | None = None
+    hub_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Kind:
+    """A kind of draft.
+
+    Attributes:
+        name: `config.draft_kind`.
+        rests_on: whose weights it drafts with: `"draft"`, a model of its own, or `"target"`, which it meets when the
+            assistant is attached.
+        module_file: of its repository, with what was trained beside an adapter; `None` where there is nothing.
+        cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), `"stays
+            untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it).
+    """
+
+    name: ClassVar[str]
+    rests_on: ClassVar[Literal["draft", "target"]]
+    module_file: ClassVar[str | None] = None
+    cannot: ClassVar[Mapping[Feat, str]] = {}
+
+    def owns(self, raw: Mapping[str, Any]) -> bool:
+        """Whether a `config.json` describes this kind."""
+        default = SpecDecPPConfig().draft_kind
+        return raw.get("model_type") == SpecDecPPConfig.model_type and raw.get("draft_kind", default) == self.name
+
+    def read_config(self, raw: dict[str, Any]) -> SpecDecPPConfig:
+        """The config that such a `config.json` describes; `ValueError` if it is damaged or too new."""
+        config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
+        return config
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        """The draft in a few words, for messages, cards and reports."""
+        raise NotImplementedError
+
+    def check_storable(self, config: SpecDecPPConfig) -> None:
+        """Raise `ValueError` if nobody could load this draft again."""
+
+    def check_shareable(self, config: SpecDecPPConfig) -> None:
+        """Raise `ValueError` if nobody else could."""
+
+    def read_module(self, config: SpecDecPPConfig, path: Path) -> StateReader:
+        """What is in `module_file`; `ValueError` if it is damaged or not what the config describes."""
+        raise NotImplementedError(f"{self.name} has no such file.")
+
+    def save_module(self, module: StateReader, folder: Path) -> None:
+        """Write `module_file`."""
+        save_tensors(module.state_dict(), folder / str(self.module_file))
+
+    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter | None:
+        """The draft of an assistant that is loaded; `None` where it is made of a target (`make`)."""
+        raise NotImplementedError
+
+    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Drafter:
+        """The draft, made of the target that the assistant is attached to."""
+        raise NotImplementedError(f"{self.name} is a model of its own.")
+
+    def usual_layers(self, depth: int) -> int | list[int]:
+        """The target's layers that draft unless a training run says otherwise, of so many."""
+        raise NotImplementedError(f"{self.name} has no layers of the target.")

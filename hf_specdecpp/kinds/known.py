@@ -1,0 +1,50 @@
+"""The kinds that there are, and which of them a config is of. The one list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.kinds.conditioned import Conditioned
+from hf_specdecpp.kinds.early_exit import EarlyExit
+from hf_specdecpp.kinds.independent import Independent
+from hf_specdecpp.kinds.kind import Kind
+
+INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
+KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED)
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+def recognise(raw: Mapping[str, Any]) -> Kind | None:
+    """The kind that a `config.json` describes, if it is one of these."""
+    return next((kind for kind in KINDS if kind.owns(raw)), None)
+
+
+def kind_of(config: SpecDecPPConfig) -> Kind:
+    """The kind of an assistant's draft.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if config.draft_kind not in BY_NAME:
+        raise ValueError(f"draft_kind={config.draft_kind!r} must be one of {', '.join(BY_NAME)}.")
+    return BY_NAME[config.draft_kind]
+
+
+def kind_to_train(draft: str | None) -> Kind:
+    """What `specdecpp train --draft` asks for: a kind's name, a model's, or nothing, which is an early exit."""
+    return EARLY_EXIT if draft is None else BY_NAME.get(draft, INDEPENDENT)
+
+
+def describe(config: SpecDecPPConfig) -> str:
+    """The draft of an assistant in a few words."""
+    return kind_of(config).describe(config)
+
+
+def draft_name(config: SpecDecPPConfig) -> str:
+    """The same for a message, with the names of models."""
+    kind = kind_of(config)
+    if kind.rests_on == "draft":
+        return repr(config.draft_id)
+    return kind.describe(config, repr(config.target_id) if config.target_id else "the target")

@@ -1,0 +1,242 @@
+"""The ways to an assistant (`Making`): from a repository, from a draft model, from layers of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.unattached import ModelInterface
+from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_parts
+from hf_specdecpp.kinds.conditioned import Fusion
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts
+from hf_specdecpp.kinds.known import CONDITIONED, EARLY_EXIT, draft_name, kind_of
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.adapters import add_adapter
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.cpu_products import PackedWeights
+from hf_specdecpp.models.early_exit import check_layers
+from hf_specdecpp.models.int8_products import quantise
+from hf_specdecpp.models.loading import load_draft
+from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.throughput.memory import Memory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Making(ModelInterface):
+    """How an assistant is made of its parts. `SpecDecPPAssistant` brings what is done with it."""
+
+    config: SpecDecPPConfig
+    config_class = SpecDecPPConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    attach: Any
+
+    def __init__(
+        self,
+        config: SpecDecPPConfig,
+        drafter: Draft | None = None,
+        head: AcceptanceHead | None = None,
+        parts: Parts | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.kind = kind_of(config)
+        self.parts, self.head = parts or Parts(), head
+        self.drafter: Any = drafter
+        self.speculation = speculation or SpeculationConfig.from_dict(config.speculation)
+        self.stats = SpeculationStats()
+        self.memory = Memory(config.calibration)
+        self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
+        if head is not None and isinstance(drafter, Drafter):
+            check_head(head, drafter, draft_name(config))
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        repo_or_folder: str | Path,
+        target: CausalLM | None = None,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        speculation: SpeculationConfig | None = None,
+        draft: CausalLM | str | Path | None = None,
+        merge: bool = True,
+        **hub_kwargs: Any,
+    ) -> Self:
+        """Load draft, adapter, head and options from a Hub repo or a folder.
+
+        Args:
+            repo_or_folder: Hub id or local folder, as written by `save_pretrained` or `specdecpp train`.
+            target: attach to this model. An early-exit assistant needs it here or in a later `attach`.
+            revision, subfolder: of the assistant's repository.
+            dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
+            speculation: replaces the repository's defaults.
+            draft: a copy of the draft that the repository names, where that cannot be reached: its folder, or a model
+                object, which is left as and where it is.
+            merge: of an early exit, as in `from_early_exit`.
+            hub_kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`: passed to every download.
+
+        Raises:
+            ValueError: a file is damaged, something does not fit, or the assistant was trained for other tokens.
+            TypeError: an argument is not known.
+            OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+        """
+        hub_kwargs = check_hub_kwargs(hub_kwargs)
+        repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
+        config = load_config(repository)
+        head, parts = load_parts(repository, config)
+        parts = replace(parts, merge=merge)
+        drafter = kind_of(config).load(config, parts, Loading(draft, target, dtype, device, hub_kwargs))
+        assistant = cls(config, drafter, head, parts, speculation)
+        if device is None and (placed := drafter or target) is not None:
+            device = placed.device
+        if device is not None:
+            assistant.to(device)  # type: ignore[arg-type]
+        if target is not None:
+            assistant.attach(target)
+        return assistant.eval()
+
+    @classmethod
+    def from_draft(
+        cls,
+        draft_model_or_id: CausalLM | str | Path,
+        target: CausalLM | None = None,
+        adapter: str | Path | None = None,
+        head: AcceptanceHead | None = None,
+        draft_vocab: Tensor | Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Self:
+        """Draft with a model of its own.
+
+        Args:
+            draft_model_or_id: a causal LM (a PEFT model too), its Hub id or its folder.
+            target: attach to this model; a draft given by name is loaded in its dtype and on its device.
+            adapter: folder or Hub id of a PEFT adapter for the draft. It is merged into a draft given by name; a model
+                object is left as it is.
+            head: acceptance head trained for this draft.
+            draft_vocab: token ids that the draft may propose, all by default.
+            speculation: settings of a run.
+
+        Raises:
+            ValueError: the draft, head or vocabulary does not fit.
+        """
+        draft = load_draft(draft_model_or_id, None, target)
+        config = SpecDecPPConfig(
+            draft_id=draft.config.name_or_path or None, draft_revision=commit_of(draft), **special_tokens(draft)
+        )
+        parts = _parts(adapter, draft_vocab)
+        if parts.adapter is not None:
+            draft = add_adapter(draft, parts.adapter, merge=isinstance(draft_model_or_id, str | Path))
+        assistant = cls(config, Drafter(draft, parts.draft_vocab), head, parts, speculation)
+        if head is not None:
+            head.to(draft.device)
+        if target is not None:
+            assistant.attach(target)
+        return assistant.eval()
+
+    @classmethod
+    def from_early_exit(
+        cls,
+        target: CausalLM,
+        layers: int | Sequence[int],
+        adapter: str | Path | None = None,
+        head: AcceptanceHead | None = None,
+        draft_vocab: Tensor | Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+        merge: bool = True,
+    ) -> Self:
+        """Draft with some of the target's own layers, and attach to it. Move the target to its device before.
+
+        Args:
+            target: the model to draft for and with. Its tensors are shared, not copied, and never changed.
+            layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
+            adapter, head, draft_vocab, speculation: as in `from_draft`.
+            merge: merge the adapter into copies of the weights that it changes. `False` saves their memory, which is
+                that of `layers`, but a draft step computes the adapter each time and takes about twice as long.
+
+        Raises:
+            ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
+        """
+        return cls._from_layers(EARLY_EXIT, target, layers, _parts(adapter, draft_vocab, merge), head, speculation)
+
+    @classmethod
+    def from_conditioned(
+        cls,
+        target: CausalLM,
+        layers: int | Sequence[int],
+        reads: Sequence[int] = (),
+        fusion: Fusion | None = None,
+        adapter: str | Path | None = None,
+        head: AcceptanceHead | None = None,
+        draft_vocab: Tensor | Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+        merge: bool = True,
+    ) -> Self:
+        """Draft with some of the target's own layers that read its hidden states, and attach to it.
+
+        One layer is enough: the states that each verification computes anyway tell it what the target thinks. It has to
+        be trained (`specdecpp train --draft conditioned`), and needs an attached target.
+
+        Args:
+            target, layers: as in `from_early_exit`.
+            reads: indices of the target's layers whose outputs are read beside its final state.
+            fusion: trained, with its own `reads`; by default an untrained one.
+            adapter, head, draft_vocab, speculation, merge: as in `from_early_exit`.
+
+        Raises:
+            ValueError: the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
+        """
+        fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
+        parts = _parts(adapter, draft_vocab, merge, fusion)
+        return cls._from_layers(CONDITIONED, target, layers, parts, head, speculation)
+
+    @classmethod
+    def _from_layers(
+        cls,
+        kind: Kind,
+        target: CausalLM,
+        layers: int | Sequence[int],
+        parts: Parts,
+        head: AcceptanceHead | None,
+        speculation: SpeculationConfig | None,
+    ) -> Self:
+        """What the two above have in common."""
+        target = causal_lm.base_model(target)
+        check_target(target, recurrent=True)
+        chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
+        config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=chosen)
+        assistant = cls(config, None, head, parts, speculation)
+        if head is not None:
+            head.to(target.device)
+        assistant.attach(target)
+        return assistant.eval()
+
+
+def _parts(
+    adapter: str | Path | None,
+    draft_vocab: Tensor | Sequence[int] | None,
+    merge: bool = True,
+    module: StateReader | None = None,
+) -> Parts:
+    """The parts of a draft, from the arguments of `from_draft` and its like."""
+    folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
+    return Parts(folder, None if draft_vocab is None else torch.as_tensor(draft_vocab, dtype=torch.long), module, merge)
