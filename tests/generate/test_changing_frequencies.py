@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.models import VOCAB_SIZE, assistant_of, prompt, tiny
 from torch import Tensor
 from transformers import Qwen3Config
@@ -34,7 +36,13 @@ OPTIONS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "no_repeat_ngr
 LENGTHS = (20, 28, CHANGE - 1, CHANGE, CHANGE + 1, CHANGE + 2, 40)  # of prompts
 
 
+# Plain generation itself is wrong there: it drops the cache and then reads the last token alone.
+FORGETS = Version(transformers.__version__) < Version("5.20")
+
+
 def target_of(kind: str) -> CausalLM:
+    if kind == "phi3" and FORGETS:
+        pytest.skip("transformers before 5.20 forgets the text of Phi-3 where its frequencies change")
     family, overrides = TARGETS[kind]
     target = tiny(family, **overrides)
     with torch.no_grad():  # so that positions matter
