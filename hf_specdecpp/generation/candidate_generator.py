@@ -85,6 +85,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.setup = setup
         self.vocab_size = width or 0
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.chain_session
+        session = setup.drafter.tree_session if draws_trees else session
         self.session: Reading = session(self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
@@ -125,9 +126,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _tree_drafting(self, target: CausalLM, generation_config: GenerationConfig) -> TreeDrafting:
         setup, config = self.setup, self.setup.speculation
         estimator = setup.head or DraftProbability()
-        session = self.session = setup.drafter.tree_session(self.vocab_size)
         trees = TreeDrafting(
-            config, estimator, session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
+            config, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
         )
         if config.tree == "dyspec" and config.rule == "throughput":
             trees.throughput = setup.memory.tree_plan(config, setup.drafter, estimator, target, generation_config)

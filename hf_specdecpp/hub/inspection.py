@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi
+from torch import nn
 
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
@@ -119,13 +120,15 @@ def _read_config(report: Report, folder: Path) -> str:
 
 
 def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
-    head = repository.load_head(Repository(str(folder)), config)
-    return f"{sum(parameter.numel() for parameter in head.parameters()):,} parameters"
+    return _size(repository.load_head(Repository(str(folder)), config))
 
 
 def _read_module(config: SpecDecPPConfig, folder: Path) -> str:
     kind = kind_of(config)
-    module = kind.read_module(config, folder / str(kind.module_file))
+    return _size(kind.read_module(config, folder / str(kind.module_file)))
+
+
+def _size(module: nn.Module) -> str:
     return f"{sum(parameter.numel() for parameter in module.parameters()):,} parameters"
 
 
