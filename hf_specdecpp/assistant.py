@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
-from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.drafting.drafter import check_head
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -32,15 +32,16 @@ logger = logging.get_logger("hf_specdecpp")
 class SpecDecPPAssistant(Making):
     """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
 
-    Make one with `from_pretrained`, `from_draft`, `from_early_exit` or `from_conditioned`. With `target=` it is
-    attached, which is faster, measures more and handles everything that `generate()` offers; without it transformers'
-    own assisted generation runs it. The output is the target's in both cases.
+    Make one with `from_pretrained`, `from_draft`, `from_early_exit`, `from_conditioned` or `from_lookup`. With
+    `target=` it is attached, which is faster, measures more and handles everything that `generate()` offers; without it
+    transformers' own assisted generation runs it. The output is the target's in both cases.
 
     Attributes:
         speculation: the settings of a run; change them at any time between two calls.
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
-        memory: what was learned of targets while generating; `memory.clear()` forgets it.
+        memory: what was learned of targets while generating, and earlier answers if lookups search them
+            (`memory.answers`); `memory.clear()` forgets both.
         drafter: the draft, or `None` for one made of a target that it has not met yet.
         kind: what kind of draft that is.
     """
@@ -84,7 +85,7 @@ class SpecDecPPAssistant(Making):
         """The tree of the latest round that drafted one, with its accepted path; `str()` draws it."""
         return self.stats.last_tree
 
-    def ready_drafter(self) -> Drafter:
+    def ready_drafter(self) -> Any:
         """The drafter.
 
         Raises:

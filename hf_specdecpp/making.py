@@ -20,7 +20,8 @@ from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_parts
 from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
-from hf_specdecpp.kinds.known import CONDITIONED, EARLY_EXIT, draft_name, kind_of
+from hf_specdecpp.kinds.known import CONDITIONED, EARLY_EXIT, LOOKUP, draft_name, kind_of
+from hf_specdecpp.kinds.lookup import NoDraft
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -208,6 +209,23 @@ class Making(ModelInterface):
         fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
         parts = _parts(adapter, draft_vocab, merge, fusion)
         return cls._from_layers(CONDITIONED, target, layers, parts, head, speculation)
+
+    @classmethod
+    def from_lookup(cls, target: CausalLM, speculation: SpeculationConfig | None = None) -> Self:
+        """No draft: candidates are what followed in the text before, after the same tokens (`docs/lookup.md`).
+
+        They cost nothing, and any target has them at once. Where texts repeat themselves, as in rewriting, summaries,
+        code edits and chat, they are often right; elsewhere nothing is looked up.
+
+        Args:
+            target: attach to this model.
+            speculation: settings of a run, in which `lookup` is set; by default `rule="throughput"`.
+        """
+        assistant = cls(SpecDecPPConfig(draft_kind=LOOKUP.name), NoDraft(), speculation=speculation)
+        chosen = speculation or SpeculationConfig(rule="throughput")
+        assistant.speculation = replace(chosen, lookup=True)
+        assistant.attach(target)
+        return assistant.eval()
 
     @classmethod
     def _from_layers(

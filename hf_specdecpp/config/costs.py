@@ -94,6 +94,11 @@ class Costs:
         names = ("draft", "overhead", "read", "branch", "start")
         return replace(self, verify=verify, **{name: getattr(self, name) / rows for name in names})
 
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of a round without candidates."""
+        return self.verify[0] + self.overhead
+
     def round_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain.
 

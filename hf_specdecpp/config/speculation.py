@@ -70,6 +70,11 @@ class SpeculationConfig:
         tree_shape: for `"static"`: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the
             ranks of the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` is the best shape of `tree_budget`
             candidates for the rates of acceptance that the assistant's repository has.
+        lookup: candidates also come from the text itself, for nothing: where its end stood before, what followed there
+            (`docs/lookup.md`). `"throughput"` looks up, drafts or does neither, whatever promises most tokens a second;
+            every other rule looks up where what it finds is likelier to be accepted than what the draft proposes.
+        lookup_memory (tokens): of earlier answers that are searched, too, which helps where requests resemble one
+            another. 0 remembers none. They are kept in memory only (`assistant.memory.answers`).
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
             target's distribution either way (`docs/verification.md`). `"block"`: a chain is accepted as a block (arXiv
             2403.10444), a tree from its leaves to its root (arXiv 2505.12398), which on average accepts more;
@@ -111,6 +116,8 @@ class SpeculationConfig:
     tree_depth: int = 12
     tree_threshold: float = 0.0
     tree_shape: list[int] | list[list[int]] | None = None
+    lookup: bool = False
+    lookup_memory: int = 0
     verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
@@ -142,6 +149,8 @@ class SpeculationConfig:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
                 "satisfies both. Lower min_tokens or raise max_tokens."
             )
+        if self.lookup_memory < 0:
+            raise ValueError(f"lookup_memory={self.lookup_memory!r} must be a number of tokens, at least 0.")
         if self.costs is not None:
             Costs.from_dict(self.costs)
         self._validate_tree()

@@ -26,12 +26,25 @@ class Chain:
         scores: for each candidate, `[vocab]` float32 logits whose softmax q it was drawn from.
         drawn: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
         q: the `[vocab]` distributions, where candidates were drawn at random.
+        looked_up: how many of the candidates, the last ones, were looked up: they have no scores and no q.
     """
 
     tokens: list[int]
     scores: list[Tensor]
     drawn: Tensor | None = None
     q: list[Tensor] = field(default_factory=list)
+    looked_up: int = 0
+
+    @property
+    def num_drawn(self) -> int:
+        """Candidates that were drawn."""
+        return len(self.tokens) - self.looked_up
+
+    def followed_by(self, tokens: list[int]) -> Chain:
+        """The same with candidates after it that were looked up."""
+        if not tokens:
+            return self
+        return Chain([*self.tokens, *tokens], self.scores, None, self.q, len(tokens))
 
     def ids(self, device: torch.device) -> Tensor:
         """The candidates `[k]` on a device."""
@@ -43,6 +56,19 @@ class Chain:
 
 Drafting: TypeAlias = Generator[list[Tensor], bool | None, Chain]
 Step: TypeAlias = Callable[[list[Tensor]], DraftStep | None]
+
+
+def at_once(chain: Chain) -> Drafting:
+    """A chain that is known, as a coroutine that asks for no step."""
+    return chain
+    yield  # makes it one
+
+
+def point_mass(token: int, size: int, device: torch.device) -> Tensor:
+    """Logits `[size]` whose softmax has all of its mass on a token."""
+    scores = torch.full((size,), float("-inf"), device=device)
+    scores[token] = 0.0
+    return scores
 
 
 def stepper(session: Reading, processing: Processing, input_ids: Tensor, greedy: bool) -> Step:

@@ -34,7 +34,7 @@ class Draft:
         parts: the modules that a draft step runs.
         reads: what it reads of the target (`TargetStates`), or `None`.
         block: candidates that one pass of the draft proposes.
-        places: the longest path of candidates that a round can have.
+        places: the longest path of candidates that a round can have; 0 where nothing is ever drawn.
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
         is_compiled: whether chains are drafted with compiled steps.

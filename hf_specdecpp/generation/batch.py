@@ -19,9 +19,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchCache
 from hf_specdecpp.caches.paths import PathRows
-from hf_specdecpp.drafting.chain import Chain, draft_chains
+from hf_specdecpp.drafting.chain import Chain, at_once, draft_chains
 from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.looking_up import count_together
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
@@ -99,6 +100,8 @@ class BatchDecoding:
                 while self.active:
                     self._round()
         self.rows[0].generator.finish()
+        for row, text in zip(self.rows, self.texts, strict=True):
+            row.generator.remember(text)
 
     def _round(self) -> None:
         """Draft for every row, one target pass, verify; rows that have ended leave."""
@@ -116,8 +119,9 @@ class BatchDecoding:
         if times is not None:
             sessions = [row.generator.session for row in rows]
             passes = max(session.passes for session in sessions)
-            further = max(len(chain.tokens) for chain in chains) - passes
-            times.drafted(Drafted(passes, self.read - 1, max(further, 0)) if self.read <= MOST_READ else None)
+            further = max(max(chain.num_drawn for chain in chains) - passes, 0)
+            as_usual = self.read <= MOST_READ and not any(chain.looked_up for chain in chains)
+            times.drafted(Drafted(passes, self.read - 1, further) if as_usual else None)
         drafted = time.perf_counter()
         for row, chain in zip(rows, chains, strict=True):
             row.generator.note(chain, (drafted - begin) / len(rows))
@@ -148,6 +152,11 @@ class BatchDecoding:
         texts = [self.texts[index] for index in self.active]
         drafting = [row.generator.drafting(text, None, row.states.found) for row, text in zip(rows, texts, strict=True)]
         self.read = max(row.generator.session.unread for row in rows)
+        lookups = [row.generator.lookup for row in rows if row.generator.lookup is not None]
+        together = count_together(lookups) if lookups else 0
+        for place, lookup in enumerate(lookups):
+            if count := together or (lookup.count_alone() if lookup.choice is None else 0):
+                drafting[place] = at_once(lookup.take(count))
 
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
             rules = [rows[place].generator.rule for place in asking]

@@ -14,17 +14,17 @@ from transformers.utils import logging
 
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.chain import Chain, Drafting, drafted_alone, drafting, stepper
+from hf_specdecpp.drafting.chain import Chain, Drafting, at_once, drafted_alone, drafting, point_mass, stepper
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation.setup import DraftSetup, rule_of
+from hf_specdecpp.generation.setup import DraftSetup, looking_up, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
 from hf_specdecpp.throughput.chains import Throughput, ThroughputState
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
@@ -59,6 +59,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         trees: drafts trees; `None` where chains are drafted.
         rule: stops chains; `None` where trees are drafted.
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
+        lookup: finds candidates in the text, if it is asked to.
         times: of its rounds, where the costs follow them.
 
     Raises:
@@ -92,7 +93,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats = SpeculationStats()
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
-        sample = randomness if randomness is not None else TorchRandomness()
+        draws = setup.drafter.places > 0
+        sample = randomness or (TorchRandomness() if draws else AsPlain())
         self.randomness = sample if generation_config.do_sample else None
         self.rule: StoppingRule | None = None
         self.trees: TreeDrafting | None = None
@@ -110,6 +112,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.plan = self.trees.throughput
         elif isinstance(self.rule, Throughput):
             self.plan = self.rule.state
+        self.lookup = looking_up(setup, target, generation_config, self.plan)
         self.times: RoundTimes | None = None
         if self.plan is not None:
             self.plan.begin_text()
@@ -121,7 +124,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0
         self._num_accepted = 0
-        self._num_drafted = 0
+        self._chain = Chain([], [])
 
     def _tree_drafting(self, target: CausalLM, generation_config: GenerationConfig) -> TreeDrafting:
         setup, config = self.setup, self.setup.speculation
@@ -152,25 +155,37 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._time_round()
         row = self.drafting(input_ids, max_tokens, states)
         read = self.session.unread - 1
-        chain = drafted_alone(row)
-        passes = self.session.passes
-        self._time_draft(Drafted(passes, read, max(len(chain.tokens) - passes, 0)))
+        if self.lookup is not None and (count := self.lookup.count()):
+            chain, passes = self.lookup.take(count), 0
+            self._time_draft(None)
+        else:
+            chain, passes = drafted_alone(row), self.session.passes
+            self._time_draft(Drafted(passes, read, max(len(chain.tokens) - passes, 0)))
+            chain = self._extended(chain)
         self.note(chain, time.perf_counter() - start)
         return chain
+
+    def _extended(self, chain: Chain) -> Chain:
+        """With candidates after it that were looked up, where that pays."""
+        if self.lookup is None or not isinstance(self.rule, Throughput) or set(chain.tokens) & self.eos_token_ids:
+            return chain
+        return self.lookup.extend(chain, self.rule.survival)
 
     def drafting(self, input_ids: Tensor, max_tokens: int | None, states: Tensor | None) -> Drafting:
         """The same as a coroutine, so that the rows of a batch draft together: then `note` the chain."""
         if self.rule is None:
             raise ValueError("This generator drafts trees, which only an attached target verifies. Set tree=None.")
-        self._begin_round(input_ids, states)
+        self._begin_round(input_ids, states, max_tokens)
         room = self._room(input_ids.shape[1])
         limit = room if max_tokens is None else min(room, max_tokens)
+        if not self.setup.drafter.places:
+            return at_once(Chain([], []))
         step = stepper(self.session, self.draft_processing, input_ids, greedy=self.randomness is None)
         return drafting(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
 
     def note(self, chain: Chain, seconds: float) -> None:
         """Take note of what was drafted, and of how long it took."""
-        self._num_drafted, self._num_accepted = len(chain.tokens), 0
+        self._chain, self._num_accepted = chain, 0
         self.stats.draft_passes += self.session.passes
         if chain.tokens:
             self.stats.draft_seconds += seconds
@@ -185,11 +200,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
         start = time.perf_counter()
         self._time_round()
-        self._begin_round(input_ids, states)
+        self._begin_round(input_ids, states, max_tokens)
         read = self.session.unread - 1
         has_room = max_tokens is None or max_tokens >= self.trees.most_nodes
-        tree = self.trees.draft(input_ids, self._room(input_ids.shape[1]) if has_room else 0)
-        self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes))
+        looks_up = self.lookup is not None and self.lookup.count() > 0
+        depth = 0 if looks_up or not has_room else self._room(input_ids.shape[1])
+        tree = self.trees.draft(input_ids, depth)
+        self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes) if tree.passes else None)
+        if self.lookup is not None:
+            self.lookup.branch(tree)
         self.stats.draft_seconds += time.perf_counter() - start
         return tree
 
@@ -199,6 +218,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.trees.session.keep(path)
             self.trees.learn(tree, path)
         self._num_accepted = len(path)
+        if self.lookup is not None:
+            drawn = len(tree) - len(tree.looked_up)
+            accepted = len(tree.drawn(path))
+            drafting = 0.0
+            if isinstance(self.plan, TreeThroughput) and tree.passes:
+                drafting = self.plan.costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self.plan.costs.overhead
+            self.lookup.learn(min(drawn, tree.levels), accepted, len(tree), len(path) + 1, drafting)
         self.stats.record_tree(tree, path)
         tree.scores.clear()  # they are large
         if len(tree):  # a rule may leave the last rounds of an answer to the target
@@ -218,14 +244,24 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if not chain.tokens:
             return input_ids, None
         candidates = input_ids.new_tensor([chain.tokens])
-        return torch.cat((input_ids, candidates), dim=1), torch.stack(chain.scores)[None]
+        return torch.cat((input_ids, candidates), dim=1), torch.stack(self.scores_of(chain, input_ids.device))[None]
+
+    def scores_of(self, chain: Chain, device: torch.device) -> list[Tensor]:
+        """For each candidate the `[vocab]` logits whose softmax it was drawn from: all on one token where it was looked
+        up."""
+        looked_up = chain.tokens[chain.num_drawn :]
+        return [*chain.scores, *(point_mass(token, self.vocab_size, device) for token in looked_up)]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
         """Learn that `num_matches` candidates of the last round were accepted."""
-        self._num_accepted = int(num_matches)
-        self.stats.record_round(self._num_drafted, self._num_accepted)
+        chain, self._num_accepted = self._chain, int(num_matches)
+        drawn, accepted_of_drawn = chain.num_drawn, min(self._num_accepted, chain.num_drawn)
+        self.stats.record_round(len(chain.tokens), self._num_accepted)
+        self.stats.record_lookup(chain.looked_up, self._num_accepted - accepted_of_drawn, not drawn)
+        if self.lookup is not None:
+            self.lookup.learn(drawn, accepted_of_drawn, len(chain.tokens), self._num_accepted + 1)
         if self.rule is not None:
-            self.rule.update(self._num_drafted, self._num_accepted)
+            self.rule.update(drawn, accepted_of_drawn)
 
     def end_round(self, length: int, width: int) -> None:
         """Take note that a round is over, for the costs of those to come.
@@ -242,22 +278,33 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.plan is not None and self.times is not None:
             self.plan.learn(self.times)
 
+    def remember(self, text: Tensor) -> None:
+        """Keep the answer for later lookups, if there shall be any: the end of the text `[1, length]`."""
+        config = self.setup.speculation
+        if config.lookup and config.lookup_memory and self.stats.generated:
+            self.setup.memory.answers.add(text[0, -self.stats.generated :].tolist())
+
     def _time_round(self) -> None:
         if self.times is not None:
             self.times.begin()
 
-    def _time_draft(self, drafted: Drafted) -> None:
+    def _time_draft(self, drafted: Drafted | None) -> None:
         if self.times is not None:
             # What the draft reads of a prompt or after a pause is another kind of pass.
-            self.times.drafted(drafted if drafted.read <= MOST_READ else None)
+            self.times.drafted(drafted if drafted is not None and drafted.read <= MOST_READ else None)
 
-    def _begin_round(self, input_ids: Tensor, states: Tensor | None) -> None:
+    def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> None:
         if states is not None and self._seen_length == 0 and self._attention_mask is not None:
             mask = self._attention_mask[0, -states.shape[1] :].bool()
             states = states[:, mask.to(states.device)] if bool(mask.any()) else states
-        self.session.begin_round(self._new_tokens(input_ids), self._num_accepted, states)
+        length = input_ids.shape[1]
+        new_tokens = self._new_tokens(input_ids)
+        self.session.begin_round(new_tokens, self._num_accepted, states)
         if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
-            self.plan.follow(input_ids.shape[1])
+            self.plan.follow(length)
+        if self.lookup is not None:
+            room = self._text_room(length) if max_tokens is None else min(self._text_room(length), max_tokens)
+            self.lookup.begin_round(new_tokens[0].tolist(), room)
 
     def _new_tokens(self, input_ids: Tensor) -> Tensor:
         new = input_ids[:, self._seen_length :]
@@ -271,7 +318,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return new
 
     def _room(self, length: int) -> int:
-        # One place under max_length belongs to the token that the target adds after the candidates.
-        room = self.max_length - length - 1 if self.max_length is not None else MOST_CANDIDATES
         draft_room = self._draft_max_length - self.session.length + 1
-        return int(max(min(room, draft_room, self.setup.drafter.places), 0))
+        return int(max(min(self._text_room(length), draft_room, self.setup.drafter.places), 0))
+
+    def _text_room(self, length: int) -> int:
+        # One place under max_length belongs to the token that the target adds after the candidates.
+        return max(self.max_length - length - 1, 0) if self.max_length is not None else MOST_CANDIDATES

@@ -34,7 +34,7 @@ from hf_specdecpp.throughput.plain_passes import pass_seconds
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_block, verify_tree_greedy
+from hf_specdecpp.trees.verification import follow_tree, verify_tree, verify_tree_block, verify_tree_greedy
 
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
 
@@ -84,6 +84,7 @@ class AssistedDecoding:
             self.prefix.roll_back()
             raise
         self.generator.finish()
+        self.generator.remember(input_ids)
         if self.streamer is not None:
             self.streamer.end()
         return self._output(input_ids)
@@ -180,8 +181,11 @@ class AssistedDecoding:
         randomness = self.generator.randomness
         if randomness is None:
             return verify_greedy(chain.tokens, scores)
-        q = torch.stack(chain.q).to(scores.device) if chain.tokens else scores[:0]
-        return verify_sampled(ids, scores.softmax(dim=-1), q, randomness, self.generator.setup.speculation.verification)
+        q = torch.stack(chain.q).to(scores.device) if chain.q else scores[:0]
+        verification = self.generator.setup.speculation.verification
+        # What was looked up is compared on the host with what is drawn.
+        candidates = chain.tokens if chain.looked_up else ids
+        return verify_sampled(candidates, scores.softmax(dim=-1), q, randomness, verification)
 
     def _note_wait(self, begin: float) -> None:
         """Verification reads from the device, which has the target's pass to finish first: that time is the pass's.
@@ -247,6 +251,7 @@ class AssistedDecoding:
                 return self.generator.processing.one(input_ids, tree.path(node), row)
 
             path, token = self._accept(tree, scores)
+        path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
         kept = [0, *path]
         emitted = [*(tree.tokens[node] for node in path), token]
         kept_rows = [rows[node] for node in kept]
@@ -269,12 +274,20 @@ class AssistedDecoding:
 
     def _accept_at_once(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
         """The same with one read from the device, by the scores of all rows, `[rows, vocab]`."""
-        randomness = self.generator.randomness
+        randomness, tree = self.generator.randomness, tree_pass.tree
+        if not tree.children[0]:  # nothing was drawn
+            return [], self._draw(scores[tree_pass.rows[0]])
         if randomness is None:
             choices = likeliest_tokens(scores)
-            return verify_tree_greedy(tree_pass.tree, lambda node: choices[tree_pass.rows[node]])
+            return verify_tree_greedy(tree, lambda node: choices[tree_pass.rows[node]])
         verification = self.generator.setup.speculation.verification
         return verify_tree_at_once(tree_pass, scores.softmax(dim=-1), randomness, verification)
+
+    def _draw(self, scores: Tensor) -> int:
+        """A token by `[vocab]` processed scores of the target."""
+        if self.generator.randomness is None:
+            return likeliest_tokens(scores[None])[0]
+        return int(self.generator.randomness.categorical(scores.softmax(dim=-1)))
 
     def _process_all(self, input_ids: Tensor, tree_pass: TreePass, scores: Tensor) -> Tensor:
         """Process the scores of all rows, `[rows, vocab]`."""

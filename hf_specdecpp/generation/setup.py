@@ -14,12 +14,17 @@ from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.looking_up import LookingUp
+from hf_specdecpp.lookup.choice import Choice
+from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part
 from hf_specdecpp.models.int8_products import is_available, quantise
+from hf_specdecpp.models.vocabulary import special_ids
 from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.product_choice import parts_of
+from hf_specdecpp.throughput.trees import TreeThroughput
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -72,6 +77,36 @@ class DraftSetup:
             parts = parts_of(target, None if in_int8 or self.drafter.is_compiled else self.drafter, packed)
         draft = [] if self.drafter.is_compiled else self.drafter.parts
         return FasterProducts(*parts, packed=packed, draft=draft, target=target, int8=int8)
+
+
+def looking_up(
+    setup: DraftSetup,
+    target: CausalLM | None,
+    generation: GenerationConfig,
+    plan: ThroughputState | TreeThroughput | None,
+) -> LookingUp | None:
+    """The lookups of one generation, if it has any.
+
+    Args:
+        plan: of `rule="throughput"`.
+    """
+    config, drafter, memory = setup.speculation, setup.drafter, setup.memory
+    if not config.lookup:
+        return None
+    models = [] if target is None else [target.config, target.config.get_text_config()]
+    width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
+    memory.answers.most = config.lookup_memory
+    text = TextLookup(special_ids(generation, *models), width, memory.answers.seen if config.lookup_memory else None)
+    learned = memory.recall_lookups(drafter if target is None else target, generation)
+    draws, choice = drafter.places > 0, None
+    if plan is not None:
+        key = isinstance(plan, TreeThroughput), setup.rows, draws
+        if key not in learned.choices:
+            promised = plan.rate if isinstance(plan, TreeThroughput) else plan.plan.rate
+            learned.choices[key] = Choice(plan.costs.pass_seconds, promised if draws else None)
+        choice = learned.choices[key]
+    most = config.tree_budget if config.tree is not None and target is not None else config.most_tokens
+    return LookingUp(text, learned.rates, most, draws, plan, choice)
 
 
 def make_rule(

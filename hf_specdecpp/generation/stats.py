@@ -22,6 +22,8 @@ class SpeculationStats:
             there with the length of the text (`caches.rope`).
         plain_passes: target passes without candidates (the first token comes from the prompt's pass).
         drafted, accepted: candidates. `discarded` is the rest.
+        looked_up, accepted_lookups: candidates among these that were found in the text (`SpeculationConfig.lookup`).
+        lookup_rounds: rounds that had only such candidates.
         generated: tokens emitted. (`generated + discarded = drafted + rounds + plain_passes`, unless the last round was
             cut short by a stopping criterion.)
         drafted_at, accepted_at: the same by position in the round, first candidate first; in trees by depth.
@@ -50,6 +52,9 @@ class SpeculationStats:
     plain_passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    looked_up: int = 0
+    accepted_lookups: int = 0
+    lookup_rounds: int = 0
     generated: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -89,6 +94,12 @@ class SpeculationStats:
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < num_accepted
 
+    def record_lookup(self, looked_up: int, accepted: int, alone: bool) -> None:
+        """Count the candidates of a round that were looked up; `alone` if there were no others."""
+        self.looked_up += looked_up
+        self.accepted_lookups += accepted
+        self.lookup_rounds += alone and looked_up > 0
+
     def record_tree(self, tree: DraftTree, path: list[int]) -> None:
         """Count one verified round with a tree; `path`: the accepted nodes."""
         widths = tree.widths
@@ -101,11 +112,13 @@ class SpeculationStats:
         self.accepted_at = _add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
         self.tree_depths = _add(self.tree_depths, _one_at(len(widths)))
         self.tree_widths = _add(self.tree_widths, _one_at(max(widths, default=0)))
-        for node in (0, *path):
+        drawn = tree.drawn(path)
+        self.record_lookup(len(tree.looked_up), len(path) - len(drawn), not tree.children[0])
+        for node in (0, *drawn):
             if children := len(tree.children[node]):
                 self.tested_by_rank = _add(self.tested_by_rank, [1] * children)
                 self.accepted_by_rank = _add(self.accepted_by_rank, [0] * children)
-        for node in path:
+        for node in drawn:
             self.accepted_by_rank[tree.ranks[node]] += 1
 
     @property
@@ -191,7 +204,7 @@ class SpeculationStats:
         faster_passes = not LOSES < passes < PAYS
         plain = "plain generate() with the same passes" if faster_passes else "plain generate()"
         products = f" {_share_of_passes(passes, self.speedup)}" if faster_passes else ""
-        if 2 * self.idle_rounds > self.rounds:
+        if 2 * self.idle_rounds > self.rounds and gain < PAYS:
             return (
                 f"Speculating does not pay here, so the rule stopped: {self.idle_rounds} of {self.rounds} passes "
                 f"without candidates, about {gain:.2f} times the speed of {plain}.{products}"
@@ -271,8 +284,12 @@ class SpeculationStats:
             ]
             sizes = f"{self.drafted / num_trees:.1f} nodes, depth {means[0]:.1f}, width {means[1]:.1f}"
             rows.append(("trees", f"{sizes} on average"))
-            shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_rank[:8])
+            shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_rank[:8]) or "none were drawn"
             rows.append(("accepted by sibling", shares + (" ..." if len(self.tested_by_rank) > 8 else "")))
+        if self.looked_up:
+            share = _ratio(self.accepted_lookups, self.looked_up)
+            counts = f"{self.looked_up} of the candidates, {self.accepted_lookups} accepted ({share:.0%})"
+            rows.append(("looked up", f"{counts}; {self.lookup_rounds} of {self.rounds} rounds drafted no others"))
         rows.append(("time", self._time_split()))
         if not self.complete:
             rows.append(("note", "unattached target: the last round and the target's time are not reported"))

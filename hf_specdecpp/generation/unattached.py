@@ -134,6 +134,8 @@ def draft_round(
     if state is None and (placeholders := _placeholders()):
         # The loop reads these candidates together with the prompt's images, and would look for one for each.
         processors.insert(0, SuppressTokensLogitsProcessor(placeholders, str(input_ids.device)))
+        if generator.lookup is not None:
+            generator.lookup.text.never |= frozenset(placeholders)
     generator.draft_processing = Processing(processors)
     before = _states(processors)
     with generator.products:
@@ -144,11 +146,11 @@ def draft_round(
             "processors for candidates, too, which would change the output. " + ATTACH
         )
     state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
-    if not chain.tokens:
-        chain = _repeat_last(input_ids, generator.vocab_size)
+    if not chain.tokens:  # transformers needs a candidate all the same
+        chain = Chain([], []).followed_by([int(input_ids[0, -1])])
     return DraftOutput(
         sequences=torch.cat((input_ids, input_ids.new_tensor([chain.tokens])), dim=1),
-        scores=tuple(scores[None] for scores in chain.scores),
+        scores=tuple(scores[None] for scores in generator.scores_of(chain, input_ids.device)),
         cache=state,
     )
 
@@ -170,14 +172,6 @@ def _states(processors: list[Any]) -> list[tuple[str, dict[str, Any]]]:
             simple = {name: v for name, v in values.items() if isinstance(v, int | float | str | None)}
             states.append((type(processor).__name__, simple))
     return states
-
-
-def _repeat_last(input_ids: Tensor, vocab_size: int) -> Chain:
-    """For a draft that cannot read such a long text: transformers needs a candidate all the same. q is a point mass."""
-    token = int(input_ids[0, -1])
-    scores = torch.full((vocab_size,), float("-inf"), device=input_ids.device)
-    scores[token] = 0.0
-    return Chain([token], [scores])
 
 
 def check_loop(ready: Callable[[], object]) -> None:

@@ -192,5 +192,5 @@ def _look_for_traps(report: Report, names: list[str]) -> None:
             report.traps.append(f"{name} is code. We never run it, but trust_remote_code=True would. Delete it.")
     if config is not None:
         kind = kind_of(config).rests_on
-        if getattr(config, f"{kind}_id") is None:
+        if kind != "nothing" and getattr(config, f"{kind}_id") is None:
             report.traps.append(f"{CONFIG} has no {kind}_id, but a head fits one {kind} only. Add it.")

@@ -16,7 +16,7 @@ class EarlyExit(Kind):
     """Layers of the target, which share its tensors."""
 
     name = "early_exit"
-    rests_on: ClassVar[Literal["draft", "target"]] = "target"
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         layers = config.draft_layers or []

@@ -16,7 +16,7 @@ class Independent(Kind):
     """A model of its own; an adapter is merged into one that is given by name."""
 
     name = "independent"
-    rests_on: ClassVar[Literal["draft", "target"]] = "draft"
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "draft"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
         return f"{config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -58,15 +59,15 @@ class Kind:
 
     Attributes:
         name: `config.draft_kind`.
-        rests_on: whose weights it drafts with: `"draft"`, a model of its own, or `"target"`, which it meets when the
-            assistant is attached.
+        rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, which it meets when the
+            assistant is attached; or `"nothing"`.
         module_file: of its repository, with what was trained beside an adapter; `None` where there is nothing.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), `"stays
             untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it).
     """
 
     name: ClassVar[str]
-    rests_on: ClassVar[Literal["draft", "target"]]
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]]
     module_file: ClassVar[str | None] = None
     cannot: ClassVar[Mapping[Feat, str]] = {}
 
@@ -98,7 +99,7 @@ class Kind:
         """Write `module_file`."""
         save_tensors(module.state_dict(), folder / str(self.module_file))
 
-    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter | None:
+    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft | None:
         """The draft of an assistant that is loaded; `None` where it is made of a target (`make`)."""
         raise NotImplementedError
 

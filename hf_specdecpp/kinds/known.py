@@ -10,9 +10,10 @@ from hf_specdecpp.kinds.conditioned import Conditioned
 from hf_specdecpp.kinds.early_exit import EarlyExit
 from hf_specdecpp.kinds.independent import Independent
 from hf_specdecpp.kinds.kind import Kind
+from hf_specdecpp.kinds.lookup import Lookup
 
-INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
-KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED)
+INDEPENDENT, EARLY_EXIT, CONDITIONED, LOOKUP = Independent(), EarlyExit(), Conditioned(), Lookup()
+KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 

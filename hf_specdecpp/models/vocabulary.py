@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 from functools import lru_cache
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,16 @@ from hf_specdecpp.models.loading import load_tokenizer
 def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of the tokenizer's token-to-id map, added tokens left out."""
     return hashlib.sha256(json.dumps(sorted(_regular(tokenizer).items())).encode()).hexdigest()
+
+
+def special_ids(*configs: Any) -> frozenset[int]:
+    """Ids that configs name: ends of texts, padding, what images and sounds are put in the place of."""
+    ids: set[int] = set()
+    for config in configs:
+        for name, value in config.to_dict().items():
+            if name.endswith(("token_id", "token_ids", "token_index")):
+                ids.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+    return frozenset(ids)
 
 
 def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:

@@ -12,17 +12,35 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads
-from hf_specdecpp.sampling.verification import Verification, chain_ratios, verify_block, verify_chain
+from hf_specdecpp.sampling.verification import Verification, chain_ratios, follow, verify_block, verify_chain
 
 
 def verify_sampled(
     candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
 ) -> tuple[int, int]:
-    """`verify_block` or `verify_chain`, or their counterpart here where p lies on a device."""
-    if waits_for_reads(p.device):
-        return verify_at_once(candidates, p, q, randomness, verification)
-    verify = verify_block if verification == "block" else verify_chain
-    return verify(candidates, p, q, randomness)
+    """`verify_block` or `verify_chain`, or their counterpart here where p lies on a device, then `follow`.
+
+    Args:
+        candidates: k tokens, the i-th drawn from `q[i]`; those for which there is no q were looked up.
+        p: `[k + 1, vocab]` probabilities of the target.
+        q: `[n, vocab]` probabilities of the draft.
+
+    Returns:
+        Number of accepted candidates, and the token that follows them.
+    """
+    drawn = len(q)
+    if not drawn:
+        accepted, token = 0, int(randomness.categorical(p[0]))
+    else:
+        verify = verify_block if verification == "block" else verify_chain
+        if waits_for_reads(p.device):
+            verify = partial(verify_at_once, verification=verification)
+        accepted, token = verify(candidates[:drawn], p[: drawn + 1], q, randomness)
+    if accepted < drawn or drawn == len(candidates):
+        return accepted, token
+    looked_up = [int(each) for each in candidates[drawn:]]
+    further, token = follow(looked_up, token, lambda count: int(randomness.categorical(p[drawn + count])))
+    return drawn + further, token
 
 
 def verify_at_once(

@@ -107,6 +107,13 @@ class TorchRandomness:
         return Ranked(q, q / self._times(q))
 
 
+class AsPlain(TorchRandomness):
+    """Draws each token as plain `generate()` does, where nothing else is drawn: the same seed gives the same text."""
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        return probs[None].multinomial(1)[0, 0]
+
+
 def _nothing(weights: Tensor) -> str:
     return (
         f"No token can be drawn: {weights.shape[-1]} probabilities sum to {float(weights.sum())}. The target's or the "

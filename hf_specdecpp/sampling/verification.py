@@ -7,7 +7,7 @@ a CPU; `at_once.py` has those for devices from which each read is slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -33,6 +33,29 @@ def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
     while accepted < len(candidates) and candidates[accepted] == choices[accepted]:
         accepted += 1
     return accepted, choices[accepted]
+
+
+def follow(looked_up: Sequence[int], token: int, draw: Callable[[int], int]) -> tuple[int, int]:
+    """Go on from what was verified along candidates that were looked up.
+
+    Such a candidate is one token for certain, so it is accepted exactly if it is what is drawn from the target's
+    distribution. Drawing token by token is what plain generation does.
+
+    Example: 7 and 8 were looked up, and 7 is drawn. So is 9 after it: one is accepted, and 9 follows.
+
+    Args:
+        looked_up: candidates after all others, which stand.
+        token: drawn after those.
+        draw: gives a token after so many of `looked_up`. Asked in order.
+
+    Returns:
+        Number of accepted candidates, and the token that follows them.
+    """
+    accepted = 0
+    while accepted < len(looked_up) and looked_up[accepted] == token:
+        accepted += 1
+        token = draw(accepted)
+    return accepted, token
 
 
 def verify_chain(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:

@@ -152,9 +152,9 @@ def measure(
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
-        drafting = _time_draft(target, drafter, estimator, rows)
+        drafting = _time_draft(target, drafter, estimator, rows) if drafter.places else {"draft": 0.0}
         verify = _time_target(target, max_tokens, rows)
-        if trees and drafter.block == 1:
+        if trees and drafter.places and drafter.block == 1:
             branch = _time_branch(target, drafter, estimator, drafting["start"] + 2.0 * drafting["draft"])
             drafting["branch"] = branch
     return Costs(verify=verify, block=drafter.block, **drafting)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig
@@ -14,6 +14,9 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator
+from hf_specdecpp.lookup.choice import Choice
+from hf_specdecpp.lookup.rates import LookupRates
+from hf_specdecpp.lookup.seen import Answers
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
@@ -21,6 +24,7 @@ from hf_specdecpp.throughput.measuring import costs_of, forget_costs, in_widths
 from hf_specdecpp.throughput.product_choice import forget_products
 from hf_specdecpp.throughput.trees import TreeThroughput
 
+T = TypeVar("T")
 MOST_LEARNED = 16  # of a target; that of the way of sampling that was not used for the longest time goes
 
 
@@ -39,22 +43,42 @@ class Learned:
     plan: ThroughputState | TreeThroughput | None = None
 
 
+@dataclass
+class LearnedOfLookups:
+    """What rounds have taught of candidates that were looked up.
+
+    Attributes:
+        rates: how often they were right.
+        choices: what looking up and drafting have brought, by chains or trees, the rows
+            of the batch, and whether anything drafts.
+    """
+
+    rates: LookupRates = field(default_factory=LookupRates)
+    choices: dict[tuple[bool, int, bool], Choice] = field(default_factory=dict)
+
+
 class Memory:
     """What was learned by target, and there by chains or trees, who estimates, and how the target samples.
 
-    `clear()` forgets what was learned, `measure_again()` also what was measured.
+    `clear()` forgets what was learned and earlier answers, `measure_again()` also what was measured.
 
     Args:
         calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
+
+    Attributes:
+        answers: earlier ones, in which lookups search (`SpeculationConfig.lookup_memory`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
         self.calibration = dict(calibration or {})
+        self.answers = Answers()
         self.clear()
 
     def clear(self) -> None:
         """Forget what was learned, so that a seeded run can be repeated."""
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
+        self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
+        self.answers.clear()
 
     def measure_again(self) -> None:
         """Forget what was learned, and all costs and matrix products that were measured on this machine: they are
@@ -74,15 +98,17 @@ class Memory:
 
     def recall(self, owner: CausalLM, estimator: Estimator, how: GenerationConfig, trees: bool = False) -> Learned:
         """What is known of a target; `owner` is the draft where no target is given."""
-        sampling = (how.temperature, how.top_k, how.top_p) if how.do_sample else ()
-        key, known = (trees, type(estimator).__name__, *sampling), self.learned.setdefault(owner, {})
         greedy = not how.do_sample
-        if key not in known:
-            known[key] = Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED)))
-        known[key] = known.pop(key)  # the latest last
-        if len(known) > MOST_LEARNED:
-            del known[next(iter(known))]
-        return known[key]
+
+        def new() -> Learned:
+            return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED)))
+
+        key = trees, type(estimator).__name__, *_sampling(how)
+        return _latest(self.learned.setdefault(owner, {}), key, new)
+
+    def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
+        """The same of candidates that were looked up."""
+        return _latest(self.lookups.setdefault(owner, {}), _sampling(how), LearnedOfLookups)
 
     def chain_plan(
         self,
@@ -103,15 +129,16 @@ class Memory:
         """
         learned = self.recall(drafter if target is None else target, estimator, generation)
         most = int(min(config.max_tokens, drafter.places))
+        widest = config.max_tokens if config.lookup else most
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         is_static = generation.cache_implementation == "static"
         if config.costs is None and target is not None:
-            found = costs_of(target, drafter, estimator, most, rows=rows, is_static=is_static)
+            found = costs_of(target, drafter, estimator, widest, rows=rows, is_static=is_static)
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
             costs = given_costs(config)
-            costs = costs if rows == 1 else costs.of_row(rows, most)
-            costs = in_widths(costs, most) if is_static else costs
+            costs = costs if rows == 1 else costs.of_row(rows, widest)
+            costs = in_widths(costs, widest) if is_static else costs
         settings = costs, most, lag_of(estimator)
         if known is None or known.settings != settings:
             known = learned.plan = ThroughputState(*settings, learned.rates, is_batch=rows > 1)
@@ -137,3 +164,17 @@ class Memory:
         if known is None or known.settings != (costs, most):
             known = learned.plan = TreeThroughput(costs, most, learned.rates)
         return known
+
+
+def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
+    """How a target samples, of which acceptance depends."""
+    return (how.temperature, how.top_k, how.top_p) if how.do_sample else ()
+
+
+def _latest(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], new: Callable[[], T]) -> T:
+    """What is known under a key, `new` if nothing is; of too many others the one that was not used for the longest
+    time goes."""
+    known[key] = known.pop(key) if key in known else new()
+    if len(known) > MOST_LEARNED:
+        del known[next(iter(known))]
+    return known[key]

@@ -38,7 +38,7 @@ class DrawnTree:
         indents = {0: ""}
         for node in tree.depth_first()[1:]:
             parent = tree.parents[node]
-            is_last = tree.children[parent][-1] == node
+            is_last = tree.below(parent)[-1] == node
             indents[node] = indents[parent] + ("   " if is_last else "│  ")
             mark = ACCEPTED if node in accepted else " "
             branch = "└─" if is_last else "├─"
@@ -78,7 +78,7 @@ class DrawnTree:
         tree, leaves = self.tree, 0
         across = [0.0] * len(tree.tokens)
         for node in tree.depth_first()[::-1]:
-            if children := tree.children[node]:
+            if children := tree.below(node):
                 across[node] = (across[children[0]] + across[children[-1]]) / 2
             else:
                 across[node] = leaves

@@ -18,6 +18,7 @@ class DraftTree:
             before the draw (the root's is 1).
         estimates: chance that the node is accepted once the verifier got there.
         children: of each node, in the order drawn.
+        looked_up: further nodes, by parent and token (`follow`). They were not drawn, and are no `children`.
         scores: for each node that the draft was asked about, `[vocab]` logits: its first child was drawn from their
             softmax q, each further one from q without the earlier ones, renormalised.
         passes: draft passes that it took.
@@ -28,17 +29,22 @@ class DraftTree:
         self.tokens, self.parents, self.depths, self.ranks = [root], [-1], [0], [0]
         self.values, self.estimates = [1.0], [1.0]
         self.children: list[list[int]] = [[]]
+        self.looked_up: dict[tuple[int, int], int] = {}
         self.scores: dict[int, Tensor] = {}
         self.passes = self.levels = 0
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int], scores: Sequence[Tensor]) -> DraftTree:
-        """A chain as a tree of one branch; `scores[i]`, `[vocab]`, are what `tokens[i]` was drawn from."""
+        """A chain as a tree of one branch; `scores[i]`, `[vocab]`, are what `tokens[i]` was drawn from. Further tokens
+        were looked up."""
         tree = cls(root)
-        for place, (token, q) in enumerate(zip(tokens, scores, strict=True)):
-            tree.add(place, token)
-            tree.scores[place] = q
-        tree.passes = tree.levels = len(tree)
+        for place, token in enumerate(tokens):
+            if place < len(scores):
+                tree.add(place, token)
+                tree.scores[place] = scores[place]
+            else:
+                tree.follow(place, token)
+        tree.passes = tree.levels = len(scores)
         return tree
 
     def __len__(self) -> int:
@@ -47,16 +53,33 @@ class DraftTree:
 
     def add(self, parent: int, token: int, value: float = 0.0, estimate: float = 0.0) -> int:
         """Append a child of `parent` after its other children; the new node."""
+        node = self._append(parent, token, value, estimate)
+        self.ranks.append(len(self.children[parent]))
+        self.children[parent].append(node)
+        return node
+
+    def follow(self, parent: int, token: int, value: float = 0.0, estimate: float = 0.0) -> int:
+        """Append a token that was looked up below `parent`; the new node. None of its children has this token."""
+        node = self._append(parent, token, value, estimate)
+        self.ranks.append(0)
+        self.looked_up[parent, token] = node
+        return node
+
+    def _append(self, parent: int, token: int, value: float, estimate: float) -> int:
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
-        self.ranks.append(len(self.children[parent]))
         self.values.append(value)
         self.estimates.append(estimate)
-        self.children[parent].append(node)
         self.children.append([])
         return node
+
+    def below(self, parent: int) -> list[int]:
+        """All nodes right below one: its children, then those that were looked up."""
+        if not self.looked_up:
+            return self.children[parent]
+        return self.children[parent] + [node for (above, _), node in self.looked_up.items() if above == parent]
 
     def q(self, node: int) -> Tensor:
         """`[vocab]`, what the node's first child was drawn from."""
@@ -75,11 +98,14 @@ class DraftTree:
 
         (Rows of attention then fall into few blocks; DySpec, appendix C.)
         """
+        below = [list(children) for children in self.children]
+        for (parent, _), node in self.looked_up.items():
+            below[parent].append(node)
         order, stack = [], [0]
         while stack:
             node = stack.pop()
             order.append(node)
-            stack += reversed(self.children[node])
+            stack += reversed(below[node])
         return order
 
     @property
@@ -100,9 +126,18 @@ class DraftTree:
         return counts
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
-        """For the root and each node of the accepted `path`: its children's estimates, and the rank of the accepted."""
-        for node, after in zip((0, *path), (*path, None), strict=True):
+        """For the root and each drawn node of the accepted `path`: its children's estimates, and the rank of the
+        accepted."""
+        drawn = self.drawn(path)
+        for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
+
+    def drawn(self, path: Sequence[int]) -> Sequence[int]:
+        """The part of a path that was drawn: what was looked up comes after it."""
+        if not self.looked_up:
+            return path
+        looked_up = set(self.looked_up.values())
+        return [node for node in path if node not in looked_up]
 
     @property
     def expected_accepted(self) -> float:

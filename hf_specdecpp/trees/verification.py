@@ -135,6 +135,26 @@ def _reject(node: Open, token: int) -> None:
     node.tested += 1
 
 
+def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:
+    """Go on from what was verified along candidates that were looked up.
+
+    Such a candidate is one token for certain, so it is accepted exactly if it is what is drawn from the target's
+    distribution: the token after the path may be one, then the token drawn after that, and so on.
+
+    Args:
+        path, token: the accepted nodes and the token after them, as `verify_tree` returns them.
+        draw: gives a token from the target's distribution after a node. Asked about one node after the other.
+
+    Returns:
+        The same, further down.
+    """
+    node = path[-1] if path else 0
+    while (found := tree.looked_up.get((node, token))) is not None:
+        path, node = [*path, found], found
+        token = draw(node)
+    return path, token
+
+
 def child_tests(tree: DraftTree, node: int, p: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """`sibling_tests` of the node's children, given the target's distribution after the node, `[vocab]`."""
     tokens = torch.tensor([tree.tokens[child] for child in tree.children[node]], device=p.device).unbind()

@@ -158,7 +158,7 @@ class ToyRound:
         self.lengths.add(self.drafted)
         after = [(*prefix, *chain.tokens[:count]) for count in range(self.drafted + 1)]
         p = torch.stack([self.models.p(text) for text in after])
-        q = torch.stack(chain.scores).softmax(dim=-1) if chain.tokens else p[:0]
+        q = torch.stack(chain.scores).softmax(dim=-1) if chain.scores else p[:0]
         self.accepted, token = self.verify(chain.tokens, p, q, randomness, prefix)
         emitted = [*chain.tokens[: self.accepted], token]
         ends = [place + 1 for place, each in enumerate(emitted) if each in self.models.eos]

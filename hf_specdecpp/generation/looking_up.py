@@ -1,0 +1,166 @@
+"""Looking up in one generation: what is found, whether it is proposed, and what becomes of it (`LookingUp`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.drafting.chain import Chain
+from hf_specdecpp.lookup.choice import LEAST_SURVIVAL, USUAL_ACCEPTANCE, Choice, by_estimate
+from hf_specdecpp.lookup.rates import LookupRates, TextRates
+from hf_specdecpp.lookup.text import Continuation, TextLookup
+from hf_specdecpp.throughput.chains import ThroughputState
+from hf_specdecpp.throughput.trees import TreeThroughput
+from hf_specdecpp.trees.tree import DraftTree
+
+ASSUMED = 8.0  # candidates that `USUAL_ACCEPTANCE` counts for
+
+
+class LookingUp:
+    """The lookups of one generation.
+
+    Each token that the target says is compared with what would have been looked up there, proposed or not: so
+    estimates cost no candidates to learn.
+
+    Args:
+        text: what is searched.
+        rates: what is known of such candidates.
+        most: candidates in a round.
+        has_draft: whether something else drafts, too.
+        plan: knows what rounds cost; `None` where another rule than throughput decides.
+        choice: what its rounds have brought.
+
+    Attributes:
+        found: what the round could propose now.
+        estimates: of these candidates.
+    """
+
+    def __init__(
+        self,
+        text: TextLookup,
+        rates: LookupRates,
+        most: int,
+        has_draft: bool,
+        plan: ThroughputState | TreeThroughput | None = None,
+        choice: Choice | None = None,
+    ) -> None:
+        self.text, self.rates, self.most = text, TextRates(rates), most
+        self.plan, self.choice = plan, choice
+        self.found = Continuation()
+        self.estimates: list[float] = []
+        self.has_draft = has_draft
+        self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # candidates of the draft
+        self._costs: Costs | None = None
+        self._rounds: Floats = np.zeros(1)
+        self._verify: Floats = np.zeros(1)
+
+    def begin_round(self, new_tokens: Sequence[int], room: int) -> None:
+        """Take note of what the target has said, and find what may follow: at most `room` candidates."""
+        most = min(room, self.most)
+        if not len(self.text):
+            self.text.read_prompt(new_tokens)
+            self.found = self.text.ahead(most)
+        else:
+            last = len(new_tokens) - 1
+            for place, token in enumerate(new_tokens):
+                if len(self.found):
+                    self.rates.observe(self.found.classes[0], self.found.tokens[0] == token)
+                self.text.read(token)
+                self.found = self.text.ahead(most if place == last else 1)
+        self.estimates = self.rates.estimates(self.found.classes)
+        if self.plan is not None and self.plan.costs is not self._costs:
+            self._costs = self.plan.costs
+            self._verify = self._costs.verify_seconds(self.most) + self._costs.overhead
+            self._rounds = self._costs.round_seconds(self.most)
+
+    def take(self, count: int) -> Chain:
+        """The first `count` of what was found, as the candidates of the round."""
+        return Chain([], []).followed_by(self.found.tokens[:count])
+
+    def count(self) -> int:
+        """How many candidates the round looks up and drafts none; 0 leaves it to the draft."""
+        return count_together([self]) if self.choice is not None else self.count_alone()
+
+    def count_alone(self) -> int:
+        """The same by estimates only."""
+        return by_estimate(self.estimates, self._accepted / self._tested if self.has_draft else 0.0)
+
+    def extend(self, chain: Chain, survival: float) -> Chain:
+        """What was drafted, which all stands with chance `survival`, and what is worth looking up after it."""
+        drawn, room = len(chain.tokens), self.most - len(chain.tokens)
+        if self.choice is None or not drawn or room < 1:
+            return chain
+        found = self.text.ahead(room, chain.tokens)
+        if not found.tokens:
+            return chain
+        seconds = self._verify[drawn : drawn + len(found) + 1]
+        count = self.choice.further(survival, self.rates.estimates(found.classes), seconds)
+        return chain.followed_by(found.tokens[:count])
+
+    def branch(self, tree: DraftTree) -> None:
+        """Let what was found be a branch of a tree, as far as it pays.
+
+        It goes along nodes that were drawn while they have its tokens, and below the last of them on its own.
+        """
+        node, reached, place = 0, 1.0, 0
+        for token in self.found.tokens:
+            same = [child for child in tree.children[node] if tree.tokens[child] == token]
+            if not same:
+                break
+            node, place = same[0], place + 1
+            reached = tree.values[node] * tree.estimates[node]
+        for child in tree.children[node]:
+            reached *= 1.0 - tree.estimates[child]
+        room = max(self.most - len(tree), 0)
+        tokens, estimates = self.found.tokens[place : place + room], self.estimates[place : place + room]
+        if self.choice is None:
+            count = int((reached * np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
+        else:
+            count = self.choice.further(reached, estimates, self._verify[len(tree) : len(tree) + len(tokens) + 1])
+        for token, estimate in zip(tokens[:count], estimates, strict=False):
+            node, reached = tree.follow(node, token, reached, estimate), reached * estimate
+
+    def learn(self, drawn: int, accepted_of_drawn: int, width: int, kept: int, drafting: float | None = None) -> None:
+        """Take note of a round.
+
+        Args:
+            drawn, accepted_of_drawn: candidates of the draft, in trees by depth.
+            width: all candidates.
+            kept: tokens that the round has brought.
+            drafting: seconds of drafting; `None` for what a chain of `drawn` costs.
+        """
+        if drawn:
+            self._accepted += accepted_of_drawn
+            self._tested += min(accepted_of_drawn + 1, drawn)
+        if self.choice is None or self._costs is None:
+            return
+        if drafting is None:
+            drafting = float(self._rounds[min(drawn, self.most)] - self._verify[min(drawn, self.most)])
+        seconds = float(self._verify[min(width, self.most)]) + drafting
+        if not drawn and width:
+            seconds += self._costs.read * kept
+        self.choice.observe(kept, seconds, drawn > 0)
+
+    @property
+    def verify(self) -> Floats:
+        """`[most + 1]` seconds of a row's share of a pass over 0, 1, ... candidates, all but drafting included."""
+        return self._verify
+
+    @property
+    def catching_up(self) -> float:
+        """Seconds that the draft takes later for a token that it has not read."""
+        return 0.0 if self._costs is None or not self.has_draft else self._costs.read
+
+
+def count_together(rows: Sequence[LookingUp]) -> int:
+    """How many candidates the rows of a batch look up, none of which drafts then; 0 leaves the round to the draft."""
+    first = rows[0]
+    if first.choice is None:
+        return 0
+    widest = max(len(row.found) for row in rows)
+    if not widest:
+        return 0
+    return first.choice.length([row.estimates for row in rows], first.verify[: widest + 1], first.catching_up)
+

@@ -1,0 +1,114 @@
+"""Looking up, drafting or neither: what promises most tokens a second (`Choice`), or a simple order (`by_estimate`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_specdecpp.config.costs import Floats
+
+LEAST_GAIN = 1.02  # over a pass without candidates that those that were looked up must promise
+REMEMBERED = 0.98  # of a round's tokens and seconds, a round later
+TRUSTED = 8.0  # rounds that what is promised before there were any counts for
+LEAST_SURVIVAL = 0.3  # of candidates that are looked up where nothing is known of costs
+USUAL_ACCEPTANCE = 0.7  # of drafts, before there were any
+
+
+class Mean:
+    """Tokens and seconds of a round, later ones counting more."""
+
+    def __init__(self, tokens: float, seconds: float) -> None:
+        self.tokens, self.seconds, self.rounds = TRUSTED * tokens, TRUSTED * seconds, TRUSTED
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens = REMEMBERED * self.tokens + tokens
+        self.seconds = REMEMBERED * self.seconds + seconds
+        self.rounds = REMEMBERED * self.rounds + 1.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def net(self, rate: float) -> float:
+        """Tokens of a round, less those of its seconds at this rate."""
+        return (self.tokens - rate * self.seconds) / self.rounds
+
+
+class Choice:
+    """What rounds have brought, by costs, and so what a second is worth.
+
+    The best policy takes in each round what has most E[tokens] - rate * E[seconds], the rate being its own tokens a
+    second. What was looked up is valued by its estimates, round by round; drafting by the mean of its rounds.
+
+    Example: a pass over one token takes 10 ms and each further one 1 ms. Rounds have brought 150 tokens a second,
+    drafting 1.8 tokens in 12 ms: its net is 0. Three candidates are expected to be right with 0.9, 0.8 and 0.7, so
+    looking up brings 1 + 0.9 + 0.72 + 0.504 = 3.1 tokens in 13 ms: a net of 1.2, and it is done.
+
+    Args:
+        seconds: of a round without candidates.
+        drafting: tokens a second that drafting promises; `None` where nothing drafts.
+
+    Attributes:
+        all: of all rounds.
+        drafted: of those that drafted.
+    """
+
+    def __init__(self, seconds: float, drafting: float | None) -> None:
+        promised = max(drafting or 0.0, 1.0 / seconds)
+        self.all = Mean(promised * seconds, seconds)
+        self.drafted = None if drafting is None else Mean(promised * seconds, seconds)
+
+    def length(self, estimates: Sequence[Sequence[float]], seconds: Floats, catching_up: float = 0.0) -> int:
+        """How many candidates a round looks up; 0 leaves it to the draft.
+
+        Args:
+            estimates: of the candidates of each row, in order; of one text one row.
+            seconds: `[n + 1]`, a row's share of a round with 0, 1, ... candidates and without a draft.
+            catching_up: seconds that the draft takes later for each token that it has not read.
+        """
+        rows, most = len(estimates), len(seconds) - 1
+        tokens = np.zeros(most + 1)
+        for each in estimates:
+            tokens[1 : len(each) + 1] += np.cumprod(each)[:most]
+        tokens = rows + tokens.cumsum()
+        spent = rows * seconds + catching_up * tokens
+        tokens[1:][tokens[1:] * rows * seconds[0] < LEAST_GAIN * rows * spent[1:]] = -np.inf
+        net = tokens - self.all.rate * spent
+        best = int(net.argmax())
+        if best and self.drafted is not None and rows * self.drafted.net(self.all.rate) >= net[best]:
+            return 0
+        return best
+
+    def further(self, survival: float, estimates: Sequence[float], seconds: Floats) -> int:
+        """How many candidates go on after those that were drafted, which all stand with chance `survival`.
+
+        Args:
+            seconds: `[n + 1]`, of passes with 0, 1, ... of them.
+        """
+        net = survival * np.cumsum(np.concatenate(([0.0], np.cumprod(estimates)))) - self.all.rate * seconds
+        return int(net.argmax())
+
+    def observe(self, tokens: float, seconds: float, drafted: bool) -> None:
+        """Take note of a round."""
+        self.all.add(tokens, seconds)
+        if drafted and self.drafted is not None:
+            self.drafted.add(tokens, seconds)
+
+
+def by_estimate(estimates: Sequence[float], drafting: float) -> int:
+    """How many candidates are looked up where costs do not decide: none unless the first one's estimate is above
+    `drafting`, the share of the draft's candidates that is accepted; then while all stand with `LEAST_SURVIVAL`.
+
+    Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which all stand with 0.36.
+    """
+    if not estimates or estimates[0] <= drafting:
+        return 0
+    survival, count = 1.0, 0
+    for estimate in estimates:
+        survival *= estimate
+        if survival < LEAST_SURVIVAL:
+            break
+        count += 1
+    return count

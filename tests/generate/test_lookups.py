@@ -1,0 +1,376 @@
+"""Candidates that are looked up, alone and beside drafts: texts are plain ones, under every door, rule and cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import informed_draft
+from support.models import VOCAB_SIZE, assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.zoo import tiny_of
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.generation.looking_up import LookingUp
+from hf_specdecpp.lookup.choice import Choice, by_estimate
+from hf_specdecpp.lookup.rates import LookupRates
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.vocabulary import special_ids
+
+PROMPT = prompt(12)
+COSTS = {"draft": 0.2, "verify": [1.0, 1.02, 1.04, 1.06, 1.1, 1.2]}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
+SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.7}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "dyspec": {"tree": "dyspec", "tree_budget": 16},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 16},
+    "static": {"tree": "static", "tree_shape": [2, 2, 1]},
+}
+RULES: dict[str, dict[str, Any]] = {
+    "throughput": {"rule": "throughput", "costs": COSTS},
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "threshold": {"rule": "threshold"},
+    "confidence": {"rule": "confidence"},
+    "svip": {"rule": "svip"},
+    "adaedl": {"rule": "adaedl"},
+}
+
+
+def lookup_for(target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
+    speculation = speculation or RULES["throughput"]
+    return SpecDecPPAssistant.from_lookup(target, SpeculationConfig(**speculation))
+
+
+def inform(assistant: SpecDecPPAssistant, text: Tensor) -> None:
+    """Let an earlier answer be this text, with every ninth token another one, so that lookups are mostly right."""
+    answer = text[0, PROMPT.shape[1] :].tolist()
+    answer[8::9] = [(token + 1) % VOCAB_SIZE for token in answer[8::9]]
+    assistant.speculation.lookup_memory = 1000
+    assistant.memory.answers.most = 1000
+    assistant.memory.answers.add([*PROMPT[0].tolist(), *answer])
+
+
+def generate(target: CausalLM, assistant: Any = None, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return target.generate(PROMPT, assistant_model=assistant, **{**GREEDY, **options})
+
+
+# Alone. ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_alone_the_text_is_the_very_text_of_plain_generation(family: str, shape: str, options: dict[str, Any]) -> None:
+    """Sampled texts, too, under the same seed: each token is drawn as plain generation draws it."""
+    target = tiny(family)
+    plain = generate(target, seed=3, **options)
+    rule = RULES["threshold"] if shape in ("static", "dyspec-exact") else RULES["throughput"]
+    assistant = lookup_for(target, **rule, **SHAPES[shape])
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant, seed=3, **options), plain)
+    stats = assistant.stats
+    assert stats.looked_up == stats.drafted > stats.accepted == stats.accepted_lookups > 20
+    assert stats.draft_passes == 0
+    assert stats.lookup_rounds == stats.rounds - stats.idle_rounds
+    assert stats.generated + stats.discarded == stats.drafted + stats.target_passes
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_under_every_rule(rule: str) -> None:
+    target = tiny("llama")
+    plain = generate(target)
+    assistant = lookup_for(target, **RULES[rule])
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant), plain)
+    assert assistant.stats.accepted_lookups > 20
+
+
+def test_it_finds_what_the_text_itself_repeats() -> None:
+    target = tiny("llama", initializer_range=0.05)
+    plain = generate(target, max_new_tokens=100)
+    assistant = lookup_for(target)
+    assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
+    assert assistant.stats.tokens_per_pass > 2.0
+    assert "looked up" in str(assistant.stats)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
+def test_targets_with_recurrent_layers(family: str) -> None:
+    target = tiny_of(family)
+    plain = generate(target, eos_token_id=None)
+    assistant = lookup_for(target)
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
+    assert assistant.stats.discarded > 0
+    assert assistant.stats.accepted_lookups > 20
+
+
+def test_static_caches() -> None:
+    target = tiny("llama")
+    plain = generate(target, cache_implementation="static")
+    assistant = lookup_for(target)
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant, cache_implementation="static"), plain)
+    assert assistant.stats.accepted_lookups > 20
+
+
+class Counting(LogitsProcessor):
+    """Must be called once a token, in order."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls % VOCAB_SIZE] = float("-inf")
+        return scores
+
+
+@pytest.mark.parametrize("shape", ["chain", "dyspec"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_processors_that_are_called_in_order(options: dict[str, Any], shape: str) -> None:
+    target = tiny("llama")
+    plain = generate(target, seed=1, logits_processor=[Counting()], **options)
+    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape])
+    inform(assistant, plain)
+    ours = generate(target, assistant, seed=1, logits_processor=[counting := Counting()], **options)
+    assert torch.equal(ours, plain)
+    assert counting.calls == 60
+    assert assistant.stats.accepted_lookups > 20
+
+
+def test_special_tokens_are_never_proposed() -> None:
+    target = tiny("llama", eos_token_id=None)
+    plain = generate(target)
+    target.config.image_token_id = image = int(plain[0, 20])
+    target.generation_config.eos_token_id = [int(plain[0, -1])]
+    assistant = lookup_for(target)
+    inform(assistant, plain)
+    proposed: list[int] = []
+    take = LookingUp.take
+
+    def noting(self: LookingUp, count: int) -> Any:
+        proposed.extend(self.found.tokens[:count])
+        return take(self, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookingUp, "take", noting)
+        ours = generate(target, assistant)
+    assert torch.equal(ours, generate(target))
+    assert proposed
+    assert not {image, int(plain[0, -1])} & set(proposed)
+    assert {image, int(plain[0, -1])} <= special_ids(target.config, target.generation_config)
+
+
+# Beside a draft. ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_beside_every_kind_of_draft(shape: str, kind: str) -> None:
+    target = tiny("llama")
+    plain = generate(target)
+    rule = RULES["fixed"] if shape in ("static", "dyspec-exact") else RULES["throughput"]
+    assistant = assistant_of(kind, target, lookup=True, **rule, **SHAPES[shape])
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant), plain)
+    assert assistant.stats.accepted_lookups > 10
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_beside_a_draft_under_every_rule(rule: str) -> None:
+    target = tiny("llama")
+    plain = generate(target)
+    assistant = assistant_for(target, lookup=True, **RULES[rule])
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant), plain)
+    stats = assistant.stats
+    assert stats.accepted_lookups > 10
+    assert stats.generated + stats.discarded == stats.drafted + stats.target_passes
+
+
+def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
+    """Nothing matches the text before the round's first candidate, which the draft guesses; after it all does."""
+    target = tiny("llama")
+    plain = generate(target)
+    assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
+    answer = plain[0].tolist()
+    assistant.speculation.lookup_memory = 1000
+    assistant.memory.answers.most = 1000
+    for begin in range(12, 60, 5):  # texts of five tokens: no match at their ends
+        assistant.memory.answers.add(answer[begin : begin + 5])
+    mixed: list[tuple[int, int]] = []
+    extend = LookingUp.extend
+
+    def noting(self: LookingUp, chain: Any, survival: float) -> Any:
+        extended = extend(self, chain, survival)
+        mixed.append((extended.num_drawn, extended.looked_up))
+        return extended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookingUp, "extend", noting)
+        assert torch.equal(generate(target, assistant), plain)
+    assert any(drawn and further for drawn, further in mixed)
+
+
+def test_without_the_setting_nothing_is_looked_up() -> None:
+    target = tiny("llama", initializer_range=0.05)
+    assistant = assistant_for(target)
+    generate(target, assistant)
+    assert assistant.stats.looked_up == 0
+    assert "looked up" not in str(assistant.stats)
+
+
+def test_a_draft_that_is_better_is_used() -> None:
+    """The draft is always right, and the text repeats nothing."""
+    target = tiny("llama")
+    options = {"no_repeat_ngram_size": 2}
+    assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
+    assert torch.equal(generate(target, assistant, **options), generate(target, **options))
+    assert assistant.stats.drafted - assistant.stats.looked_up > 20
+
+
+# Batches. -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["throughput", "fixed"])
+@pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
+def test_batches(rule: str, drafts: bool) -> None:
+    target = tiny("llama")
+    ids = torch.cat([prompt(12, seed) for seed in range(3)])
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    options = {**GREEDY, "attention_mask": mask}
+    plain = target.generate(ids, **options)
+    assistant = assistant_for(target, lookup=True, **RULES[rule]) if drafts else lookup_for(target, **RULES[rule])
+    assistant.speculation.lookup_memory = 1000
+    assistant.memory.answers.most = 1000
+    for text in plain:
+        assistant.memory.answers.add(text.tolist())
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), plain)
+    assert assistant.stats.accepted_lookups > 30
+    assert len(assistant.memory.answers._answers) == 6
+
+
+# Unattached. ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
+def test_in_transformers_own_loop(drafts: bool) -> None:
+    target = tiny("llama", initializer_range=0.05)
+    plain = generate(target, max_new_tokens=100)
+    speculation = SpeculationConfig(rule="confidence", lookup=True)
+    if drafts:
+        assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
+    else:
+        assistant = SpecDecPPAssistant.from_lookup(target, speculation)
+        assistant.detach()
+    assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
+    assert assistant.stats.accepted_lookups > 20
+    sampled = generate(target, assistant, max_new_tokens=100, do_sample=True)
+    assert sampled.shape == plain.shape
+
+
+# What is remembered, and stored. --------------------------------------------------------------------------------------
+
+
+def test_a_request_that_comes_again_is_answered_from_memory() -> None:
+    target = tiny("llama")
+    assistant = lookup_for(target, **RULES["throughput"], lookup_memory=500)
+    first = generate(target, assistant)
+    before = assistant.stats
+    again = generate(target, assistant)
+    assert torch.equal(first, again)
+    assert assistant.stats.target_passes < 0.5 * before.target_passes
+    assistant.memory.clear()
+    assert len(assistant.memory.answers) == 0
+    generate(target, assistant)
+    assert assistant.stats.target_passes == before.target_passes
+
+
+def test_it_is_saved_and_loaded_without_a_draft(tmp_path: Path) -> None:
+    target = tiny("llama")
+    assistant = lookup_for(target)
+    assistant.save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "README.md"}
+    assistant.detach()
+    loaded = SpecDecPPAssistant.from_pretrained(tmp_path, target=target)
+    assert loaded.speculation.lookup
+    assert torch.equal(generate(target, loaded), generate(target))
+    with pytest.raises(ValueError, match="has no draft"):
+        SpecDecPPAssistant.from_pretrained(tmp_path, draft="somewhere")
+
+
+def test_a_setting_that_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="lookup_memory=-1 must be a number of tokens"):
+        SpeculationConfig(lookup_memory=-1)
+
+
+def test_its_costs_are_measured_without_a_draft() -> None:
+    target = tiny("llama", initializer_range=0.05).float()
+    plain = generate(target, max_new_tokens=100)
+    for shape in ("chain", "dyspec"):
+        assistant = lookup_for(target, rule="throughput", **SHAPES[shape])
+        assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
+        assistant.detach()
+
+
+# The choice. ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_choice() -> None:
+    choice = Choice(0.01, 150.0)
+    seconds = torch.tensor([10.0, 11.0, 12.0, 13.0]).numpy() / 1000
+    assert choice.length([[0.9, 0.8, 0.7]], seconds) == 3
+    assert choice.length([[0.1, 0.1, 0.1]], seconds) == 0
+    assert choice.length([[0.9, 0.8, 0.7], [], [], []], seconds * 4) < 3, "rows that find nothing pay as well"
+    assert choice.further(0.9, [0.9, 0.9, 0.1], seconds - seconds[0]) == 2
+    assert choice.further(0.05, [0.9, 0.9, 0.1], seconds - seconds[0]) == 0
+
+
+def test_a_draft_that_brings_more_goes_first() -> None:
+    choice = Choice(0.01, 150.0)
+    seconds = torch.tensor([10.0, 11.0]).numpy() / 1000
+    assert choice.length([[0.9]], seconds) == 1
+    for _ in range(200):
+        choice.observe(4.0, 0.015, drafted=True)
+    assert choice.length([[0.9]], seconds) == 0
+    for _ in range(200):
+        choice.observe(1.0, 0.015, drafted=True)
+    assert choice.length([[0.9]], seconds) == 1
+
+
+def test_by_estimate() -> None:
+    assert by_estimate([0.9, 0.8, 0.5, 0.5], 0.7) == 3
+    assert by_estimate([0.6, 0.8], 0.7) == 0
+    assert by_estimate([], 0.0) == 0
+
+
+def test_every_token_teaches_whether_it_was_proposed_or_not() -> None:
+    """A draft that nothing beats is always asked, and still the lookups' rates follow the text."""
+    target = tiny("llama", initializer_range=0.05)
+    assistant = assistant_for(target, mix=1.0, lookup=True, rule="fixed", num_tokens=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookingUp, "count", lambda _: 0)
+        generate(target, assistant, max_new_tokens=100)
+    (learned,) = assistant.memory.lookups[target].values()
+    assert isinstance(learned.rates, LookupRates)
+    assert assistant.stats.looked_up == 0
+    assert sum(learned.rates.judged) > 50
+    assert sum(learned.rates.right) > 30
+
+
+def test_informed_drafts_with_windows_and_lookups() -> None:
+    target = tiny("mistral")
+    plain = generate(target)
+    draft = informed_draft(plain, VOCAB_SIZE)
+    knobs = SpeculationConfig(lookup=True, **RULES["throughput"])
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant), plain)
