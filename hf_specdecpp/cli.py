@@ -51,12 +51,15 @@ def demo(
     tree: Annotated[
         bool, typer.Option("--tree", help="Draft token trees; show one, and save it as tree.png (needs matplotlib).")
     ] = False,
+    lookup: Annotated[
+        bool, typer.Option("--lookup", help="Candidates also from the text itself; without --assistant only these.")
+    ] = False,
 ) -> None:
     """Answer prompts with and without the assistant, and compare tokens and times."""
     from hf_specdecpp.demo import run
 
     try:
-        run(target, assistant, layers, max_new_tokens, prompt, sample, tree)
+        run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup)
     except (ValueError, OSError) as error:
         _fail(str(error))
 

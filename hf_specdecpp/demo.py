@@ -20,7 +20,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
-from hf_specdecpp.texts.prompts import EXAMPLES
+from hf_specdecpp.texts.prompts import EXAMPLES, REPEATING
 from hf_specdecpp.trees.drawing import DrawnTree
 
 PICTURE = "tree.png"
@@ -45,6 +45,7 @@ def run(
     prompts: list[str] | None = None,
     sample: bool = False,
     tree: bool = False,
+    lookup: bool = False,
 ) -> None:
     """Load the target and its assistant, answer every prompt twice and print what came of it.
 
@@ -56,6 +57,7 @@ def run(
         prompts: asked in turn, three of ours by default.
         sample: draw from the target's distribution (seeded) instead of taking its likeliest tokens.
         tree: draft token trees, show the last one and save it as a picture.
+        lookup: candidates also come from the text itself; without an assistant, only from there.
 
     Raises:
         typer.Exit: code 1 if a greedy answer differs with the assistant.
@@ -64,7 +66,7 @@ def run(
     with console.status(f"loading {target}"):
         model, tokenizer = load_model(target), load_tokenizer(target)
     _print("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
-    helper = _load_assistant(assistant, layers, model)
+    helper = _load_assistant(assistant, layers, model, lookup)
     if tree and helper.speculation.tree is None:
         helper.speculation.tree = "dyspec"
 
@@ -72,7 +74,7 @@ def run(
     totals = SpeculationStats()
     seconds = {"plain": 0.0, "assisted": 0.0}
     differing = 0
-    questions = prompts or list(EXAMPLES)
+    questions = prompts or list(REPEATING if lookup else EXAMPLES)
     for number, prompt in enumerate(questions, 1):
         _print(f"{number}/{len(questions)}  {prompt}", style="bold cyan")
         inputs = _encode(tokenizer, prompt).to(model.device)
@@ -95,10 +97,15 @@ def run(
         raise typer.Exit(1)
 
 
-def _load_assistant(name: str | None, layers: str, model: CausalLM) -> SpecDecPPAssistant:
+def _load_assistant(name: str | None, layers: str, model: CausalLM, lookup: bool) -> SpecDecPPAssistant:
     if name is not None:
         assistant = SpecDecPPAssistant.from_pretrained(name, target=model)
+        assistant.speculation.lookup |= lookup
         _print("assistant", f"  {name}\n")
+        return assistant
+    if lookup:
+        assistant = SpecDecPPAssistant.from_lookup(model)
+        _print("assistant", f"  {describe(assistant.config)}\n")
         return assistant
     assistant = SpecDecPPAssistant.from_early_exit(model, parse_layers(layers))
     _print("assistant", f"  {describe(assistant.config)}, untrained, no head\n")

@@ -23,6 +23,7 @@ from hf_specdecpp.benchmark.contestants import (
     matches,
     quick_contestants,
     untuned_contestants,
+    without_draft,
 )
 from hf_specdecpp.benchmark.live.batches import BatchBenchmark, summarise_batches
 from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatches, neutralise
@@ -101,7 +102,9 @@ def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant]:
 
 def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
     """The assistant, its passes as its repository has them unless the command says otherwise."""
-    if config.assistant is None:
+    if config.lookup:
+        assistant = SpecDecPPAssistant.from_lookup(target)
+    elif config.assistant is None:
         assistant = SpecDecPPAssistant.from_early_exit(target, config.layers)
     else:
         assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
@@ -112,6 +115,8 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
 
 def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
     has_head = assistant.head is not None
+    if assistant.ready_drafter().model is None:
+        return without_draft()
     if config.quick:
         contestants = quick_contestants(has_head)
     else:

@@ -35,6 +35,7 @@ PASSES = (
     "pack_weights",
     "int8_draft",
 )  # fields of `SpeculationConfig` that say how passes compute, not what is drafted
+PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 10}
 HEURISTIC_START = 5  # candidates in the first round of transformers' "heuristic" schedule
 
 
@@ -49,7 +50,8 @@ class Contestant:
         with_head: ours: whether the head judges, or the draft's own probability.
         stock: transformers' assisted generation: what the draft's generation config says.
         draft: the draft of these, if it is not the assistant's: the one that the assistant's was tuned from.
-        lookup: transformers' prompt lookup: how many tokens it proposes.
+        lookup: transformers' prompt lookup: its arguments of `generate()`.
+        alone: ours: without the draft, so that all candidates are looked up.
         same_passes: plain generation on the CPU products and packed weights that ours runs on.
         memory: ours: what was learned as this contestant.
     """
@@ -60,9 +62,11 @@ class Contestant:
     with_head: bool = True
     stock: dict[str, Any] | None = None
     draft: CausalLM | None = field(default=None, compare=False, repr=False)
-    lookup: int | None = None
+    lookup: dict[str, int] | None = None
+    alone: bool = False
     same_passes: bool = False
     memory: Memory = field(default_factory=Memory, compare=False, repr=False)
+    _without_draft: list[SpecDecPPAssistant] = field(default_factory=list, compare=False, repr=False)  # one, once made
 
     @property
     def ours(self) -> bool:
@@ -93,16 +97,35 @@ class Contestant:
             finally:
                 draft.generation_config = own
         elif self.speculation is not None:
-            before = assistant.speculation, assistant.head, assistant.memory
             passes = {name: getattr(assistant.speculation, name) for name in PASSES}
-            assistant.speculation, assistant.memory = replace(self.speculation, **passes), self.memory
+            speculation = replace(self.speculation, **passes)
+            if self.alone:
+                with self._alone(assistant, target, speculation) as helper:
+                    yield {"assistant_model": helper}
+                return
+            before = assistant.speculation, assistant.head, assistant.memory
+            assistant.speculation, assistant.memory = speculation, self.memory
             assistant.head = assistant.head if self.with_head else None
             try:
                 yield {"assistant_model": assistant}
             finally:
                 assistant.speculation, assistant.head, assistant.memory = before
         else:
-            yield {} if self.lookup is None else {"prompt_lookup_num_tokens": self.lookup}
+            yield self.lookup or {}
+
+    @contextmanager
+    def _alone(
+        self, assistant: SpecDecPPAssistant, target: CausalLM, speculation: SpeculationConfig
+    ) -> Iterator[SpecDecPPAssistant]:
+        """An assistant without a draft that shares the packed weights of this one, which is left its statistics."""
+        if not self._without_draft:
+            self._without_draft.append(SpecDecPPAssistant.from_lookup(target))
+        helper = self._without_draft[0]
+        helper.speculation, helper.packed = replace(speculation, int8_draft=False), assistant.packed
+        try:
+            yield helper
+        finally:
+            assistant.stats = helper.stats
 
 
 PLAIN = Contestant("plain", "plain")
@@ -118,7 +141,8 @@ def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = Fal
         can_tree: whether target and draft can read trees.
         has_rates: whether the assistant's repository has rates of acceptance for the best static shapes.
     """
-    return [*BASELINES, *_transformers(), *_chains(has_head), *(_trees(has_head, has_rates) if can_tree else [])]
+    trees = _trees(has_head, has_rates) if can_tree else []
+    return [*BASELINES, *_transformers(), *_chains(has_head), *trees, *_lookups(has_head, can_tree)]
 
 
 def quick_contestants(has_head: bool) -> list[Contestant]:
@@ -157,6 +181,25 @@ def _chains(has_head: bool) -> list[Contestant]:
     return [*fixed, *free, *judged]
 
 
+def without_draft() -> list[Contestant]:
+    """Those that need no draft."""
+    prompt_lookups = [each for each in _transformers() if each.lookup is not None]
+    return [*BASELINES, *prompt_lookups, _LOOKUP]
+
+
+def _lookups(has_head: bool, can_tree: bool) -> list[Contestant]:
+    """Ours, with candidates that are looked up."""
+    judge = "head" if has_head else "q"
+    both = SpeculationConfig(rule="throughput", lookup=True)
+    beside = [Contestant(f"lookup + draft ({judge})", "lookup + draft", both, has_head)]
+    if can_tree:
+        beside.append(Contestant(f"lookup + trees ({judge})", "lookup + trees", replace(both, tree="dyspec"), has_head))
+    return [_LOOKUP, *beside]
+
+
+_LOOKUP = Contestant("lookup", "lookup", SpeculationConfig(rule="throughput", lookup=True), with_head=False, alone=True)
+
+
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
     """Those whose name or family matches a pattern such as `fixed*`; the baselines always.
 
@@ -182,7 +225,11 @@ def _judges(has_head: bool) -> list[tuple[bool, str]]:
 
 
 def _transformers() -> list[Contestant]:
-    return [*_assisted("transformers"), Contestant("prompt lookup", "prompt lookup", lookup=10)]
+    lookups = [
+        Contestant(f"prompt lookup {size}", "prompt lookup", lookup={**PROMPT_LOOKUP, "max_matching_ngram_size": size})
+        for size in (2, 3)
+    ]
+    return [*_assisted("transformers"), *lookups]
 
 
 def untuned_contestants(draft: CausalLM | None) -> list[Contestant]:

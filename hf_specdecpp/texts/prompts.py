@@ -24,6 +24,29 @@ EXAMPLES = (
     "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
 )
 
+# The same for lookups: answers that repeat their prompts.
+REPEATING = (
+    """Rewrite this function so that the variable `total` is called `result`. Answer with the whole function.
+
+def mean_of_even(numbers):
+    total = 0
+    count = 0
+    for number in numbers:
+        if number % 2 == 0:
+            total = total + number
+            count = count + 1
+    if count == 0:
+        return None
+    return total / count""",
+    """Turn this list into a Markdown table with the columns Name, City and Year.
+
+Ada Lovelace, London, 1843
+Grace Hopper, New York, 1952
+Katherine Johnson, Hampton, 1962
+Margaret Hamilton, Boston, 1969""",
+    EXAMPLES[0],
+)
+
 
 @dataclass
 class Prompt:
