@@ -73,6 +73,7 @@ class SpeculationConfig:
         lookup: candidates also come from the text itself, for nothing: where its end stood before, what followed there
             (`docs/lookup.md`). `"throughput"` looks up, drafts or does neither, whatever promises most tokens a second;
             every other rule looks up where what it finds is likelier to be accepted than what the draft proposes.
+        lookup_tokens (candidates): the most that a chain looks up; in a tree there are `tree_budget` nodes at most.
         lookup_memory (tokens): of earlier answers that are searched, too, which helps where requests resemble one
             another. 0 remembers none. They are kept in memory only (`assistant.memory.answers`).
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
@@ -117,6 +118,7 @@ class SpeculationConfig:
     tree_threshold: float = 0.0
     tree_shape: list[int] | list[list[int]] | None = None
     lookup: bool = False
+    lookup_tokens: int = 40
     lookup_memory: int = 0
     verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
@@ -138,7 +140,7 @@ class SpeculationConfig:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name}={value!r} must be between 0 and 1: it is compared with a probability.")
-        for name in ("num_tokens", "min_tokens", "max_tokens"):
+        for name in ("num_tokens", "min_tokens", "max_tokens", "lookup_tokens"):
             value = getattr(self, name)
             if not 1 <= value <= MOST_CANDIDATES:
                 raise ValueError(
@@ -173,8 +175,9 @@ class SpeculationConfig:
 
     @property
     def most_tokens(self) -> int:
-        """The largest number of candidates that a round can draft."""
-        return self.num_tokens if self.rule == "fixed" else self.max_tokens
+        """The largest number of candidates that a chain can have."""
+        drafted = self.num_tokens if self.rule == "fixed" else self.max_tokens
+        return max(drafted, self.lookup_tokens) if self.lookup else drafted
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -203,12 +203,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._begin_round(input_ids, states, max_tokens)
         read = self.session.unread - 1
         has_room = max_tokens is None or max_tokens >= self.trees.most_nodes
-        looks_up = self.lookup is not None and self.lookup.count() > 0
-        depth = 0 if looks_up or not has_room else self._room(input_ids.shape[1])
+        count = 0 if self.lookup is None else self.lookup.count()
+        depth = 0 if count or not has_room else self._room(input_ids.shape[1])
         tree = self.trees.draft(input_ids, depth)
         self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes) if tree.passes else None)
         if self.lookup is not None:
-            self.lookup.branch(tree)
+            self.lookup.branch(tree, count)
         self.stats.draft_seconds += time.perf_counter() - start
         return tree
 

@@ -99,8 +99,8 @@ class LookingUp:
         count = self.choice.further(survival, self.rates.estimates(found.classes), seconds)
         return chain.followed_by(found.tokens[:count])
 
-    def branch(self, tree: DraftTree) -> None:
-        """Let what was found be a branch of a tree, as far as it pays.
+    def branch(self, tree: DraftTree, count: int = 0) -> None:
+        """Let what was found be a branch of a tree: `count` tokens, or by default as far as it pays beside the tree.
 
         It goes along nodes that were drawn while they have its tokens, and below the last of them on its own.
         """
@@ -116,10 +116,10 @@ class LookingUp:
         room = max(self.most - len(tree), 0)
         tokens, estimates = self.found.tokens[place : place + room], self.estimates[place : place + room]
         if self.choice is None:
-            count = int((reached * np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
+            worth = int((reached * np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
         else:
-            count = self.choice.further(reached, estimates, self._verify[len(tree) : len(tree) + len(tokens) + 1])
-        for token, estimate in zip(tokens[:count], estimates, strict=False):
+            worth = self.choice.further(reached, estimates, self._verify[len(tree) : len(tree) + len(tokens) + 1])
+        for token, estimate in zip(tokens[: count or worth], estimates, strict=False):
             node, reached = tree.follow(node, token, reached, estimate), reached * estimate
 
     def learn(self, drawn: int, accepted_of_drawn: int, width: int, kept: int, drafting: float | None = None) -> None:
@@ -131,17 +131,14 @@ class LookingUp:
             kept: tokens that the round has brought.
             drafting: seconds of drafting; `None` for what a chain of `drawn` costs.
         """
-        if drawn:
-            self._accepted += accepted_of_drawn
-            self._tested += min(accepted_of_drawn + 1, drawn)
-        if self.choice is None or self._costs is None:
+        if not drawn:
             return
-        if drafting is None:
-            drafting = float(self._rounds[min(drawn, self.most)] - self._verify[min(drawn, self.most)])
-        seconds = float(self._verify[min(width, self.most)]) + drafting
-        if not drawn and width:
-            seconds += self._costs.read * kept
-        self.choice.observe(kept, seconds, drawn > 0)
+        self._accepted += accepted_of_drawn
+        self._tested += min(accepted_of_drawn + 1, drawn)
+        if self.choice is not None:
+            if drafting is None:
+                drafting = float(self._rounds[min(drawn, self.most)] - self._verify[min(drawn, self.most)])
+            self.choice.observe(kept, float(self._verify[min(width, self.most)]) + drafting)
 
     @property
     def verify(self) -> Floats:

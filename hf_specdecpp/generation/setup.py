@@ -105,7 +105,7 @@ def looking_up(
             promised = plan.rate if isinstance(plan, TreeThroughput) else plan.plan.rate
             learned.choices[key] = Choice(plan.costs.pass_seconds, promised if draws else None)
         choice = learned.choices[key]
-    most = config.tree_budget if config.tree is not None and target is not None else config.most_tokens
+    most = config.tree_budget if config.tree is not None and target is not None else config.lookup_tokens
     return LookingUp(text, learned.rates, most, draws, plan, choice)
 
 

@@ -56,11 +56,11 @@ class Seen:
 
     def matches(self, last: int, token: int, before: Matches) -> Matches:
         """What matches the end of a text once `token` follows `last`; `before` is what matched there."""
-        place = self._latest.get(last * MOST_ID + token, -1)
+        place, earlier = self._latest.get(last * MOST_ID + token, -1), self._earlier
         found: Matches = {}
         while place >= 0 and len(found) < MOST_MATCHES:
             found[place] = before.get(place - 1, 1) + 1
-            place = self._earlier[place]
+            place = earlier[place]
         return found
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hf_specdecpp.lookup.rates import class_of
-from hf_specdecpp.lookup.seen import Matches, Seen
+from hf_specdecpp.lookup.seen import MOST_ID, NOTHING, Matches, Seen
 
 CONTEXT = 64  # tokens of the prompt's end that matches are looked for with, which is the longest match there
 EQUAL = 8  # matches of this many tokens and more count as equally good
@@ -42,7 +41,7 @@ class TextLookup:
     """
 
     def __init__(self, never: Collection[int] = (), vocab_size: int | None = None, earlier: Seen | None = None) -> None:
-        self.never, self.vocab_size = frozenset(never), vocab_size
+        self.never, self.vocab_size = frozenset(never), MOST_ID if vocab_size is None else vocab_size
         self.sources = [Seen()] if earlier is None or not len(earlier) else [Seen(), earlier]
         self._matches: list[Matches] = [{} for _ in self.sources]
 
@@ -57,71 +56,67 @@ class TextLookup:
 
     def read(self, token: int) -> None:
         """Take note of the next token of the text."""
-        self._matches = self._after([token])
+        self._matches = self._after((token,))
         self.sources[0].append(token)
 
     def ahead(self, most: int, after: Sequence[int] = ()) -> Continuation:
         """At most `most` tokens that are expected after the text, and after these further ones."""
-        found = Continuation()
         matches = self._after(after) if after else self._matches
-        longest = max((length for each in matches for length in each.values()), default=0)
-        # Which sources have matches of that length, and the places after them: the latest first.
-        groups = [
-            (seen.tokens, [place + 1 for place, length in each.items() if min(length, EQUAL) == min(longest, EQUAL)])
-            for seen, each in zip(self.sources, matches, strict=True)
-        ]
-        while len(found) < most:
-            if sum(len(places) for _, places in groups) == 1:
-                self._copy(found, groups, longest, most)
-            if len(found) == most or not self._step(found, groups, longest, list(after)):
+        longest = max([length for each in matches for length in each.values()], default=0)
+        alive = self._pieces(matches, min(longest, EQUAL), most, after) if most > 0 else []
+        found = Continuation()
+        while alive and len(found) < most:
+            place = len(found)
+            if len(alive) == 1 and place < len(alive[0]):
+                further, agree = alive[0][place:], 1
+            else:
+                # Beyond the end of the text stands what was found.
+                next_ones = [each[place] if place < len(each) else found.tokens[place - len(each)] for each in alive]
+                further, agree = [best := _most_frequent(next_ones)], next_ones.count(best)
+            total = len(alive)
+            said = self._sayable(further)
+            found.tokens += further[:said]
+            first = longest + place
+            found.classes += [class_of(length, agree, total) for length in range(first, first + said)]
+            if said < len(further):
                 break
+            if agree < total:
+                alive = [each for each, token in zip(alive, next_ones, strict=True) if token == best]
         return found
+
+    def _pieces(self, matches: list[Matches], least: int, most: int, after: Sequence[int]) -> list[list[int]]:
+        """What follows each place of which at least so many tokens match, the latest first: at most `most` tokens.
+
+        Pieces of the text end where it ends; those of other texts end with `NOTHING`.
+        """
+        pieces = []
+        for seen, each in zip(self.sources, matches, strict=True):
+            for place, length in each.items():
+                if length >= least:
+                    piece = seen.tokens[place + 1 : place + 1 + most].tolist()
+                    if len(piece) < most:
+                        piece = [*piece, *after][:most] if seen is self.sources[0] else [*piece, NOTHING]
+                    pieces.append(piece)
+        return pieces
 
     def _after(self, tokens: Sequence[int]) -> list[Matches]:
         """What matches once these have followed the text."""
         matches, own = self._matches, self.sources[0].tokens
-        last = own[-1] if own else None
+        last = own[-1] if own else NOTHING
         for token in tokens:
-            if last is not None:
-                matches = [seen.matches(last, token, each) for seen, each in zip(self.sources, matches, strict=True)]
+            matches = [seen.matches(last, token, each) for seen, each in zip(self.sources, matches, strict=True)]
             last = token
         return matches
 
-    def _copy(
-        self, found: Continuation, groups: list[tuple[array[int], list[int]]], longest: int, most: int
-    ) -> None:
-        """Where one place is left: what stands there, up to its end."""
-        tokens, places = next((tokens, places) for tokens, places in groups if places)
-        copied = tokens[places[0] : places[0] + most - len(found)].tolist()
-        end = next((place for place, token in enumerate(copied) if not self._may_say(token)), len(copied))
-        first = longest + len(found)
-        found.tokens += copied[:end]
-        found.classes += [class_of(length, 1, 1) for length in range(first, first + end)]
-        places[0] += end
+    def _sayable(self, tokens: list[int]) -> int:
+        """How many of the tokens may be said, from the first on."""
+        if min(tokens) >= 0 and max(tokens) < self.vocab_size and self.never.isdisjoint(tokens):
+            return len(tokens)
+        is_allowed = (0 <= token < self.vocab_size and token not in self.never for token in tokens)
+        return next((count for count, allowed in enumerate(is_allowed) if not allowed), len(tokens))
 
-    def _step(
-        self, found: Continuation, groups: list[tuple[array[int], list[int]]], longest: int, after: list[int]
-    ) -> bool:
-        """One more token, by what most places have; of equally many the latest. Whether there was one."""
-        own, beyond = self.sources[0].tokens, after + found.tokens
-        following = [
-            [tokens[place] if place < len(tokens) else beyond[place - len(own)] for place in places]
-            for tokens, places in groups
-        ]
-        counts: dict[int, int] = {}
-        for each in following:
-            for token in each:
-                counts[token] = counts.get(token, 0) + 1
-        if not counts:
-            return False
-        best = max(counts, key=counts.__getitem__)
-        if not self._may_say(best):
-            return False
-        found.tokens.append(best)
-        found.classes.append(class_of(longest + len(found) - 1, counts[best], sum(counts.values())))
-        for (_, places), tokens in zip(groups, following, strict=True):
-            places[:] = [place + 1 for place, token in zip(places, tokens, strict=True) if token == best]
-        return True
 
-    def _may_say(self, token: int) -> bool:
-        return token >= 0 and token not in self.never and (self.vocab_size is None or token < self.vocab_size)
+def _most_frequent(tokens: list[int]) -> int:
+    """Of equally many, the one that comes first."""
+    first = tokens[0]
+    return first if tokens.count(first) == len(tokens) else max(dict.fromkeys(tokens), key=tokens.count)

@@ -129,7 +129,7 @@ class Memory:
         """
         learned = self.recall(drafter if target is None else target, estimator, generation)
         most = int(min(config.max_tokens, drafter.places))
-        widest = config.max_tokens if config.lookup else most
+        widest = max(most, config.lookup_tokens) if config.lookup else most
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         is_static = generation.cache_implementation == "static"
         if config.costs is None and target is not None:

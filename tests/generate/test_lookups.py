@@ -339,10 +339,10 @@ def test_a_draft_that_brings_more_goes_first() -> None:
     seconds = torch.tensor([10.0, 11.0]).numpy() / 1000
     assert choice.length([[0.9]], seconds) == 1
     for _ in range(200):
-        choice.observe(4.0, 0.015, drafted=True)
+        choice.observe(4.0, 0.015)
     assert choice.length([[0.9]], seconds) == 0
     for _ in range(200):
-        choice.observe(1.0, 0.015, drafted=True)
+        choice.observe(1.0, 0.015)
     assert choice.length([[0.9]], seconds) == 1
 
 

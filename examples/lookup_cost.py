@@ -1,0 +1,51 @@
+"""What looking up costs: microseconds a round and bytes a token, by the length of the text.
+
+    python examples/lookup_cost.py [FILE]
+
+FILE is any text; by default this repository's guides.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+from hf_specdecpp.lookup.rates import LookupRates, TextRates
+from hf_specdecpp.lookup.seen import Seen
+from hf_specdecpp.lookup.text import TextLookup
+
+LENGTHS = (1_000, 8_000, 50_000)
+ROUNDS, AHEAD, ACCEPTED = 500, 10, 3
+
+
+def main() -> None:
+    files = [Path(sys.argv[1])] if len(sys.argv) > 1 else sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    words = " ".join(file.read_text(encoding="utf-8") for file in files).replace(",", " ,").replace(".", " .").split()
+    ids = {word: place for place, word in enumerate(dict.fromkeys(words))}
+    tokens = [ids[word] for word in words] * 4
+    print(f"{len(words)} words, of which {len(ids)} are distinct\n")
+    print("tokens   us a round   bytes a token   ms to read them")
+    for length in LENGTHS:
+        if length + ROUNDS * ACCEPTED > len(tokens):
+            break
+        tracemalloc.start()
+        seen = Seen(tokens[:length])
+        size = tracemalloc.get_traced_memory()[0] / len(seen)
+        tracemalloc.stop()
+        lookup, rates = TextLookup(), TextRates(LookupRates())
+        begin = time.perf_counter()
+        lookup.read_prompt(tokens[:length])
+        read = time.perf_counter() - begin
+        begin = time.perf_counter()
+        for first in range(length, length + ROUNDS * ACCEPTED, ACCEPTED):
+            for token in tokens[first : first + ACCEPTED]:
+                lookup.read(token)
+            rates.estimates(lookup.ahead(AHEAD).classes)
+        each = (time.perf_counter() - begin) / ROUNDS
+        print(f"{length:6}   {1e6 * each:10.1f}   {size:13.0f}   {1e3 * read:15.1f}")
+
+
+if __name__ == "__main__":
+    main()
