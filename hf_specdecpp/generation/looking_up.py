@@ -160,4 +160,3 @@ def count_together(rows: Sequence[LookingUp]) -> int:
     if not widest:
         return 0
     return first.choice.length([row.estimates for row in rows], first.verify[: widest + 1], first.catching_up)
-

@@ -22,8 +22,8 @@ class Choice:
     each round takes what promises most tokens a second there and then. What was looked up is judged by its estimates,
     round by round; drafting by the mean of its rounds.
 
-    Example: a pass over one token takes 10 ms and each further one 1 ms. Drafting has brought 1.8 tokens in 12 ms, which
-    are 150 a second. Three candidates are expected to be right with 0.9, 0.8 and 0.7, so looking up brings
+    Example: a pass over one token takes 10 ms and each further one 1 ms. Drafting has brought 1.8 tokens in 12 ms,
+    which are 150 a second. Three candidates are expected to be right with 0.9, 0.8 and 0.7, so looking up brings
     1 + 0.9 + 0.72 + 0.504 = 3.1 tokens in 13 ms, 240 a second: it is done.
 
     Args:

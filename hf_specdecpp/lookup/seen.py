@@ -1,7 +1,7 @@
 """Text that was seen before, and the places in it that match the end of a text (`Seen`); earlier answers (`Answers`).
 
-Where two tokens stood before is found in a dictionary; longer matches grow from shorter ones, a token at a time. So
-reading a token and finding all that matches after it take a few microseconds, however long the text is.
+Where one or two tokens stood before is found in a dictionary; longer matches grow from shorter ones, a token at a time.
+So reading a token and finding all that matches after it take a few microseconds, however long the text is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from hf_specdecpp.files import read_json, save_text
 
 MOST_MATCHES = 64  # the latest
+MOST_SINGLE = 4  # the same of matches of one token, which are looked at where there are no others
 NOTHING = -1  # no token: it stands between texts
 MOST_ID = 1 << 31
 
@@ -23,7 +24,7 @@ Matches = dict[int, int]
 
 
 class Seen:
-    """Tokens in order, and where each pair of them stood.
+    """Tokens in order, and where each of them and each pair of them stood.
 
     Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; what followed there is 8.
 
@@ -33,8 +34,9 @@ class Seen:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
-        self._latest: dict[int, int] = {}  # place of the second token of a pair
-        self._earlier = array("i")  # by place of a second token: the one of the same pair before it, or -1
+        self._latest: dict[int, int] = {}  # place of a token, by itself, and of the second one of a pair, by `_pair`
+        # By place: where the same token, and the same pair, ended before, or -1.
+        self._earlier, self._earlier_pair = array("i"), array("i")
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -46,22 +48,31 @@ class Seen:
 
     def append(self, token: int) -> None:
         """Read a token."""
-        place, earlier = len(self.tokens), -1
-        if place:
-            pair = self.tokens[-1] * MOST_ID + token
-            earlier = self._latest.get(pair, -1)
-            self._latest[pair] = place
+        place, latest = len(self.tokens), self._latest
+        pair = _pair(self.tokens[-1] if place else NOTHING, token)
+        self._earlier.append(latest.get(token, -1))
+        self._earlier_pair.append(latest.get(pair, -1))
+        latest[token] = latest[pair] = place
         self.tokens.append(token)
-        self._earlier.append(earlier)
 
     def matches(self, last: int, token: int, before: Matches) -> Matches:
         """What matches the end of a text once `token` follows `last`; `before` is what matched there."""
-        place, earlier = self._latest.get(last * MOST_ID + token, -1), self._earlier
+        place, earlier = self._latest.get(_pair(last, token), -1), self._earlier_pair
         found: Matches = {}
         while place >= 0 and len(found) < MOST_MATCHES:
             found[place] = before.get(place - 1, 1) + 1
             place = earlier[place]
+        if not found:
+            place, earlier = self._latest.get(token, -1), self._earlier
+            while place >= 0 and len(found) < MOST_SINGLE:
+                found[place] = 1
+                place = earlier[place]
         return found
+
+
+def _pair(last: int, token: int) -> int:
+    """Two tokens as one number, which is no token itself."""
+    return (last + 2) * MOST_ID + token
 
 
 class Answers:

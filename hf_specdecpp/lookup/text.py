@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from hf_specdecpp.lookup.rates import class_of
+from hf_specdecpp.lookup.rates import classes_of
 from hf_specdecpp.lookup.seen import MOST_ID, NOTHING, Matches, Seen
 
 CONTEXT = 64  # tokens of the prompt's end that matches are looked for with, which is the longest match there
@@ -18,7 +18,7 @@ class Continuation:
 
     Attributes:
         tokens: candidates, each after those before it.
-        classes: what each rests on (`rates.class_of`).
+        classes: what each rests on (`rates.classes_of`).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -64,25 +64,24 @@ class TextLookup:
         matches = self._after(after) if after else self._matches
         longest = max([length for each in matches for length in each.values()], default=0)
         alive = self._pieces(matches, min(longest, EQUAL), most, after) if most > 0 else []
-        found = Continuation()
-        while alive and len(found) < most:
-            place = len(found)
-            if len(alive) == 1 and place < len(alive[0]):
-                further, agree = alive[0][place:], 1
+        tokens: list[int] = []
+        classes: list[int] = []
+        while alive and (place := len(tokens)) < most:
+            total = agree = len(alive)
+            if total == 1 and place < len(alive[0]):
+                tokens += alive[0][place:]
             else:
                 # Beyond the end of the text stands what was found.
-                next_ones = [each[place] if place < len(each) else found.tokens[place - len(each)] for each in alive]
-                further, agree = [best := _most_frequent(next_ones)], next_ones.count(best)
-            total = len(alive)
-            said = self._sayable(further)
-            found.tokens += further[:said]
-            first = longest + place
-            found.classes += [class_of(length, agree, total) for length in range(first, first + said)]
-            if said < len(further):
-                break
-            if agree < total:
-                alive = [each for each, token in zip(alive, next_ones, strict=True) if token == best]
-        return found
+                next_ones = [each[place] if place < len(each) else tokens[place - len(each)] for each in alive]
+                best = next_ones[0]
+                if (agree := next_ones.count(best)) < total:
+                    best = max(dict.fromkeys(next_ones), key=next_ones.count)  # of equally many the latest
+                    agree = next_ones.count(best)
+                    alive = [each for each, token in zip(alive, next_ones, strict=True) if token == best]
+                tokens.append(best)
+            classes += classes_of(range(longest + place, longest + len(tokens)), agree, total)
+        count = self._sayable(tokens)
+        return Continuation(tokens[:count], classes[:count])
 
     def _pieces(self, matches: list[Matches], least: int, most: int, after: Sequence[int]) -> list[list[int]]:
         """What follows each place of which at least so many tokens match, the latest first: at most `most` tokens.
@@ -110,13 +109,7 @@ class TextLookup:
 
     def _sayable(self, tokens: list[int]) -> int:
         """How many of the tokens may be said, from the first on."""
-        if min(tokens) >= 0 and max(tokens) < self.vocab_size and self.never.isdisjoint(tokens):
+        if not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size and self.never.isdisjoint(tokens)):
             return len(tokens)
         is_allowed = (0 <= token < self.vocab_size and token not in self.never for token in tokens)
         return next((count for count, allowed in enumerate(is_allowed) if not allowed), len(tokens))
-
-
-def _most_frequent(tokens: list[int]) -> int:
-    """Of equally many, the one that comes first."""
-    first = tokens[0]
-    return first if tokens.count(first) == len(tokens) else max(dict.fromkeys(tokens), key=tokens.count)

@@ -13,7 +13,7 @@ import pytest
 from support.models import prompt, tiny
 
 PROGRAM = Path(__file__).parents[1] / "support" / "rank_program.py"
-CHAINS = ("fixed", "threshold", "throughput")
+CHAINS = ("fixed", "threshold", "throughput", "lookup")
 SECONDS = 200  # far more than it takes, far less than the half hour that gloo would wait
 
 

@@ -22,8 +22,8 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.measuring import measure
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
-# The default of `draft_kind`, which repositories may leave out.
-ALLOWED = {("config/assistant.py", "independent")}
+# The default of `draft_kind`, which repositories may leave out; and a contestant's name.
+ALLOWED = {("config/assistant.py", "independent"), ("benchmark/contestants.py", "lookup")}
 
 
 # Who asks. ------------------------------------------------------------------------------------------------------------
@@ -73,6 +73,7 @@ def test_what_training_asks_for() -> None:
         ("independent", "org/draft at abc"),
         ("early_exit", "layers 0, 2 of the target"),
         ("conditioned", "layers 0, 2 of the target, which read its states"),
+        ("lookup", "text that was seen before"),
     ],
 )
 def test_descriptions(kind: str, described: str) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_specdecpp.lookup.rates import LONGEST, class_of
-from hf_specdecpp.lookup.seen import MOST_MATCHES, NOTHING, Answers, Seen
+from hf_specdecpp.lookup.rates import LONGEST, classes_of
+from hf_specdecpp.lookup.seen import MOST_MATCHES, MOST_SINGLE, NOTHING, Answers, Seen
 from hf_specdecpp.lookup.text import EQUAL, Continuation, TextLookup
 
 CODE = """
@@ -42,8 +42,11 @@ def by_hand(text: list[int], most: int, earlier: list[int], after: list[int], ne
     if source_end := len(text) - (not after):
         places = [(s, p) for s, p in places if s is not text or p < source_end]
     lengths = [(matching(s, whole, p), s, p) for s, p in places]
-    lengths = [each for each in lengths if each[0] >= 2]
     longest = max((each[0] for each in lengths), default=0)
+    if longest == 1:  # the latest of each text
+        alike = [[each for each in lengths if each[1] is source and each[0] == 1] for source in (text, earlier)]
+        lengths = [each for found_there in alike for each in found_there[-MOST_SINGLE:]]
+    lengths = [each for each in lengths if each[0] >= 1]
     alive = [(s, p + 1) for length, s, p in lengths if min(length, EQUAL) == min(longest, EQUAL)]
     while len(found) < most and alive:
         beyond = [*after, *found.tokens]
@@ -65,7 +68,7 @@ def by_hand(text: list[int], most: int, earlier: list[int], after: list[int], ne
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
     draw = random.Random(seed)
-    size = draw.choice([2, 3, 5])
+    size = draw.choice([2, 3, 5, 40])
     earlier = Answers(1000)
     for _ in range(draw.choice([0, 3])):
         earlier.add([draw.randrange(size) for _ in range(12)])
@@ -86,7 +89,7 @@ def test_the_example_of_the_docstring() -> None:
     lookup.read_prompt([5, 6, 7, 8, 9, 5, 6, 7, 8, 5, 6])
     found = lookup.ahead(3)
     assert found.tokens == [7, 8, 5]
-    assert found.classes == [class_of(2, 2, 2), class_of(3, 2, 2), class_of(4, 1, 2)]
+    assert found.classes == [*classes_of(range(2, 4), 2, 2), *classes_of(range(4, 5), 1, 2)]
 
 
 def test_a_repeating_end_goes_on_beyond_the_text() -> None:
@@ -113,8 +116,10 @@ def test_only_the_latest_places_are_looked_at() -> None:
 
 
 def test_a_match_is_counted_up_to_the_longest_class() -> None:
-    assert class_of(LONGEST + 100, 1, 1) == class_of(LONGEST, 1, 1)
-    assert len({class_of(n, c, t) for n in range(2, 70) for c, t in ((1, 3), (2, 3), (1, 1), (2, 2))}) == 32
+    shares = ((1, 3), (2, 3), (1, 1), (2, 2))
+    longest, *others = zip(*(classes_of(range(70, 0, -1), *share) for share in shares), strict=True)
+    assert others[70 - LONGEST - 1] == longest
+    assert len({each for classes in (longest, *others) for each in classes}) == 36
 
 
 # Earlier answers. -----------------------------------------------------------------------------------------------------

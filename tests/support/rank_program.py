@@ -25,6 +25,7 @@ RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 3},
     "threshold": {"rule": "threshold"},
     "throughput": {"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0, 1.1, 1.2, 1.3]}},
+    "lookup": {"rule": "fixed", "num_tokens": 3, "lookup": True},
     "tree": {"tree": "dyspec", "tree_budget": 4},  # refused
     "measured": {"rule": "throughput"},  # refused
 }
