@@ -22,9 +22,9 @@ from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.drafting.chain import Chain, at_once, draft_chains
 from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.looking_up import count_together
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
+from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.chains import BatchThroughput, ThroughputState, pays_to_go_on

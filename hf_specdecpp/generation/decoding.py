@@ -275,8 +275,6 @@ class AssistedDecoding:
     def _accept_at_once(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
         """The same with one read from the device, by the scores of all rows, `[rows, vocab]`."""
         randomness, tree = self.generator.randomness, tree_pass.tree
-        if not tree.children[0]:  # nothing was drawn
-            return [], self._draw(scores[tree_pass.rows[0]])
         if randomness is None:
             choices = likeliest_tokens(scores)
             return verify_tree_greedy(tree, lambda node: choices[tree_pass.rows[node]])

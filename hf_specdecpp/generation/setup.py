@@ -14,8 +14,8 @@ from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.generation.looking_up import LookingUp
 from hf_specdecpp.lookup.choice import Choice
+from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part

@@ -29,13 +29,10 @@ def verify_sampled(
         Number of accepted candidates, and the token that follows them.
     """
     drawn = len(q)
-    if not drawn:
-        accepted, token = 0, int(randomness.categorical(p[0]))
-    else:
-        verify = verify_block if verification == "block" else verify_chain
-        if waits_for_reads(p.device):
-            verify = partial(verify_at_once, verification=verification)
-        accepted, token = verify(candidates[:drawn], p[: drawn + 1], q, randomness)
+    verify = verify_block if verification == "block" else verify_chain
+    if waits_for_reads(p.device):
+        verify = partial(verify_at_once, verification=verification)
+    accepted, token = verify(candidates[:drawn], p[: drawn + 1], q, randomness)
     if accepted < drawn or drawn == len(candidates):
         return accepted, token
     looked_up = [int(each) for each in candidates[drawn:]]

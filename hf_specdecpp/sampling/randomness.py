@@ -108,10 +108,23 @@ class TorchRandomness:
 
 
 class AsPlain(TorchRandomness):
-    """Draws each token as plain `generate()` does, where nothing else is drawn: the same seed gives the same text."""
+    """Draws each token as plain `generate()` does, and nothing else: the same seed gives the same text.
+
+    For rounds without drawn candidates, of which every test is certain.
+    """
 
     def categorical(self, probs: Tensor) -> Tensor:
         return probs[None].multinomial(1)[0, 0]
+
+    def bernoulli(self, probability: float) -> bool:
+        return probability > 0.0
+
+    def outcome(
+        self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
+    ) -> tuple[int, int]:
+        first = torch.zeros(1, dtype=torch.long, device=tests.device)
+        weights = row(first)[0]
+        return 0, int(self.categorical(weights if bool(weights.any()) else otherwise(first)[0]))
 
 
 def _nothing(weights: Tensor) -> str:

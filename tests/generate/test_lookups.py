@@ -9,13 +9,14 @@ import pytest
 import torch
 from support.families import informed_draft
 from support.models import VOCAB_SIZE, assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.reads import pretend_that_reads_are_slow
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation.looking_up import LookingUp
 from hf_specdecpp.lookup.choice import Choice, by_estimate
+from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.lookup.rates import LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.vocabulary import special_ids
@@ -78,6 +79,17 @@ def test_alone_the_text_is_the_very_text_of_plain_generation(family: str, shape:
     assert stats.draft_passes == 0
     assert stats.lookup_rounds == stats.rounds - stats.idle_rounds
     assert stats.generated + stats.discarded == stats.drafted + stats.target_passes
+
+
+@pytest.mark.parametrize("shape", ["chain", "dyspec"])
+def test_where_reads_are_slow(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_that_reads_are_slow(monkeypatch)
+    target = tiny("llama")
+    plain = generate(target, seed=3, **SAMPLED)
+    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape])
+    inform(assistant, plain)
+    assert torch.equal(generate(target, assistant, seed=3, **SAMPLED), plain)
+    assert assistant.stats.accepted_lookups > 20
 
 
 @pytest.mark.parametrize("rule", RULES)

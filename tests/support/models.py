@@ -151,7 +151,7 @@ class Rounds:
         told = SpecDecPPCandidateGenerator.update_candidate_strategy
 
         def update(generator: Any, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
-            self.outcomes.append((generator._num_drafted, int(num_matches)))
+            self.outcomes.append((len(generator._chain.tokens), int(num_matches)))
             told(generator, input_ids, scores, num_matches)
 
         monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_candidate_strategy", update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -11,11 +12,15 @@ from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.lookup.choice import LEAST_SURVIVAL, USUAL_ACCEPTANCE, Choice, by_estimate
 from hf_specdecpp.lookup.rates import LookupRates, TextRates
 from hf_specdecpp.lookup.text import Continuation, TextLookup
-from hf_specdecpp.throughput.chains import ThroughputState
-from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.tree import DraftTree
 
 ASSUMED = 8.0  # candidates that `USUAL_ACCEPTANCE` counts for
+
+
+class Plan(Protocol):
+    """Knows what rounds cost, at the length of the text at hand."""
+
+    costs: Costs
 
 
 class LookingUp:
@@ -43,7 +48,7 @@ class LookingUp:
         rates: LookupRates,
         most: int,
         has_draft: bool,
-        plan: ThroughputState | TreeThroughput | None = None,
+        plan: Plan | None = None,
         choice: Choice | None = None,
     ) -> None:
         self.text, self.rates, self.most = text, TextRates(rates), most
