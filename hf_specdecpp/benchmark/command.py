@@ -20,9 +20,7 @@ from hf_specdecpp.benchmark.contestants import (
     Contestant,
     all_contestants,
     choose,
-    matches,
     quick_contestants,
-    untuned_contestants,
     without_draft,
 )
 from hf_specdecpp.benchmark.live.batches import BatchBenchmark, summarise_batches
@@ -37,7 +35,7 @@ from hf_specdecpp.files import save_text
 from hf_specdecpp.kinds.known import describe, kind_of
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import load_draft, load_model
+from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.provenance import command, commit_of
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
@@ -121,7 +119,7 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
         contestants = quick_contestants(has_head)
     else:
         can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
-        contestants = [*all_contestants(has_head, can_tree, has_rates), *_untuned(config, target, assistant)]
+        contestants = all_contestants(has_head, can_tree, has_rates)
     if "unattached" in assistant.ready_drafter().cannot:  # nor can transformers' own loop draft with it
         contestants = [each for each in contestants if each.stock is None]
     return contestants
@@ -143,17 +141,6 @@ def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
         logger.warning(f"No trees take part: {error}")
         return False
     return True
-
-
-def _untuned(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
-    """transformers with the draft as it was before it was tuned, loaded only where it takes part: a second draft."""
-    own = assistant.config
-    names = untuned_contestants(None)
-    wanted = not config.contestants or any(matches(each, pattern) for each in names for pattern in config.contestants)
-    if not wanted or kind_of(own).rests_on != "draft" or assistant.parts.adapter is None:
-        return []
-    revision = own.draft_revision if config.draft is None else None
-    return untuned_contestants(load_draft(config.draft or own.draft_id, revision, target))
 
 
 def _quicker(config: BenchmarkConfig) -> BenchmarkConfig:

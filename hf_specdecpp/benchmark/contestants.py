@@ -49,7 +49,6 @@ class Contestant:
         speculation: ours: the settings of the assistant, but for its passes, which are as the assistant has them.
         with_head: ours: whether the head judges, or the draft's own probability.
         stock: transformers' assisted generation: what the draft's generation config says.
-        draft: the draft of these, if it is not the assistant's: the one that the assistant's was tuned from.
         lookup: transformers' prompt lookup: its arguments of `generate()`.
         alone: ours: without the draft, so that all candidates are looked up.
         same_passes: plain generation on the CPU products and packed weights that ours runs on.
@@ -61,7 +60,6 @@ class Contestant:
     speculation: SpeculationConfig | None = None
     with_head: bool = True
     stock: dict[str, Any] | None = None
-    draft: CausalLM | None = field(default=None, compare=False, repr=False)
     lookup: dict[str, int] | None = None
     alone: bool = False
     same_passes: bool = False
@@ -90,7 +88,7 @@ class Contestant:
             with assistant.setup().products(target):
                 yield {}
         elif self.stock is not None:
-            draft = self.draft or assistant.ready_drafter().model
+            draft = assistant.ready_drafter().model
             own, draft.generation_config = draft.generation_config, GenerationConfig(**self.stock)
             try:
                 yield {"assistant_model": draft}
@@ -225,31 +223,23 @@ def _judges(has_head: bool) -> list[tuple[bool, str]]:
 
 
 def _transformers() -> list[Contestant]:
-    lookups = [
-        Contestant(f"prompt lookup {size}", "prompt lookup", lookup={**PROMPT_LOOKUP, "max_matching_ngram_size": size})
-        for size in (2, 3)
-    ]
-    return [*_assisted("transformers"), *lookups]
-
-
-def untuned_contestants(draft: CausalLM | None) -> list[Contestant]:
-    """transformers' own assisted generation with the draft that an assistant's was tuned from."""
-    return _assisted("transformers untuned", draft)
-
-
-def _assisted(family: str, draft: CausalLM | None = None) -> list[Contestant]:
     def contestant(name: str, count: int, schedule: str, confidence: float) -> Contestant:
         stock = {
             "num_assistant_tokens": count,
             "num_assistant_tokens_schedule": schedule,
             "assistant_confidence_threshold": confidence,
         }
-        return Contestant(f"{family} {name}", family, stock=stock, draft=draft)
+        return Contestant(f"transformers {name}", "transformers", stock=stock)
 
+    lookups = [
+        Contestant(f"prompt lookup {size}", "prompt lookup", lookup={**PROMPT_LOOKUP, "max_matching_ngram_size": size})
+        for size in (2, 3)
+    ]
     return [
         contestant("default", 20, "constant", 0.4),
         *(contestant(f"constant {count}", count, "constant", 0.0) for count in STOCK_LENGTHS),
         contestant("heuristic", HEURISTIC_START, "heuristic", 0.0),
+        *lookups,
     ]
 
 

@@ -147,24 +147,18 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
 def save_head(head: AcceptanceHead, folder: Path) -> None:
     """Write a head; `head.json` comes last, and a folder with it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(head.state_dict(), folder / HEAD_WEIGHTS)
-    save_text(json.dumps(head.to_config(), indent=2) + "\n", folder / HEAD_CONFIG)
+    _save(head, head.state_dict(), folder / HEAD_WEIGHTS, folder / HEAD_CONFIG)
 
 
 def load_head(folder: Path) -> AcceptanceHead:
-    """The head that `save_head` wrote.
-
-    Raises:
-        ValueError: a file is damaged, or the two do not belong together.
-    """
+    """The head that `save_head` wrote; `ValueError` if a file is damaged, or the two do not belong together."""
     hint = f"It does not belong to {HEAD_CONFIG} beside it: delete {folder} and fit the head again."
     return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
 
 
 def save_fusion(fusion: Fusion, tensors: dict[str, Tensor], work: Path) -> None:
     """Write a fusion's trained tensors, and last its description."""
-    save_tensors(tensors, work / FUSION)
-    save_text(json.dumps(fusion.to_config(), indent=2) + "\n", work / FUSION_CONFIG)
+    _save(fusion, tensors, work / FUSION, work / FUSION_CONFIG)
 
 
 def load_fusion(work: Path) -> Fusion:
@@ -172,6 +166,11 @@ def load_fusion(work: Path) -> Fusion:
     if not (work / FUSION_CONFIG).is_file():
         raise ValueError(f"{work} has no trained fusion of a conditioned draft. Run the stage distill first.")
     return read_fusion(read_json(work / FUSION_CONFIG), work / FUSION)
+
+
+def _save(module: AcceptanceHead | Fusion, tensors: dict[str, Tensor], weights: Path, config: Path) -> None:
+    save_tensors(tensors, weights)
+    save_text(json.dumps(module.to_config(), indent=2) + "\n", config)
 
 
 def digest(path: Path) -> str | None:

@@ -52,12 +52,6 @@ def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
     return shape
 
 
-def nodes_of(shape: Shape) -> list[list[int]]:
-    """The nodes of a shape, as `from_nodes` and `SpeculationConfig(tree_shape=...)` take them."""
-    nodes = [[*parent, rank] for parent, count in shape.items() for rank in range(count)]
-    return sorted(nodes, key=lambda node: (len(node), node))
-
-
 def size(shape: Shape) -> int:
     """Number of candidates."""
     return sum(shape.values())

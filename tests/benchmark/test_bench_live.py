@@ -26,7 +26,6 @@ from hf_specdecpp.benchmark.contestants import (
     all_contestants,
     choose,
     quick_contestants,
-    untuned_contestants,
 )
 from hf_specdecpp.benchmark.live import clock, runner
 from hf_specdecpp.benchmark.live.batches import summarise_batches
@@ -469,15 +468,6 @@ def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_
     options = ("--assistant", str(tmp_path / "assistant"), "--dtype", "bfloat16", "--temperatures", "0", "--no-replay")
     result = run_command(target, tmp_path, *options, "--max_new_tokens", "4", "--contestants", "fixed 2")
     assert result.exit_code == 0, result.output
-
-
-def test_the_untuned_draft_is_a_rival(target: PreTrainedModel) -> None:
-    assistant, untuned = assistant_for(target), tiny("llama", seed=5)
-    for contestant in untuned_contestants(untuned):
-        with contestant.arguments(assistant, target) as arguments:
-            assert arguments["assistant_model"] is untuned
-            assert untuned.generation_config.num_assistant_tokens == (contestant.stock or {})["num_assistant_tokens"]
-        assert contestant.name.startswith("transformers untuned ")
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.without_replacement import BLOCK, Inverted, Likeliest, Ranked, Siblings
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.shapes import Shape, best_shape, from_expansions, from_nodes, nodes_of, size
+from hf_specdecpp.trees.shapes import Shape, best_shape, from_expansions, from_nodes, size
 from hf_specdecpp.trees.siblings import SiblingDistribution, _entropies
 from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree, Lineage, relations
@@ -179,7 +179,8 @@ def test_a_draft_that_can_propose_nothing_gets_no_tree(judge: str, randomness: T
 def test_shapes() -> None:
     shape = from_expansions([2, 1, 2])
     assert size(shape) == 2 + 2 + 4
-    assert from_nodes(nodes_of(shape)) == shape
+    nodes = [[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
+    assert from_nodes(nodes) == shape
     tree_growth = growth(RandomDraft("mixed", seed=0), randomness=TorchRandomness())
     grow_shape(tree_growth, shape)
     assert [len(children) for children in tree_growth.tree.children] == [2, 1, 1, 2, 2, 0, 0, 0, 0]
