@@ -112,7 +112,6 @@ class BatchDecoding:
         times = first.times if len(rows) == len(self.rows) else None
         if isinstance(first.plan, ThroughputState):
             first.plan.follow(length)
-            first.plan.next_trial()
         if times is not None:
             times.begin()
         chains = self._draft()
@@ -152,6 +151,8 @@ class BatchDecoding:
         texts = [self.texts[index] for index in self.active]
         drafting = [row.generator.drafting(text, None, row.states.found) for row, text in zip(rows, texts, strict=True)]
         self.read = max(row.generator.session.unread for row in rows)
+        if isinstance(plan := self.rows[0].generator.plan, ThroughputState):
+            plan.begin_batch_round(self.read)
         lookups = [row.generator.lookup for row in rows if row.generator.lookup is not None]
         together = count_together(lookups) if lookups else 0
         for place, lookup in enumerate(lookups):

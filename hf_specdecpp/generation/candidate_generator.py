@@ -167,7 +167,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _extended(self, chain: Chain) -> Chain:
         """With candidates after it that were looked up, where that pays."""
-        if self.lookup is None or not isinstance(self.rule, Throughput) or set(chain.tokens) & self.eos_token_ids:
+        if self.lookup is None or not isinstance(self.rule, Throughput) or self.rule.trial is not None:
+            return chain
+        if self.eos_token_ids.intersection(chain.tokens):
             return chain
         return self.lookup.extend(chain, self.rule.survival)
 

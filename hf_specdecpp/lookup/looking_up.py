@@ -55,7 +55,7 @@ class LookingUp:
         self.plan, self.choice = plan, choice
         self.found = Continuation()
         self.estimates: list[float] = []
-        self.has_draft = has_draft
+        self.has_draft, self._room = has_draft, 0  # the latter: candidates that the round may have
         self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # candidates of the draft
         self._costs: Costs | None = None
         self._rounds: Floats = np.zeros(1)
@@ -63,7 +63,7 @@ class LookingUp:
 
     def begin_round(self, new_tokens: Sequence[int], room: int) -> None:
         """Take note of what the target has said, and find what may follow: at most `room` candidates."""
-        most = min(room, self.most)
+        most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)
             self.found = self.text.ahead(most)
@@ -94,7 +94,7 @@ class LookingUp:
 
     def extend(self, chain: Chain, survival: float) -> Chain:
         """What was drafted, which all stands with chance `survival`, and what is worth looking up after it."""
-        drawn, room = len(chain.tokens), self.most - len(chain.tokens)
+        drawn, room = len(chain.tokens), self._room - len(chain.tokens)
         if self.choice is None or not drawn or room < 1:
             return chain
         found = self.text.ahead(room, chain.tokens)
@@ -118,7 +118,7 @@ class LookingUp:
             reached = tree.values[node] * tree.estimates[node]
         for child in tree.children[node]:
             reached *= 1.0 - tree.estimates[child]
-        room = max(self.most - len(tree), 0)
+        room = max(self._room - len(tree), 0)
         tokens, estimates = self.found.tokens[place : place + room], self.estimates[place : place + room]
         if self.choice is None:
             worth = int((reached * np.cumprod(estimates) >= LEAST_SURVIVAL).sum())

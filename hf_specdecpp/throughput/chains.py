@@ -27,8 +27,8 @@ from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
 LEAST_CRITICAL = 1e-9
 NEXT_STEPS = 2  # from the last rate a step or two are enough, and what is left the next plan will catch up
 TRIED, TRIALS = 3, 3  # lengths that a text tries at most, and rounds of each
+ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
 TRIED_WHEN_WRONG = 4  # after a text of which some rounds did not take what they should
-TRIED_IN_BATCHES = 1  # there passes that are wider than pays cost far more: only drafting nothing is tried
 TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
 
 
@@ -46,7 +46,9 @@ class ThroughputState:
         plan: `solver.Plan`, `plan.rate` being the tokens a second that it promises.
         credit: for probes, while speculation does not pay.
         trials: lengths that the next rounds of the text try out.
-        trial: the one of the round now, in batches, whose rows share it; `None` for an ordinary round.
+        trial: the one of the round now; `None` for an ordinary round.
+        unread, starts: of the round of a batch, which all rows share: tokens that the draft reads first in the row that
+            has most, and whether it drafts at all.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ThroughputState:
         self.rates = rates or AcceptanceRates()
         self.trials: list[int] = []
         self.trial: int | None = None
+        self.unread, self.starts = 0, True
         self.texts, self._kind = 0, 0  # how many there were, and the class of the length of the one now
         self._plans: dict[int, tuple[Costs, Plan]] = {}  # by class, the latest
         self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
@@ -106,12 +109,16 @@ class ThroughputState:
 
     def _worth_trying(self) -> list[int]:
         """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
-        which all others are judged, and those that would pay most if their passes cost as little as the cheapest."""
+        which all others are judged, and those that would pay most if their passes cost as little as the cheapest.
+
+        In batches none only: there a draft has to read all rows' texts first, and wider passes cost far more.
+        """
         verify = self.costs.verify_seconds(self.max_tokens)
         promise = self.expected_tokens() / (self.seconds - verify + verify.min())
         promise[0] = math.inf
-        due = [k for k in range(self.max_tokens + 1) if promise[k] > self.plan.rate and self._is_due(k)]
-        most = TRIED_IN_BATCHES if self.is_batch else TRIED_WHEN_WRONG if self.were_wrong else TRIED
+        longest = 0 if self.is_batch else self.max_tokens
+        due = [k for k in range(longest + 1) if promise[k] > self.plan.rate and self._is_due(k)]
+        most = TRIED_WHEN_WRONG if self.were_wrong else TRIED
         return sorted(due, key=lambda k: -promise[k])[:most] * TRIALS
 
     def _is_due(self, length: int) -> bool:
@@ -133,14 +140,26 @@ class ThroughputState:
 
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
-        if self.pays:
-            return True
+        if self.pays or not self.max_tokens:  # nothing drafts
+            return self.pays
         return self.credit.seconds >= self.costs.read * unread + float(self.seconds[1] - self.seconds[0])
 
     def next_trial(self) -> int | None:
         """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
         self.trial = self.trials.pop(0) if self.trials else None
         return self.trial
+
+    def begin_batch_round(self, unread: int) -> None:
+        """Decide whether the rows of a batch draft in the round that begins: all or none, since the draft's pass is as
+        wide as the row with most to read.
+
+        Args:
+            unread: tokens that the draft reads first in that row.
+        """
+        trial, self.unread = self.next_trial(), unread
+        gain = (self.plan.rate / self.plan.plain_rate - 1.0) * float(self.seconds[0])
+        pays = not self.pays or self.costs.read * unread <= ROUNDS_AHEAD * gain
+        self.starts = trial > 0 if trial is not None else pays and self.may_start(unread)
 
     def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
         """Learn the outcome of a round."""
@@ -202,11 +221,11 @@ class Throughput(StoppingRule):
 
 class BatchThroughput(Throughput):
     """The rule for a row of a batch. Rows share passes, so they go on together or not at all (`pays_to_go_on`), and
-    have the same trials (`ThroughputState.trial`)."""
+    begin together or not at all (`ThroughputState.begin_batch_round`)."""
 
     def starts(self, unread: int) -> bool:
-        self.unread, self.trial = unread, self.state.trial
-        return self.state.may_start(unread) if self.trial is None else self.trial > 0
+        self.unread, self.trial = max(unread, self.state.unread), self.state.trial
+        return self.state.starts
 
     def stops(self, signal: float | None) -> bool:
         super().stops(signal)

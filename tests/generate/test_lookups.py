@@ -231,6 +231,24 @@ def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
     assert any(drawn and further for drawn, further in mixed)
 
 
+@pytest.mark.parametrize("shape", ["chain", "dyspec"])
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_up_to_the_end_of_the_position_table(family: str, shape: str) -> None:
+    """Neither what is looked up nor what follows drafted candidates is read beyond the text's last place."""
+    table = {"n_positions": 64} if family == "gpt2" else {"max_position_embeddings": 64}
+    target = tiny(family, **table)
+    for length in (40, 52):
+        plain = generate(target, max_new_tokens=length)
+        for assistant in (
+            lookup_for(target, **RULES["throughput"], **SHAPES[shape]),
+            assistant_for(target, lookup=True, **RULES["throughput"], **SHAPES[shape]),
+        ):
+            inform(assistant, plain)
+            assert torch.equal(generate(target, assistant, max_new_tokens=length), plain)
+            assert assistant.stats.accepted_lookups > 0
+            assistant.detach()
+
+
 def test_without_the_setting_nothing_is_looked_up() -> None:
     target = tiny("llama", initializer_range=0.05)
     assistant = assistant_for(target)

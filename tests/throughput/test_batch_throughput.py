@@ -10,6 +10,7 @@ import pytest
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, pays_to_go_on
+from hf_specdecpp.throughput.known_costs import KnownCosts
 
 ROWS, LENGTH, MOST = 8, 64, 6
 # Milliseconds of passes over 1 to 7 tokens of each row: of one row, and of eight.
@@ -68,6 +69,7 @@ class Batches:
         return float(LENGTH * ALL[0] / seconds)
 
     def _draft(self, rules: list[BatchThroughput], estimates: list[float]) -> int:
+        self.state.begin_batch_round(unread=1)
         for rule in rules:
             rule.begin_round()
         drafted = 0
@@ -91,3 +93,36 @@ class Batches:
 def test_rows_that_accept_more_and_less_lose_little(rates: list[float], least: float) -> None:
     batches = Batches(rates)
     assert mean(batches.run() for _ in range(20)) > least
+
+
+# Beginning. -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
+    """Rows begin together: by what the draft has to read in the row with most, and 64 rounds of what is gained."""
+    costs = Costs(0.1, (1.0, 1.0, 1.0, 1.0), read=0.01).share(ROWS)
+    state = ThroughputState(costs, MOST, 0, is_batch=True)
+    assert state.pays
+    gain = (state.plan.rate / state.plan.plain_rate - 1.0) * float(state.seconds[0])
+    most = int(64 * gain / costs.read)
+    rows = [BatchThroughput(DraftProbability(), state) for _ in range(2)]
+    for unread, starts in ((1, True), (most - 1, True), (most + 2, False)):
+        state.begin_batch_round(unread)
+        assert [row.starts(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
+        assert [row.unread for row in rows] == [unread, unread]
+
+
+def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
+    """Only drafting nothing is, also once that was confirmed."""
+    known = KnownCosts(Costs(0.1, (1.0, 1.9, 2.8, 3.7)))
+    for is_batch, tried in ((True, {0}), (False, {0, 1, 2, 3})):
+        state = ThroughputState(known, 3, 0, is_batch=is_batch)
+        lengths = set()
+        for _ in range(20):
+            state.begin_text()
+            state.follow(10)
+            lengths |= set(state.trials)
+            state._confirmed |= {(state._kind, 1): state.texts}
+        assert 0 in lengths
+        assert lengths <= tried
+        assert is_batch or len(lengths) > 1
