@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.families import informed_draft
 from support.models import VOCAB_SIZE, assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.multimodal import multimodal
 from support.reads import pretend_that_reads_are_slow
 from support.zoo import tiny_of
 from torch import Tensor
@@ -119,6 +120,18 @@ def test_targets_with_recurrent_layers(family: str) -> None:
     inform(assistant, plain)
     assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
     assert assistant.stats.discarded > 0
+    assert assistant.stats.accepted_lookups > 20
+
+
+@pytest.mark.parametrize("shape", ["chain", "dyspec"])
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_targets_that_read_images(name: str, shape: str) -> None:
+    target, inputs = multimodal(name)
+    options = {**GREEDY, "max_new_tokens": 40}
+    plain = target.generate(**inputs, **options)
+    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape], lookup_memory=1000)
+    target.generate(**inputs, assistant_model=assistant, **options)
+    assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options), plain)
     assert assistant.stats.accepted_lookups > 20
 
 
