@@ -248,7 +248,7 @@ def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_up_to_the_end_of_the_position_table(family: str, shape: str) -> None:
     """Neither what is looked up nor what follows drafted candidates is read beyond the text's last place."""
-    table = {"n_positions": 64} if family == "gpt2" else {"max_position_embeddings": 64}
+    table: dict[str, Any] = {"n_positions": 64} if family == "gpt2" else {"max_position_embeddings": 64}
     target = tiny(family, **table)
     for length in (40, 52):
         plain = generate(target, max_new_tokens=length)
