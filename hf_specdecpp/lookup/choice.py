@@ -35,8 +35,7 @@ class Choice:
     """
 
     def __init__(self, seconds: float, drafting: float | None) -> None:
-        self.plain = 1.0 / seconds
-        self.drafted = [TRUSTED * seconds * max(drafting or 0.0, self.plain), TRUSTED * seconds]
+        self.drafted = [TRUSTED * max((drafting or 0.0) * seconds, 1.0), TRUSTED * seconds]
 
     @property
     def rate(self) -> float:

@@ -40,6 +40,7 @@ class LookingUp:
     Attributes:
         found: what the round could propose now.
         estimates: of these candidates.
+        verify: `[most + 1]` seconds of a row's share of a pass over 0, 1, ... candidates, all but drafting included.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LookingUp:
         self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # candidates of the draft
         self._costs: Costs | None = None
         self._rounds: Floats = np.zeros(1)
-        self._verify: Floats = np.zeros(1)
+        self.verify: Floats = np.zeros(1)
 
     def begin_round(self, new_tokens: Sequence[int], room: int) -> None:
         """Take note of what the target has said, and find what may follow: at most `room` candidates."""
@@ -77,7 +78,7 @@ class LookingUp:
         self.estimates = self.rates.estimates(self.found.classes)
         if self.plan is not None and self.plan.costs is not self._costs:
             self._costs = self.plan.costs
-            self._verify = self._costs.verify_seconds(self.most) + self._costs.overhead
+            self.verify = self._costs.verify_seconds(self.most) + self._costs.overhead
             self._rounds = self._costs.round_seconds(self.most)
 
     def take(self, count: int) -> Chain:
@@ -100,7 +101,7 @@ class LookingUp:
         found = self.text.ahead(room, chain.tokens)
         if not found.tokens:
             return chain
-        seconds = self._verify[drawn : drawn + len(found) + 1]
+        seconds = self.verify[drawn : drawn + len(found) + 1]
         count = self.choice.further(survival, self.rates.estimates(found.classes), seconds)
         return chain.followed_by(found.tokens[:count])
 
@@ -120,11 +121,11 @@ class LookingUp:
             reached *= 1.0 - tree.estimates[child]
         room = max(self._room - len(tree), 0)
         tokens, estimates = self.found.tokens[place : place + room], self.estimates[place : place + room]
-        if self.choice is None:
-            worth = int((reached * np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
-        else:
-            worth = self.choice.further(reached, estimates, self._verify[len(tree) : len(tree) + len(tokens) + 1])
-        for token, estimate in zip(tokens[: count or worth], estimates, strict=False):
+        if not count and self.choice is None:
+            count = int((reached * np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
+        elif not count and self.choice is not None:
+            count = self.choice.further(reached, estimates, self.verify[len(tree) : len(tree) + len(tokens) + 1])
+        for token, estimate in zip(tokens[:count], estimates, strict=False):
             node, reached = tree.follow(node, token, reached, estimate), reached * estimate
 
     def learn(self, drawn: int, accepted_of_drawn: int, width: int, kept: int, drafting: float | None = None) -> None:
@@ -142,13 +143,8 @@ class LookingUp:
         self._tested += min(accepted_of_drawn + 1, drawn)
         if self.choice is not None:
             if drafting is None:
-                drafting = float(self._rounds[min(drawn, self.most)] - self._verify[min(drawn, self.most)])
-            self.choice.observe(kept, float(self._verify[min(width, self.most)]) + drafting)
-
-    @property
-    def verify(self) -> Floats:
-        """`[most + 1]` seconds of a row's share of a pass over 0, 1, ... candidates, all but drafting included."""
-        return self._verify
+                drafting = float(self._rounds[min(drawn, self.most)] - self.verify[min(drawn, self.most)])
+            self.choice.observe(kept, float(self.verify[min(width, self.most)]) + drafting)
 
     @property
     def catching_up(self) -> float:

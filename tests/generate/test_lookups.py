@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.families import informed_draft
+from support.fuzz.arguments import Counting
 from support.models import VOCAB_SIZE, assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.multimodal import multimodal
 from support.reads import pretend_that_reads_are_slow
 from support.zoo import tiny_of
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.lookup.choice import Choice, by_estimate
@@ -142,19 +142,6 @@ def test_static_caches() -> None:
     inform(assistant, plain)
     assert torch.equal(generate(target, assistant, cache_implementation="static"), plain)
     assert assistant.stats.accepted_lookups > 20
-
-
-class Counting(LogitsProcessor):
-    """Must be called once a token, in order."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        scores = scores.clone()
-        scores[:, self.calls % VOCAB_SIZE] = float("-inf")
-        return scores
 
 
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])

@@ -13,19 +13,6 @@ from hf_specdecpp.lookup.rates import LONGEST, classes_of
 from hf_specdecpp.lookup.seen import MOST_MATCHES, MOST_SINGLE, NOTHING, Answers, Seen
 from hf_specdecpp.lookup.text import EQUAL, Continuation, TextLookup
 
-CODE = """
-def mean_of_even(numbers):
-    total = 0
-    count = 0
-    for number in numbers:
-        if number % 2 == 0:
-            total = total + number
-            count = count + 1
-    if count == 0:
-        return None
-    return total / count
-"""
-
 
 def matching(seen: list[int], text: list[int], place: int) -> int:
     """How many tokens up to `place` of `seen` are those at the end of the text."""
