@@ -128,8 +128,8 @@ def inspect(
         raise typer.BadParameter("--tied, --untied, --draft and --target say how to convert: they need --convert OUT.")
     from huggingface_hub.errors import EntryNotFoundError
 
+    from hf_specdecpp.files import Repository
     from hf_specdecpp.hub import conversion, inspection
-    from hf_specdecpp.hub.repository import Repository
 
     repository = Repository(repo, revision, subfolder)
     try:

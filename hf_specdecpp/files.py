@@ -1,4 +1,4 @@
-"""Read and write files strictly: safetensors and JSON only, checked, whole or not at all."""
+"""Find, read and write files: safetensors and JSON only, checked, whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,75 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import cached_assets_path
+from huggingface_hub import cached_assets_path, hf_hub_download, snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils.hub import extract_commit_hash
+
+
+@dataclass
+class Repository:
+    """A Hub id or a local folder, and how to reach it.
+
+    Args:
+        name: repo id or folder.
+        revision, subfolder: within the repo.
+        hub_kwargs: passed to `huggingface_hub.hf_hub_download` (`token`, `cache_dir`, `local_files_only`, ...).
+    """
+
+    name: str
+    revision: str | None = None
+    subfolder: str | None = None
+    hub_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.name).is_dir()
+
+    def file(self, filename: str, folder: str | None = None) -> Path:
+        """Local path of a file, downloaded if need be.
+
+        Raises:
+            FileNotFoundError: a local folder does not have it.
+            huggingface_hub errors: as they are (missing entry or repo, gated, offline, ...).
+        """
+        subfolder = "/".join(part for part in (self.subfolder, folder) if part)
+        if self.is_local:
+            path = Path(self.name, subfolder, filename)
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path} is missing, so {self.name!r} is not a complete assistant. Download or save it again."
+                )
+            return path
+        return Path(
+            hf_hub_download(self.name, filename, subfolder=subfolder or None, revision=self.revision, **self.hub_kwargs)
+        )
+
+    def folder(self, patterns: list[str]) -> Path:
+        """Local folder with at least the files that match `patterns`, downloaded if need be.
+
+        Raises:
+            FileNotFoundError: there is no such subfolder.
+            huggingface_hub errors: as they are (missing repo, gated, offline, ...).
+        """
+        if self.is_local:
+            root = Path(self.name)
+        else:
+            wanted = ["/".join(part for part in (self.subfolder, pattern) if part) for pattern in patterns]
+            root = Path(snapshot_download(self.name, revision=self.revision, allow_patterns=wanted, **self.hub_kwargs))
+        folder = root / (self.subfolder or "")
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{self.name!r} has no folder {self.subfolder!r} with the files of an assistant.")
+        return folder
+
+    def commit(self, path: Path) -> str | None:
+        """The commit hash that a downloaded file came from; `None` for a folder."""
+        return None if self.is_local else extract_commit_hash(str(path), None)
 
 
 def read_json(path: Path, most_bytes: int | None = None) -> Any:

@@ -15,9 +15,10 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import Repository
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.unattached import ModelInterface
-from hf_specdecpp.hub.repository import Repository, check_hub_kwargs, load_config, load_parts
+from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.kinds.known import CONDITIONED, EARLY_EXIT, LOOKUP, draft_name, kind_of
@@ -81,19 +82,24 @@ class Making(ModelInterface):
         speculation: SpeculationConfig | None = None,
         draft: CausalLM | str | Path | None = None,
         merge: bool = True,
+        eagle3: dict[str, Any] | None = None,
         **hub_kwargs: Any,
     ) -> Self:
         """Load draft, adapter, head and options from a Hub repo or a folder.
 
         Args:
-            repo_or_folder: Hub id or local folder, as written by `save_pretrained` or `specdecpp train`.
-            target: attach to this model. An early-exit assistant needs it here or in a later `attach`.
+            repo_or_folder: Hub id or local folder, as written by `save_pretrained` or `specdecpp train`; or an EAGLE-3
+                draft that others trained, in the original dialect or that of `speculators`.
+            target: attach to this model. A draft that rests on the target needs it here or in a later `attach`.
             revision, subfolder: of the assistant's repository.
             dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
             speculation: replaces the repository's defaults.
             draft: a copy of the draft that the repository names, where that cannot be reached: its folder, or a model
                 object, which is left as and where it is.
             merge: of an early exit, as in `from_early_exit`.
+            eagle3: how to read an EAGLE-3 draft of others where its config is silent or wrong: `norm_before_residual`,
+                `norm_output`, `rope_theta`, or `reads`, the target's layers whose outputs it reads, counted from 0.
+                `specdecpp inspect REPO --target ID` finds out.
             hub_kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`: passed to every download.
 
         Raises:
@@ -104,7 +110,8 @@ class Making(ModelInterface):
         hub_kwargs = check_hub_kwargs(hub_kwargs)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
-        head, parts = load_parts(repository, config)
+        config.eagle3 = eagle3 or config.eagle3
+        head, parts = load_parts(repository, config, draft)
         parts = replace(parts, merge=merge)
         drafter = kind_of(config).load(config, parts, Loading(draft, target, dtype, device, hub_kwargs))
         assistant = cls(config, drafter, head, parts, speculation)
@@ -256,5 +263,5 @@ def _parts(
     module: StateReader | None = None,
 ) -> Parts:
     """The parts of a draft, from the arguments of `from_draft` and its like."""
-    folder = Repository(str(adapter)).adapter(None) if adapter is not None else None
+    folder = find_adapter(Repository(str(adapter)), None) if adapter is not None else None
     return Parts(folder, None if draft_vocab is None else torch.as_tensor(draft_vocab, dtype=torch.long), module, merge)

@@ -41,8 +41,8 @@ class DraftModel(Reader):
     ) -> None:
         check_can_draft(model)
         super().__init__(model, owns_model=not shares_target)
-        self.register_buffer("draft_vocab", _check_draft_vocab(draft_vocab, model), persistent=False)
-        self.small_head = _slice_head(self._head(), self.draft_vocab) if self.draft_vocab is not None else None
+        self.register_buffer("draft_vocab", self._checked(draft_vocab), persistent=False)
+        self.small_head = self._head_of_draft_vocab()
         if fusion is not None:
             _check_fusion(fusion, self)
         self.fusion = fusion
@@ -57,6 +57,11 @@ class DraftModel(Reader):
     @property
     def shares_target(self) -> bool:
         return not self.owns_model
+
+    @property
+    def num_ids(self) -> int:
+        """Tokens that its logits are of."""
+        return sizes_of(self._head())[1]
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -85,7 +90,7 @@ class DraftModel(Reader):
         """Ids that are not in `draft_vocab` get -inf."""
         if self.small_head is None:
             return super()._own_logits(hidden)
-        shape = (*hidden.shape[:-1], sizes_of(self._head())[1])
+        shape = (*hidden.shape[:-1], self.num_ids)
         logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
         logits[..., self.draft_vocab] = self.vocab_logits(hidden)
         return logits
@@ -93,6 +98,27 @@ class DraftModel(Reader):
     def vocab_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., d]` float32 of the d tokens that it may propose, in their order in `draft_vocab`."""
         return self._head_logits(self._head() if self.small_head is None else self.small_head, hidden)
+
+    def _head_of_draft_vocab(self) -> nn.Module | None:
+        """What computes the logits of these tokens alone."""
+        return None if self.draft_vocab is None else _slice_head(self._head(), self.draft_vocab)
+
+    def _checked(self, token_ids: Tensor | None) -> Tensor | None:
+        if token_ids is None:
+            return None
+        ids = torch.as_tensor(token_ids, dtype=torch.long, device=self.device).flatten()
+        if (
+            ids.numel() == 0
+            or int(ids.min()) < 0
+            or int(ids.max()) >= self.num_ids
+            or ids.unique().numel() != ids.numel()
+        ):
+            span = f"{int(ids.min())} to {int(ids.max())}" if ids.numel() else "none"
+            raise ValueError(
+                f"draft_vocab must list distinct token ids from 0 to {self.num_ids - 1}; got {ids.numel()} ids, "
+                f"{span}. It was probably made for another draft."
+            )
+        return ids
 
 
 def check_can_draft(model: CausalLM) -> None:
@@ -102,20 +128,6 @@ def check_can_draft(model: CausalLM) -> None:
         raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
     if (reason := no_way_back(model)) is not None:
         raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
-
-
-def _check_draft_vocab(token_ids: Tensor | None, model: CausalLM) -> Tensor | None:
-    if token_ids is None:
-        return None
-    _, rows = sizes_of(model.get_output_embeddings())
-    ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).flatten()
-    if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= rows or ids.unique().numel() != ids.numel():
-        span = f"{int(ids.min())} to {int(ids.max())}" if ids.numel() else "none"
-        raise ValueError(
-            f"draft_vocab must list distinct token ids from 0 to {rows - 1}; got {ids.numel()} ids, {span}. It was "
-            "probably made for another draft."
-        )
-    return ids
 
 
 def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:

@@ -15,14 +15,15 @@ from torch import nn
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import repository
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, Repository
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.kinds.known import KINDS, kind_of
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-MODULES = [kind.module_file for kind in KINDS if kind.module_file is not None]
+MODULES = [name for kind in KINDS for name in kind.module_files]
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -97,7 +98,7 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
 def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
     promised = SpecDecPPConfig() if config is None else config
-    own = kind_of(promised).module_file
+    own = kind_of(promised).module_file(promised)
     return [
         (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
         *((name, name == own, lambda: _read_module(promised, folder)) for name in MODULES),
@@ -125,7 +126,7 @@ def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
 
 def _read_module(config: SpecDecPPConfig, folder: Path) -> str:
     kind = kind_of(config)
-    return _size(kind.read_module(config, folder / str(kind.module_file)))
+    return _size(kind.read_module(config, folder / str(kind.module_file(config))))
 
 
 def _size(module: nn.Module) -> str:

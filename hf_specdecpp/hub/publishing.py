@@ -48,7 +48,8 @@ class Contents:
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
         parts = self.parts
-        config.fusion = parts.module.to_config() if parts.module is not None else None
+        if parts.module is not None:
+            kind_of(config).note_module(config, parts.module)
         config.adapter = parts.adapter is not None
         config.draft_vocab_size = len(parts.draft_vocab) if parts.draft_vocab is not None else None
         config.calibration = config.calibration if self.calibration is None else self.calibration
@@ -72,7 +73,7 @@ def save(contents: Contents, folder: Path) -> None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
     parts = contents.parts
     if parts.module is not None:
-        kind.save_module(parts.module, folder)
+        kind.save_module(config, parts.module, folder)
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:

@@ -1,4 +1,4 @@
-"""The files of an assistant's repository: find them on the Hub or in a folder, check them, read them, write them.
+"""The files of an assistant's repository: check them, read them, write them.
 
 safetensors only, loaded strictly; nothing here opens a pickle or runs code from a repository. A head without its draft:
 
@@ -9,23 +9,21 @@ safetensors only, loaded strictly; nothing here opens a pickle or runs code from
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
 from torch import Tensor
-from transformers.utils.hub import extract_commit_hash
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.modules import as_described, read_module
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
-from hf_specdecpp.files import check_sound, load_strict, read_json
+from hf_specdecpp.files import Repository, check_sound, load_strict, read_json
 from hf_specdecpp.kinds.kind import Kind, Parts
 from hf_specdecpp.kinds.known import draft_name, kind_of, recognise
 from hf_specdecpp.models.adapters import ADAPTER_FILES, MOST_CONFIG_BYTES
+from hf_specdecpp.models.causal_lm import CausalLM
 
 CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
 HEAD, DRAFT_VOCAB = "acceptance_head.safetensors", "draft_vocab.safetensors"
@@ -50,72 +48,6 @@ def check_hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in HUB_KWARGS if kwargs.get(name) is not None}
 
 
-@dataclass
-class Repository:
-    """A Hub id or a local folder, and how to reach it.
-
-    Args:
-        name: repo id or folder.
-        revision, subfolder: within the repo.
-        hub_kwargs: passed to `huggingface_hub.hf_hub_download` (`token`, `cache_dir`, `local_files_only`, ...).
-    """
-
-    name: str
-    revision: str | None = None
-    subfolder: str | None = None
-    hub_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_local(self) -> bool:
-        return Path(self.name).is_dir()
-
-    def file(self, filename: str, folder: str | None = None) -> Path:
-        """Local path of a file, downloaded if need be.
-
-        Raises:
-            FileNotFoundError: a local folder does not have it.
-            huggingface_hub errors: as they are (missing entry or repo, gated, offline, ...).
-        """
-        subfolder = "/".join(part for part in (self.subfolder, folder) if part)
-        if self.is_local:
-            path = Path(self.name, subfolder, filename)
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} is missing, so {self.name!r} is not a complete assistant. Download or save it again."
-                )
-            return path
-        return Path(
-            hf_hub_download(self.name, filename, subfolder=subfolder or None, revision=self.revision, **self.hub_kwargs)
-        )
-
-    def folder(self, patterns: list[str]) -> Path:
-        """Local folder with at least the files that match `patterns`, downloaded if need be.
-
-        Raises:
-            FileNotFoundError: there is no such subfolder.
-            huggingface_hub errors: as they are (missing repo, gated, offline, ...).
-        """
-        if self.is_local:
-            root = Path(self.name)
-        else:
-            wanted = ["/".join(part for part in (self.subfolder, pattern) if part) for pattern in patterns]
-            root = Path(snapshot_download(self.name, revision=self.revision, allow_patterns=wanted, **self.hub_kwargs))
-        folder = root / (self.subfolder or "")
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{self.name!r} has no folder {self.subfolder!r} with the files of an assistant.")
-        return folder
-
-    def commit(self, path: Path) -> str | None:
-        """The commit hash that a downloaded file came from; `None` for a folder."""
-        return None if self.is_local else extract_commit_hash(str(path), None)
-
-    def adapter(self, folder: str | None = ADAPTER_FOLDER) -> Path:
-        """Folder with both adapter files. peft would fall back to a pickle without the safetensors file; we do not."""
-        paths = [self.file(name, folder) for name in ADAPTER_FILES]
-        check_sound(paths[1])
-        return paths[0].parent
-
-
 def load_config(repository: Repository) -> SpecDecPPConfig:
     """The config of an assistant, with where it came from.
 
@@ -124,19 +56,33 @@ def load_config(repository: Repository) -> SpecDecPPConfig:
     """
     path = repository.file(CONFIG)
     kind, raw = read_config(path)
-    config = kind.read_config(raw)
+    commit = repository.commit(path)
+    config = kind.read_config(raw, repository, commit)
     config._name_or_path = repository.name
-    config._commit_hash = repository.commit(path)
+    config._commit_hash = commit
     return config
 
 
-def load_parts(repository: Repository, config: SpecDecPPConfig) -> tuple[AcceptanceHead | None, Parts]:
-    """Head, and what the config promises of the draft; errors as below."""
+def load_parts(
+    repository: Repository, config: SpecDecPPConfig, draft: CausalLM | str | Path | None = None
+) -> tuple[AcceptanceHead | None, Parts]:
+    """Head, and what the config promises of the draft; errors as below.
+
+    Args:
+        draft: where the draft's repository is, in the place of what the config names.
+    """
     kind = kind_of(config)
     head = load_head(repository, config) if config.head is not None else None
     draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
-    module = kind.read_module(config, repository.file(kind.module_file)) if kind.module_file is not None else None
-    return head, Parts(repository.adapter() if config.adapter else None, draft_vocab, module)
+    module = kind.load_module(config, repository, draft)
+    return head, Parts(find_adapter(repository) if config.adapter else None, draft_vocab, module)
+
+
+def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
+    """Folder with both adapter files. peft would fall back to a pickle without the safetensors file; we do not."""
+    paths = [repository.file(name, folder) for name in ADAPTER_FILES]
+    check_sound(paths[1])
+    return paths[0].parent
 
 
 def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead:

@@ -23,7 +23,7 @@ class Conditioned(EarlyExit):
     """An early exit whose input is made of the target's states and the tokens after them."""
 
     name = "conditioned"
-    module_file = FUSION
+    module_files = (FUSION,)
     cannot = {
         "replays": "a recorded text has one q a place, but a conditioned draft's depends on where the round began",
         "stays untrained": "a conditioned draft has to be trained, so leave it on",
@@ -35,7 +35,10 @@ class Conditioned(EarlyExit):
         several = len(config.draft_layers or []) != 1
         return f"{super().describe(config, target)}, which read{'' if several else 's'} its states"
 
-    def read_module(self, config: SpecDecPPConfig, path: Path) -> StateReader:
+    def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
+        config.fusion = module.to_config()
+
+    def read_module(self, config: SpecDecPPConfig, path: Path) -> Fusion:
         if config.fusion is None:
             raise ValueError("The config describes a conditioned draft and no fusion. Save the assistant again.")
         return read_fusion(config.fusion, path)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.files import save_tensors
+from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import StateReader
 
 Feat = Literal["replays", "stays untrained", "late verdicts"]
 
@@ -27,13 +26,13 @@ class Parts:
     Attributes:
         adapter: folder of its PEFT adapter.
         draft_vocab: `[n]` token ids that it may propose; `None` for all.
-        module: what else was trained of it (`Kind.module_file`).
+        module: what else was trained of it (`Kind.module_files`).
         merge: merge the adapter into the weights, or into copies of them.
     """
 
     adapter: Path | None = None
     draft_vocab: Tensor | None = None
-    module: StateReader | None = None
+    module: Any = None
     merge: bool = True
 
 
@@ -61,14 +60,14 @@ class Kind:
         name: `config.draft_kind`.
         rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, which it meets when the
             assistant is attached; or `"nothing"`.
-        module_file: of its repository, with what was trained beside an adapter; `None` where there is nothing.
+        module_files: names that the file with what was trained beside an adapter can have; none where there is nothing.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), `"stays
             untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it).
     """
 
     name: ClassVar[str]
     rests_on: ClassVar[Literal["draft", "target", "nothing"]]
-    module_file: ClassVar[str | None] = None
+    module_files: ClassVar[tuple[str, ...]] = ()
     cannot: ClassVar[Mapping[Feat, str]] = {}
 
     def owns(self, raw: Mapping[str, Any]) -> bool:
@@ -76,8 +75,12 @@ class Kind:
         default = SpecDecPPConfig().draft_kind
         return raw.get("model_type") == SpecDecPPConfig.model_type and raw.get("draft_kind", default) == self.name
 
-    def read_config(self, raw: dict[str, Any]) -> SpecDecPPConfig:
-        """The config that such a `config.json` describes; `ValueError` if it is damaged or too new."""
+    def read_config(self, raw: dict[str, Any], source: Repository, commit: str | None) -> SpecDecPPConfig:  # noqa: ARG002
+        """The config that such a `config.json` describes; `ValueError` if it is damaged or too new.
+
+        Args:
+            source, commit: where it is from.
+        """
         config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
         return config
 
@@ -91,13 +94,35 @@ class Kind:
     def check_shareable(self, config: SpecDecPPConfig) -> None:
         """Raise `ValueError` if nobody else could."""
 
-    def read_module(self, config: SpecDecPPConfig, path: Path) -> StateReader:
+    def module_file(self, config: SpecDecPPConfig) -> str | None:  # noqa: ARG002
+        """The file of the assistant's own repository with what was trained beside an adapter, if there is one."""
+        return self.module_files[0] if self.module_files else None
+
+    def read_module(self, config: SpecDecPPConfig, path: Path) -> nn.Module:
         """What is in `module_file`; `ValueError` if it is damaged or not what the config describes."""
         raise NotImplementedError(f"{self.name} has no such file.")
 
-    def save_module(self, module: StateReader, folder: Path) -> None:
+    def load_module(
+        self,
+        config: SpecDecPPConfig,
+        repository: Repository,
+        draft: CausalLM | str | Path | None = None,  # noqa: ARG002
+    ) -> nn.Module | None:
+        """What was trained beside an adapter, of the assistant's repository or of one that the config names.
+
+        Args:
+            draft: where the latter is, in the place of what the config names.
+        """
+        file = self.module_file(config)
+        return None if file is None else self.read_module(config, repository.file(file))
+
+    def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
+        """Describe what was trained in the config that is stored."""
+        raise NotImplementedError(f"{self.name} has nothing beside an adapter.")
+
+    def save_module(self, config: SpecDecPPConfig, module: Any, folder: Path) -> None:
         """Write `module_file`."""
-        save_tensors(module.state_dict(), folder / str(self.module_file))
+        save_tensors(module.state_dict(), folder / str(self.module_file(config)))
 
     def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft | None:
         """The draft of an assistant that is loaded; `None` where it is made of a target (`make`)."""

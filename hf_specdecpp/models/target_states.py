@@ -21,19 +21,21 @@ class StateReader(nn.Module):
     """Makes a draft's inputs of the target's states and of embeddings, and says which states.
 
     Attributes:
-        hidden_size: of target and draft.
-        embedding_size: of what comes out.
-        reads: indices of the target's layers whose outputs are read beside its final state (after its final norm).
+        hidden_size: of the draft's states.
+        embedding_size: of the embeddings that it reads.
+        reads: indices of the target's layers whose outputs are read, in the order in which they are put together.
+        reads_final: whether the target's final state (after its final norm) is read, too, and comes first.
     """
 
     hidden_size: int
     embedding_size: int
     reads: list[int]
+    reads_final: bool = True
 
     @property
     def width(self) -> int:
         """Numbers in a target's state: its final state and the outputs of the layers that are read."""
-        return (1 + len(self.reads)) * self.hidden_size
+        return (self.reads_final + len(self.reads)) * self.hidden_size
 
     def to_config(self) -> dict[str, Any]:
         """The arguments that make one of this shape."""
@@ -70,7 +72,7 @@ class TargetStates:
                     f"The draft reads layers {missing} of its target, and {type(target).__name__} has {len(stack)}, "
                     "counted from 0. It was trained for another target."
                 )
-            self._modules = [decoder, *(stack[read] for read in reader.reads)]
+            self._modules = [decoder] * reader.reads_final + [stack[read] for read in reader.reads]
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
 

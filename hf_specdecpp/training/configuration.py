@@ -223,7 +223,7 @@ class TrainingConfig:
     @property
     def trains_module(self) -> bool:
         """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
-        return self.kind.module_file is not None
+        return bool(self.kind.module_files)
 
     @property
     def work(self) -> Path:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert, read_released_head
-from hf_specdecpp.hub.repository import Repository, load_config, load_head
+from hf_specdecpp.hub.repository import load_config, load_head
 
 HIDDEN = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(0))
 

@@ -17,9 +17,8 @@ from support.hub_server import HubServer, point_client_at
 from support.released_heads import Payload
 
 from hf_specdecpp import AcceptanceHead
-from hf_specdecpp.files import save_tensors
+from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.hub.inspection import Report, inspect
-from hf_specdecpp.hub.repository import Repository
 
 
 def problems(report: Report) -> dict[str, str]:

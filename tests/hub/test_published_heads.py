@@ -20,8 +20,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
-from hf_specdecpp.hub.repository import Repository
 
 pytest.importorskip("datasets", reason="needs the [train] extra")
 

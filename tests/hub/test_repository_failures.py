@@ -41,9 +41,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
-from hf_specdecpp.files import replacing, save_tensors, save_text
+from hf_specdecpp.files import Repository, replacing, save_tensors, save_text
 from hf_specdecpp.hub.inspection import inspect
-from hf_specdecpp.hub.repository import Repository
 from hf_specdecpp.models.early_exit import early_exit
 
 HEAD, VOCAB, ADAPTER = "acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"

@@ -17,13 +17,19 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.files import Repository
 from hf_specdecpp.kinds.known import BY_NAME, KINDS, kind_of, kind_to_train, recognise
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.measuring import measure
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
-# The default of `draft_kind`, which repositories may leave out; and a contestant's name.
-ALLOWED = {("config/assistant.py", "independent"), ("benchmark/contestants.py", "lookup")}
+# The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; a name of speculators.
+ALLOWED = {
+    ("config/assistant.py", "independent"),
+    ("benchmark/contestants.py", "lookup"),
+    ("config/assistant.py", "eagle3"),
+    ("eagle3/description.py", "eagle3"),
+}
 
 
 # Who asks. ------------------------------------------------------------------------------------------------------------
@@ -54,9 +60,10 @@ def test_a_config_is_recognised_by_the_kind_itself() -> None:
     for kind in KINDS:
         raw = SpecDecPPConfig(draft_kind=kind.name).to_dict()
         assert recognise(raw) is kind
-        assert kind_of(kind.read_config(raw)) is kind
+        assert kind_of(kind.read_config(raw, Repository("org/x"), None)) is kind
     assert recognise({"model_type": "specdecpp"}) is BY_NAME["independent"], "as older repositories have it"
     assert recognise({"model_type": "llama"}) is None
+    assert recognise({"model_type": "llama", "draft_vocab_size": 9}) is BY_NAME["eagle3"]
     assert recognise({"model_type": "specdecpp", "draft_kind": "medusa"}) is None
     with pytest.raises(ValueError, match="draft_kind='medusa' must be one of"):
         kind_of(SpecDecPPConfig(draft_kind="medusa"))
@@ -73,6 +80,7 @@ def test_what_training_asks_for() -> None:
         ("independent", "org/draft at abc"),
         ("early_exit", "layers 0, 2 of the target"),
         ("conditioned", "layers 0, 2 of the target, which read its states"),
+        ("eagle3", "EAGLE-3 org/draft at abc"),
         ("lookup", "text that was seen before"),
     ],
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader, TargetStates
@@ -24,7 +25,6 @@ from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import initial_fusion, state_cache
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
-from hf_specdecpp.training.distillation.unrolling import in_rounds, unrolled
 
 
 class Killed(BaseException):

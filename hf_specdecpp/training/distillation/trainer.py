@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation.data import IGNORED
 from hf_specdecpp.training.distillation.state_cache import StateCache
-from hf_specdecpp.training.distillation.unrolling import unrolled
 
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.unrolling import in_rounds
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -25,7 +26,6 @@ from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
-from hf_specdecpp.training.distillation.unrolling import in_rounds
 from hf_specdecpp.training.head.labels import analytic_label, draw_siblings, sibling_labels
 from hf_specdecpp.training.models import fingerprint
 from hf_specdecpp.training.resuming import Record, shards

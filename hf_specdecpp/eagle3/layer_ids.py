@@ -1,0 +1,46 @@
+"""Which layers of the target an EAGLE-3 checkpoint reads: its ids count what goes into layers, or what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def usual_reads(depth: int) -> list[int]:
+    """The layers whose outputs are read where a checkpoint names none, of so many: a low, a middle and a high one.
+
+    Example: of 32 layers 1, 15 and 28, which are the ids 2, 16 and 29 of what goes into a layer.
+    """
+    return [layer - 1 for layer in (2, depth // 2, depth - 3)]
+
+
+def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
+    """The layers whose outputs the ids of a checkpoint may mean, the likelier meaning first.
+
+    One convention counts what goes into a layer (EAGLE, vLLM, speculators): id j is the output of layer j - 1. The
+    other counts outputs (SpecForge, NVIDIA): id j is the output of layer j. A list that begins with 1 is of the second,
+    the usual list of the first; of others the file does not say.
+
+    Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
+    means `[1, 17, 29]` or `[2, 18, 30]`.
+
+    Raises:
+        ValueError: the target has no such layers.
+    """
+    if ids is None:
+        if depth < 4:
+            raise ValueError(
+                f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones."
+            )
+        return [usual_reads(depth)]
+    before = [each - 1 for each in ids]
+    found = [reading for reading in (before, list(ids)) if min(reading) >= 0 and max(reading) < depth]
+    if not found:
+        raise ValueError(
+            f"The draft reads layers {list(ids)} of its target, and this one has {depth}. It was trained for another "
+            "target."
+        )
+    if ids[0] == 1:
+        return [list(ids)] if list(ids) in found else found
+    if depth >= 4 and before == usual_reads(depth):
+        return [before]
+    return found

@@ -1,0 +1,122 @@
+"""Does an EAGLE-3 draft guess what its target says? For its config as read, and for likely misreadings of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.eagle3.checkpoint import build, tensors_of
+from hf_specdecpp.eagle3.description import DEFAULT_THETA
+from hf_specdecpp.eagle3.drafter import Eagle3Drafter
+from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.eagle3.settings import Eagle3Settings
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.reader import Reader
+from hf_specdecpp.models.target_states import TargetStates
+
+STEPS = 2  # candidates of a round that are looked at: the state that the second reads tells `norm_output`
+BETTER_BY = 0.1  # of all places, so that chance does not decide
+GOOD = 0.4  # of the first candidates, on plain English
+TEXT = """The old lighthouse at the end of the harbour had not been used for twenty years. When the town decided to sell
+it, nobody expected that a young engineer would buy it and turn it into a small museum. She repaired the stairs, painted
+the walls white, and collected photographs and letters from the families of the keepers. In the first summer more than
+three thousand visitors came, and most of them stayed until the sun went down over the sea. Today the museum has a cafe,
+a library and a room where children can learn how the lamp worked and why ships needed it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A way to read a checkpoint.
+
+    Attributes:
+        name: in words.
+        overrides: what makes `from_pretrained(..., eagle3=overrides)` read it in this way.
+        agreement: how often the likeliest first and second candidate of a round is the target's choice.
+    """
+
+    name: str
+    overrides: dict[str, Any]
+    agreement: list[float]
+
+
+@torch.no_grad()
+def agreement(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[float]:
+    """How often the likeliest first and second candidate is what the target chooses there.
+
+    Args:
+        model: a draft that has met its target.
+        text: `[1, n]` token ids.
+    """
+    drafter, reader = Eagle3Drafter(model, target), Reader(target)
+    text = text.to(input_device(target))
+    with TargetStates(target, model.reader) as caught:
+        final = reader.hidden_states(text)
+        states: Any = caught.take()
+    width = target.config.get_text_config().vocab_size
+    chosen = reader.logits(final, width).argmax(-1)[0]
+    found = []
+    for step, hidden in enumerate(unrolled(drafter, text.to(states.device), states, STEPS), 1):
+        drafted = drafter.logits(hidden, width).argmax(-1)[0]
+        found.append(float((drafted.to(chosen.device) == chosen)[step:].float().mean()))
+    return found
+
+
+def variants(settings: Eagle3Settings, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What else a checkpoint may mean: names, and the overrides that read it so.
+
+    Args:
+        settings: as read, with `reads`.
+        depth: layers of the target.
+    """
+    reads = settings.reads or []
+    for name, by in (("layers one lower", -1), ("layers one higher", 1)):
+        moved = [read + by for read in reads]
+        if reads and min(moved) >= 0 and max(moved) < depth:
+            yield name, {"reads": moved}
+    if settings.layer["rope_parameters"]["rope_theta"] != DEFAULT_THETA:
+        yield "rope_theta 10000", {"rope_theta": DEFAULT_THETA}
+    for flag in ("norm_before_residual", "norm_output"):
+        value = not getattr(settings, flag)
+        yield f"{flag} {str(value).lower()}", {flag: value}
+
+
+def changed(settings: Eagle3Settings, overrides: dict[str, Any]) -> Eagle3Settings:
+    """The settings with these overrides."""
+    changes = dict(overrides)
+    if (theta := changes.pop("rope_theta", None)) is not None:
+        rope = {**settings.layer["rope_parameters"], "rope_theta": theta}
+        changes["layer"] = {**settings.layer, "rope_parameters": rope}
+    return replace(settings, **changes)
+
+
+def compare(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[Reading]:
+    """The draft as it is read, then its likely misreadings, each with what it guesses right of a text `[1, n]`."""
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    found = [Reading("as read", {}, agreement(model, target, text))]
+    tensors = tensors_of(model)
+    for name, overrides in variants(model.settings, depth):
+        other = build(changed(model.settings, overrides), tensors, "The draft")
+        other.to(device=model.device, dtype=model.dtype)  # type: ignore[call-arg]
+        other.meet(target, other.settings.reads or [])
+        found.append(Reading(name, overrides, agreement(other, target, text)))
+    return found
+
+
+def better(readings: list[Reading]) -> Reading | None:
+    """The reading that guesses far better than the first one, if there is one."""
+    best = max(readings, key=lambda reading: sum(reading.agreement))
+    return best if sum(best.agreement) > sum(readings[0].agreement) + BETTER_BY else None
+
+
+def choose(model: Eagle3Model, target: CausalLM, candidates: list[list[int]], text: Tensor) -> list[int]:
+    """Of several lists of layers that a checkpoint may mean, that with which it guesses best."""
+    rated = []
+    for reads in candidates:
+        model.meet(target, reads)
+        rated.append(agreement(model, target, text)[0])
+    return candidates[rated.index(max(rated))]
