@@ -14,6 +14,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.generation.stats import SpeculationStats
@@ -21,7 +22,7 @@ from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
-from hf_specdecpp.kinds.known import CONDITIONED, EARLY_EXIT, LOOKUP, draft_name, kind_of
+from hf_specdecpp.kinds.known import CONDITIONED, EAGLE3, EARLY_EXIT, LOOKUP, draft_name, kind_of
 from hf_specdecpp.kinds.lookup import NoDraft
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
@@ -216,6 +217,31 @@ class Making(ModelInterface):
         fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
         parts = _parts(adapter, draft_vocab, merge, fusion)
         return cls._from_layers(CONDITIONED, target, layers, parts, head, speculation)
+
+    @classmethod
+    def from_eagle3(
+        cls,
+        target: CausalLM,
+        draft: Eagle3Model,
+        head: AcceptanceHead | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Self:
+        """Draft with an EAGLE-3 layer in memory, and attach to the target; `from_pretrained` loads one.
+
+        Args:
+            target: the model to draft for.
+            draft: trained (`specdecpp train --draft eagle3`), or read by `eagle3.checkpoint.read_model`.
+            head, speculation: as in `from_draft`.
+
+        Raises:
+            ValueError: the draft was made for another target, or the head for another draft.
+        """
+        config = SpecDecPPConfig(draft_kind=EAGLE3.name)
+        assistant = cls(config, None, head, Parts(module=draft), speculation)
+        if head is not None:
+            head.to(target.device)
+        assistant.attach(target)
+        return assistant.eval()
 
     @classmethod
     def from_lookup(cls, target: CausalLM, speculation: SpeculationConfig | None = None) -> Self:

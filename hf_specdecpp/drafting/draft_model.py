@@ -89,7 +89,7 @@ class DraftModel(Reader):
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Ids that are not in `draft_vocab` get -inf."""
         if self.small_head is None:
-            return super()._own_logits(hidden)
+            return super()._own_logits(self.before_head(hidden))
         shape = (*hidden.shape[:-1], self.num_ids)
         logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
         logits[..., self.draft_vocab] = self.vocab_logits(hidden)
@@ -97,7 +97,15 @@ class DraftModel(Reader):
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., d]` float32 of the d tokens that it may propose, in their order in `draft_vocab`."""
-        return self._head_logits(self._head() if self.small_head is None else self.small_head, hidden)
+        return self.head_logits(self.before_head(hidden))
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """What its LM head reads, of the states that a step returns."""
+        return hidden
+
+    def head_logits(self, inputs: Tensor) -> Tensor:
+        """`vocab_logits` of what the LM head reads."""
+        return self._head_logits(self._head() if self.small_head is None else self.small_head, inputs)
 
     def _head_of_draft_vocab(self) -> nn.Module | None:
         """What computes the logits of these tokens alone."""

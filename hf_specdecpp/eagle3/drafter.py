@@ -38,11 +38,15 @@ class Eagle3Drafter(Drafter):
         states = super()._decode(cache, **inputs)
         return self.model.norm(states) if self.model.settings.norm_output else states
 
-    def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
-        return super()._head_logits(head, hidden if self.model.settings.norm_output else self.model.norm(hidden))
+    def before_head(self, hidden: Tensor) -> Tensor:
+        return hidden if self.model.settings.norm_output else self.model.norm(hidden)
 
     def _check_logits(self) -> None:
         """How states become logits is known: the model is ours."""
+
+    def describe(self) -> dict[str, Any]:
+        settings = self.model.settings.to_config()
+        return {"reads": settings, "draft_vocab": self.model.settings.draft_vocab_size, "compiled": self.is_compiled}
 
     def check_tree(self) -> None:
         """It reads trees: it is a Llama, with attention that takes any mask."""

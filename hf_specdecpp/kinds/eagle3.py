@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import logging
 
@@ -38,6 +39,7 @@ class Eagle3(Kind):
     name = "eagle3"
     rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
     module_files = (WEIGHTS, CHECKPOINT)
+    own_layer = True
     cannot = Conditioned.cannot
 
     def owns(self, raw: Mapping[str, Any]) -> bool:
@@ -74,17 +76,12 @@ class Eagle3(Kind):
         return CHECKPOINT if config.draft_id == config.name_or_path else None
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> Eagle3Model:
-        tensors = load_tensors(path)
         if config.draft_id is not None:
-            return read_model(
-                read_description(read_json(path.parent / "config.json"), config.eagle3), tensors, str(path)
-            )
+            description = read_description(read_json(path.parent / "config.json"), config.eagle3)
+            return read_model(description, load_tensors(path), str(path))
         if config.eagle3 is None:
             raise ValueError("The config describes an EAGLE-3 draft and not its settings. Save the assistant again.")
-        with as_described("EAGLE-3 draft"):
-            check_arguments(Eagle3Settings, config.eagle3)
-            settings = Eagle3Settings(**config.eagle3)
-        return build(settings, tensors, str(path))
+        return read_layer(config.eagle3, path)
 
     def load_module(
         self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None
@@ -118,21 +115,45 @@ class Eagle3(Kind):
         """It is made of a target."""
 
     def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Eagle3Drafter:
-        model: Eagle3Model = parts.module
-        _check_fits(model, target, self.describe(config))
-        model.to(device=input_device(target), dtype=target.dtype)  # type: ignore[call-arg]
-        depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        known = model.settings.reads
-        meanings = [known] if known is not None else [[]]
-        if known is None and model.settings.num_reads:
-            meanings = readings(model.settings.layer_ids, depth)
-        model.meet(target, meanings[0])
-        if len(meanings) > 1:
-            _settle(model, target, meanings)
-        return Eagle3Drafter(model, target)
+        meet(parts.module, target, self.describe(config))
+        return Eagle3Drafter(parts.module, target)
 
     def usual_layers(self, depth: int) -> int | list[int]:
         return [depth - 1]
+
+
+def read_layer(arguments: dict[str, Any], path: Path) -> Eagle3Model:
+    """The layer with these settings, trained here, whose tensors are in `path`.
+
+    Raises:
+        ValueError: the settings make no sense, or the file is damaged or does not fit them.
+    """
+    with as_described("EAGLE-3 draft"):
+        check_arguments(Eagle3Settings, arguments)
+        settings = Eagle3Settings(**arguments)
+    return build(settings, load_tensors(path), str(path))
+
+
+def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
+    """Bring a draft to its target, and find out which layers it reads.
+
+    Args:
+        name: of the draft, for messages.
+        dtype: by default the target's.
+
+    Raises:
+        ValueError: the draft was made for another target.
+    """
+    _check_fits(model, target, name)
+    model.to(device=input_device(target), dtype=dtype or target.dtype)  # type: ignore[call-arg]
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    known = model.settings.reads
+    meanings = [known] if known is not None else [[]]
+    if known is None and model.settings.num_reads:
+        meanings = readings(model.settings.layer_ids, depth)
+    model.meet(target, meanings[0])
+    if len(meanings) > 1:
+        _settle(model, target, meanings)
 
 
 def _check_fits(model: Eagle3Model, target: CausalLM, name: str) -> None:

@@ -61,6 +61,7 @@ class Kind:
         rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, which it meets when the
             assistant is attached; or `"nothing"`.
         module_files: names that the file with what was trained beside an adapter can have; none where there is nothing.
+        own_layer: whether it drafts with a layer of its own, all of which is trained, and no adapter.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), `"stays
             untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it).
     """
@@ -68,6 +69,7 @@ class Kind:
     name: ClassVar[str]
     rests_on: ClassVar[Literal["draft", "target", "nothing"]]
     module_files: ClassVar[tuple[str, ...]] = ()
+    own_layer: ClassVar[bool] = False
     cannot: ClassVar[Mapping[Feat, str]] = {}
 
     def owns(self, raw: Mapping[str, Any]) -> bool:

@@ -70,14 +70,18 @@ class DistillConfig:
         fusion_learning_rate: that of a conditioned draft's fusion, which begins with maps that make sense: at the
             adapter's rate they are lost.
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
+        fc_norm: norm each state that an EAGLE-3 draft reads (EAGLE-3.1). Older engines do not serve that.
+        norm_output: an EAGLE-3 draft goes on from its normed state (EAGLE-3.1). Likewise.
         cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
             further epochs need no pass of the target; how much that takes is said before.
         loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected;
             `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
-        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion training goes on with:
-            for more answers, or more epochs. Of the two runs' draft vocabularies the one that covers more of the
-            held-out answers is kept. By default training begins with an adapter that changes nothing.
+        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layer, training
+            goes on with: for more answers, or more epochs. For an EAGLE-3 draft also the repository of one that others
+            trained, which then learns from these answers, with its own vocabulary. Of two runs' draft vocabularies
+            the one that covers more of the held-out answers is kept. By default training begins with an adapter that
+            changes nothing.
     """
 
     enabled: bool = True
@@ -94,6 +98,8 @@ class DistillConfig:
     unroll: int = 4
     fusion_learning_rate: float = 5e-5
     fusion_rank: int | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
     cache_states: bool = False
     loss: str = "kl"
     bf16: bool = False
@@ -171,11 +177,13 @@ class TrainingConfig:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
         draft: Hub id or folder of an independent draft; `"conditioned"` for layers of the target that read its hidden
-            states; by default an early exit of the target.
+            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; by default an
+            early exit of the target.
         layers: of the target, that draft: a number of first layers, or ascending indices. By default an early exit has
             the first 4, a conditioned draft the last.
-        reads: layers of the target whose outputs a conditioned draft reads beside the final state. By default a low
-            one, a middle one and a high one.
+        reads: layers of the target whose outputs a conditioned draft reads beside the final state, or an EAGLE-3 draft
+            in its place. By default a low one, a middle one and a high one; for an EAGLE-3 draft those that every
+            engine serves.
         dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
         target_id: what the published config names in place of `target`, where that is a local copy.
         target_revision: commit of `target_id`.
@@ -223,7 +231,12 @@ class TrainingConfig:
     @property
     def trains_module(self) -> bool:
         """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
-        return bool(self.kind.module_files)
+        return bool(self.kind.module_files) and not self.kind.own_layer
+
+    @property
+    def trains_layer(self) -> bool:
+        """Whether a layer of the draft's own is trained, and no adapter."""
+        return self.kind.own_layer
 
     @property
     def work(self) -> Path:

@@ -15,10 +15,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.eagle3.checkpoint import tensors_of
+from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
 from hf_specdecpp.kinds.conditioned import FUSION, Fusion, read_fusion
+from hf_specdecpp.kinds.eagle3 import WEIGHTS, read_layer
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -31,7 +34,7 @@ from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.processes import process_state
 
 HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
-FUSION_CONFIG = "fusion.json"
+FUSION_CONFIG, LAYER_CONFIG = "fusion.json", "layer.json"
 
 
 def check(config: TrainingConfig) -> None:
@@ -123,6 +126,8 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
     vocab = load_draft_vocab(work)
     head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
+    if config.trains_layer:
+        return SpecDecPPAssistant.from_eagle3(target, load_layer(work), head)
     if config.trains_module:
         fusion, layers = load_fusion(work), layers_of(config, target)
         return SpecDecPPAssistant.from_conditioned(
@@ -138,6 +143,7 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
     """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
     files = (
         Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB), Path(FUSION),
+        *([Path(WEIGHTS)] if config.trains_layer else []),
     )  # fmt: skip
     contents = {str(name): digest(config.work / name) for name in files}
     layers = None if config.independent_draft else config.layers
@@ -166,6 +172,21 @@ def load_fusion(work: Path) -> Fusion:
     if not (work / FUSION_CONFIG).is_file():
         raise ValueError(f"{work} has no trained fusion of a conditioned draft. Run the stage distill first.")
     return read_fusion(read_json(work / FUSION_CONFIG), work / FUSION)
+
+
+def save_layer(model: Eagle3Model, dtype: torch.dtype, work: Path) -> None:
+    """Write a trained layer in half precision, and last its description."""
+    tensors = {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors_of(model).items()}
+    check_finite(tensors, work / WEIGHTS)
+    save_tensors(tensors, work / WEIGHTS)
+    save_text(json.dumps(model.settings.to_config(), indent=2) + "\n", work / LAYER_CONFIG)
+
+
+def load_layer(work: Path) -> Eagle3Model:
+    """The layer that `save_layer` wrote; `ValueError` if a file is damaged, or it is not trained yet."""
+    if not (work / LAYER_CONFIG).is_file():
+        raise ValueError(f"{work} has no trained EAGLE-3 layer. Run the stage distill first.")
+    return read_layer(read_json(work / LAYER_CONFIG), work / WEIGHTS)
 
 
 def _save(module: AcceptanceHead | Fusion, tensors: dict[str, Tensor], weights: Path, config: Path) -> None:

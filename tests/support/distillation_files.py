@@ -7,13 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.files import save_text
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
+from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 from support.models import VOCAB_SIZE, quiet_later_layers, tiny
 from support.repos import save_model
 
@@ -51,7 +58,7 @@ def prepare(folder: Path, kind: str, family: str = "llama", answers: int = 64, *
     values: dict[str, Any] = {"target": save_model(target, folder / "target"), "output": str(folder / "out")}
     if kind == "independent":
         values["draft"] = save_model(astray(target), folder / "draft")
-    elif kind == "conditioned":
+    elif kind in ("conditioned", "eagle3"):
         values |= {"draft": kind, "reads": [0, 1]}
     else:
         values["layers"] = [0, 2]
@@ -59,6 +66,49 @@ def prepare(folder: Path, kind: str, family: str = "llama", answers: int = 64, *
     config = TrainingConfig(**values, distill=DistillConfig(**knobs))
     write_rollouts(config.work, rows(answers, seed=1), rows(16, seed=2))
     return config
+
+
+@torch.no_grad()
+def states_of(target: CausalLM, fusion: StateReader, ids: Tensor) -> Tensor:
+    """What a draft reads of its target along a text."""
+    with TargetStates(target, fusion) as caught:
+        target(ids)
+        states = caught.take()
+    assert states is not None
+    return states
+
+
+@torch.no_grad()
+def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> float:
+    """Mean acceptance of the first candidate on the held-out answers, text by text."""
+    drafter, chances = assistant.ready_drafter(), []
+    assert drafter.fusion is not None
+    for row in rows(16, seed=2):
+        ids = torch.tensor([row["input_ids"]])
+        p = target(ids).logits[0].softmax(-1)
+        hidden = next(iter(unrolled(drafter, ids, states_of(target, drafter.fusion, ids), 1)))[0]
+        q = drafter.logits(hidden, VOCAB_SIZE).softmax(-1)
+        chances.append(torch.minimum(p, q).sum(-1)[max(PROMPT_LENGTH - 1, 3) : -1])
+    return float(torch.cat(chances).mean())
+
+
+class Killed(BaseException):
+    pass
+
+
+def be_killed(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch, at: int = 7) -> None:
+    compute_loss, calls = DistillationTrainer.compute_loss, []
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at:
+            raise Killed
+        return compute_loss(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistillationTrainer, "compute_loss", fails)
+        with pytest.raises(Killed):
+            distillation.run(config)
 
 
 def astray(target: Any, rank: int = 2) -> Any:
@@ -79,7 +129,5 @@ def adapter_of(config: TrainingConfig) -> dict[str, Tensor]:
 
 if __name__ == "__main__":  # what `accelerate launch` starts
     import json
-
-    from hf_specdecpp.training.distillation import stage as distillation
 
     distillation.run(TrainingConfig.from_dict(json.loads(Path(sys.argv[1]).read_text())))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import PROMPT_LENGTH, prepare, rows
+from support.distillation_files import be_killed, measured, prepare, states_of
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -18,25 +18,11 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.texts.branches import draft_chains, target_states
 from hf_specdecpp.training import models
-from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_fusion, state_cache
+from hf_specdecpp.training.distillation import initial_fusion, state_cache, students
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
-
-
-class Killed(BaseException):
-    pass
-
-
-def states_of(target: CausalLM, fusion: StateReader, ids: Tensor) -> Tensor:
-    with torch.no_grad(), TargetStates(target, fusion) as caught:
-        target(ids)
-        states = caught.take()
-    assert states is not None
-    return states
 
 
 @torch.no_grad()
@@ -106,15 +92,15 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
     config = prepare(tmp_path, "conditioned", answers=8, epochs=1)
     config.distill.learning_rate = config.distill.fusion_learning_rate = 0.5
     fitted: list[dict[str, torch.Tensor]] = []
-    save = distillation.save_tensors
+    save = students.save_tensors
 
     def noted(tensors: dict[str, torch.Tensor], path: Any) -> None:
-        if path.name == distillation.FITTED:
+        if path.name == students.FITTED:
             fitted.append({name: tensor.clone() for name, tensor in tensors.items()})
         save(tensors, path)
 
     warnings: list[str] = []
-    monkeypatch.setattr(distillation, "save_tensors", noted)
+    monkeypatch.setattr(students, "save_tensors", noted)
     monkeypatch.setattr(distillation.logger, "warning", warnings.append)
     distillation.run(config)
     report = json.loads((config.work / "distillation.json").read_text())
@@ -129,20 +115,6 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
     assert fusion is not None
     for name, tensor in fusion.state_dict().items():
         torch.testing.assert_close(tensor, fitted[0][name].half().float())
-
-
-@torch.no_grad()
-def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> float:
-    """Mean acceptance of the first candidate on the held-out answers, text by text."""
-    drafter, chances = assistant.ready_drafter(), []
-    assert drafter.fusion is not None
-    for row in rows(16, seed=2):
-        ids = torch.tensor([row["input_ids"]])
-        p = target(ids).logits[0].softmax(-1)
-        hidden = next(iter(unrolled(drafter, ids, states_of(target, drafter.fusion, ids), 1)))[0]
-        q = drafter.logits(hidden, VOCAB_SIZE).softmax(-1)
-        chances.append(torch.minimum(p, q).sum(-1)[max(PROMPT_LENGTH - 1, 3) : -1])
-    return float(torch.cat(chances).mean())
 
 
 def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,21 +137,6 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Any, monkeyp
     for whole, killed in zip(*(result.values() for result in results), strict=True):
         assert whole.keys() == killed.keys()
         assert all(torch.equal(whole[name], killed[name]) for name in whole)
-
-
-def be_killed(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch, at: int = 7) -> None:
-    compute_loss, calls = DistillationTrainer.compute_loss, []
-
-    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == at:
-            raise Killed
-        return compute_loss(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DistillationTrainer, "compute_loss", fails)
-        with pytest.raises(Killed):
-            distillation.run(config)
 
 
 def test_states_on_disk_save_the_passes_of_later_epochs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

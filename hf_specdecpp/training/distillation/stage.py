@@ -1,4 +1,4 @@
-"""Stage `distill`: a LoRA adapter that makes the draft say what the target says; for a conditioned draft its fusion.
+"""Stage `distill`: a LoRA adapter that makes the draft say what the target says, or a layer of its own; and its fusion.
 
 The loss is KL(p || q), or their total variation, at the tokens that the target wrote, with p computed on the fly at
 temperature 1 and without top-k, however the rollouts were drawn: the plain distributions contain every warped one, so
@@ -17,37 +17,39 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
-from hf_specdecpp.files import check_finite, load_tensors, save_tensors
+from hf_specdecpp.files import check_finite, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
-from hf_specdecpp.kinds.conditioned import FUSION, Fusion
+from hf_specdecpp.kinds.conditioned import FUSION
+from hf_specdecpp.kinds.eagle3 import WEIGHTS
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
-from hf_specdecpp.models.early_exit import check_layers
+from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_fusion
 from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
-from hf_specdecpp.training.distillation.start import start_from
+from hf_specdecpp.training.distillation.start import layer_from
 from hf_specdecpp.training.distillation.state_cache import StateCache
-from hf_specdecpp.training.distillation.trainer import DistillationTrainer, Student, summarise
+from hf_specdecpp.training.distillation.student import Taught
+from hf_specdecpp.training.distillation.students import CHECKPOINTS, student_of
+from hf_specdecpp.training.distillation.trainer import DistillationTrainer, summarise, with_final
 from hf_specdecpp.training.models import (
     FUSION_CONFIG,
+    LAYER_CONFIG,
     digest,
     draft_of,
-    layers_of,
     load,
     load_draft_vocab,
-    reads_of,
     save_fusion,
+    save_layer,
 )
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import Record, last_checkpoint, telling_of_full_disks
@@ -57,15 +59,16 @@ from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 logger = logging.get_logger("hf_specdecpp")
 
 REPORT = "distillation.json"
-CHECKPOINTS = "distillation-checkpoints"
+
 STATES = "target-states"
+OWN = (CHECKPOINTS, STATES, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG, WEIGHTS, LAYER_CONFIG)
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
 SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
-FITTED_ON = 128  # answers, for the fusion that a conditioned draft begins with
+
 NOTHING = "0.00"
-FITTED = "fitted-fusion.safetensors"  # beside the checkpoints: what the fusion was before training
+
 FUSION_PREFIX = ".fusion."
 TRAINED_COPY, ORIGINAL = "modules_to_save.default", "original_module"  # PEFT's names of the fusion's parameters
 
@@ -80,7 +83,7 @@ def run(config: TrainingConfig) -> None:
     """
     work, state = config.work, process_state()
     train, heldout = (answers.load(work, split) for split in ("train", "heldout"))
-    made = [work / name for name in (CHECKPOINTS, STATES, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG)]
+    made = [work / name for name in OWN]
     record = Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
@@ -90,14 +93,17 @@ def run(config: TrainingConfig) -> None:
     draft = draft_of(config, target, lambda name: load(name, dtype))
     limit = int(min(config.distill.max_length, longest_text(draft)))
     train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
-    vocab = _vocabulary(config, target, draft, train, heldout)
+    earlier = layer_from(config.distill.start_from) if config.trains_layer and config.distill.start_from else None
+    vocab = _vocabulary(config, target, draft, train, heldout) if earlier is None else earlier.token_ids
     with state.main_process_first():
         record.begin()
     if vocab is not None and state.is_main_process:
         save_tensors({"token_ids": vocab}, work / DRAFT_VOCAB)
 
     with tensorboard_in(work / LOGS / "distill"):
-        trainer = _trainer(config, target, draft, vocab, train, heldout, limit)
+        set_seed(config.seed)  # the initial weights
+        student = student_of(config, target, draft, vocab, train, earlier)
+        trainer = _trainer(config, target, student, train, heldout, limit)
     report: dict[str, Any] = {"answers": len(train), "tokens": answer_tokens(train, limit)}
     if vocab is not None:
         report["draft_vocab"] = {"size": len(vocab), "covered": draft_vocab.covered_mass(vocab, heldout)}
@@ -129,7 +135,8 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
             f"{max(value for share, value in shares.items() if share != NOTHING):.3f}. The fitted fusion is kept. More "
             f"answers help, or a lower distill.learning_rate (now {config.distill.learning_rate:g})."
         )
-    if config.trains_module or _keeps_all(config) or max(shares.values()) > before["all"]["acceptance"]:
+    has_begun = not (config.trains_module or config.trains_layer or _keeps_all(config))  # with a draft of use
+    if not has_begun or max(shares.values()) > before["all"]["acceptance"]:
         _save(trainer, config)
     else:
         # Listed last, so that of equals it is the one that is kept.
@@ -153,13 +160,17 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
         del distill["loss"]
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
-        parts = (Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], FUSION, DRAFT_VOCAB)
-        distill["start_from"] = [digest(folder / name) for name in parts]
-    if config.trains_module:
+        parts = [Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(FUSION), Path(DRAFT_VOCAB)]
+        parts += [Path(WEIGHTS)] * config.trains_layer
+        is_run = any((folder / name).is_file() for name in parts)
+        distill["start_from"] = [digest(folder / name) for name in parts] if is_run else config.distill.start_from
+    if config.trains_module or config.trains_layer:
         names["reads"] = config.reads
     else:
         for name in ("unroll", "fusion_rank", "fusion_learning_rate"):
             del distill[name]
+    for name in ("rank", "alpha", "dropout", "fusion_rank") if config.trains_layer else ("fc_norm", "norm_output"):
+        del distill[name]
     return {**names, "rollouts": rollouts, **distill}
 
 
@@ -186,29 +197,9 @@ def _vocabulary(
 
 
 def _trainer(
-    config: TrainingConfig,
-    target: CausalLM,
-    draft: CausalLM,
-    vocab: Tensor | None,
-    train: Dataset,
-    heldout: Dataset,
-    limit: int,
+    config: TrainingConfig, target: CausalLM, student: Taught, train: Dataset, heldout: Dataset, limit: int
 ) -> DistillationTrainer:
     distill = config.distill
-    set_seed(config.seed)  # the adapter's initial weights
-    lora = LoraConfig(
-        r=distill.rank,
-        lora_alpha=distill.alpha,
-        lora_dropout=distill.dropout,
-        target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
-        exclude_modules=r"fusion\..*" if config.trains_module else None,
-        modules_to_save=["fusion"] if config.trains_module else None,
-        base_model_name_or_path=draft.config.name_or_path,
-    )
-    fusion = _initial_fusion(config, target, train) if config.trains_module else None
-    student = Student(draft, lora, vocab, fusion, distill.unroll, distill.loss)
-    if distill.start_from is not None:
-        start_from(student, Path(distill.start_from))
     arguments = TrainingArguments(
         output_dir=str(config.work / CHECKPOINTS),
         num_train_epochs=distill.epochs,
@@ -248,35 +239,19 @@ def _trainer(
         compute_metrics=partial(summarise, sources=sources),
         target=target,
         fusion_learning_rate=distill.fusion_learning_rate,
-        cache=_state_cache(config, target, fusion, train, limit),
+        cache=_state_cache(config, target, student.fusion, train, limit),
     )
 
 
-def _initial_fusion(config: TrainingConfig, target: CausalLM, train: Dataset) -> Fusion:
-    fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
-    fitted = config.work / CHECKPOINTS / FITTED
-    if fitted.exists():
-        fusion.load_state_dict(load_tensors(fitted))
-    elif config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
-        logger.info(f"Fitting the fusion on {min(len(train), FITTED_ON)} answers.")
-        chosen = train.select(range(0, len(train), -(-len(train) // FITTED_ON)))
-        texts = (torch.tensor([ids[: config.distill.max_length]], device=target.device) for ids in chosen["input_ids"])
-        depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        initial_fusion.fit(fusion, target, check_layers(layers_of(config, target), depth)[0], texts)
-        if process_state().is_main_process:
-            fitted.parent.mkdir(parents=True, exist_ok=True)
-            save_tensors(fusion.state_dict(), fitted)
-    return fusion
-
-
 def _state_cache(
-    config: TrainingConfig, target: CausalLM, fusion: Fusion | None, train: Dataset, limit: int
+    config: TrainingConfig, target: CausalLM, reader: StateReader | None, train: Dataset, limit: int
 ) -> StateCache | None:
-    if fusion is None or not config.distill.cache_states:
+    if reader is None or not config.distill.cache_states:
         return None
     lengths = [min(length, limit) for length in lengths_of(train)]
     with process_state().main_process_first():
-        return StateCache(config.work / STATES, lengths, fusion.width, target.dtype)
+        width = with_final(reader, target.config.get_text_config(decoder=True).hidden_size).width
+        return StateCache(config.work / STATES, lengths, width, target.dtype)
 
 
 def _keep_best_share(
@@ -304,7 +279,9 @@ def _keep_best_share(
                 after = torch.lerp(everything[name.replace(TRAINED_COPY, ORIGINAL)], after, share)
             everything[name].copy_(after.to(dtype))
 
-    shares = SHARES[:1] if _keeps_all(config) else (*SHARES, 0.0) if config.trains_module else SHARES
+    shares: tuple[float, ...] = (*SHARES, 0.0) if config.trains_module else SHARES
+    if _keeps_all(config) or config.trains_layer:
+        shares = SHARES[:1]
     reports = {}
     for share in shares:
         keep(share)
@@ -330,6 +307,9 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     if not trainer.is_world_process_zero():
         return
     student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    if config.trains_layer:
+        save_layer(student.model, dtype, config.work)
+        return
     tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     folder, temporary = config.work / ADAPTER_FOLDER, config.work / f"{ADAPTER_FOLDER}.tmp"

@@ -1,4 +1,4 @@
-"""Begin distillation with the adapter and the fusion of an earlier run."""
+"""Begin distillation with what an earlier run trained, or with a layer that others trained."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from pathlib import Path
 
 import torch
 
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER
+from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
+from hf_specdecpp.kinds.known import kind_of
 from hf_specdecpp.models.adapters import read_adapter
-from hf_specdecpp.training.distillation.trainer import Student
-from hf_specdecpp.training.models import load_fusion
+from hf_specdecpp.training.distillation.student import Student
+from hf_specdecpp.training.models import LAYER_CONFIG, load_fusion, load_layer
 
 
 @torch.no_grad()
@@ -51,3 +54,18 @@ def start_from(student: Student, work: Path) -> None:
                 "reads and distill.fusion_rank as in that run."
             )
         student.fusion.load_state_dict(fusion.state_dict())
+
+
+def layer_from(start: str) -> Eagle3Model:
+    """The layer of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
+    if (Path(start) / LAYER_CONFIG).is_file():
+        return load_layer(Path(start))
+    repository = Repository(start)
+    config = load_config(repository)
+    found = kind_of(config).load_module(config, repository)
+    if not isinstance(found, Eagle3Model):
+        raise ValueError(
+            f"distill.start_from={start!r} has no EAGLE-3 layer. Name the work_dir of a run of the same kind, or the "
+            "repository of an EAGLE-3 draft."
+        )
+    return found

@@ -1,190 +1,27 @@
-"""The draft with its adapter, its loss, and the `Trainer` that knows the target."""
+"""The `Trainer` that knows the target."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation.data import IGNORED
 from hf_specdecpp.training.distillation.state_cache import StateCache
-
-# Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
-CHUNK = 256
-
-
-def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p || q), summed over positions, of logits `[..., vocab]`."""
-    return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="sum", log_target=True)
-
-
-def total_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """1 - sum min(p, q), the chance that a candidate from q is rejected, summed over positions, of the same."""
-    return (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum()
-
-
-def divergence_and_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL plus twice the total variation, which are of one size while a draft learns."""
-    return divergence(p_logits, q_logits) + 2 * total_variation(p_logits, q_logits)
-
-
-DISTANCES = {"kl": divergence, "tv": total_variation, "kl+tv": divergence_and_variation}
-
-
-def with_own_parameters(model: CausalLM) -> CausalLM:
-    """The model's structure with new, frozen `Parameter` objects over the same memory.
-
-    So an early exit can be trained although it shares its tensors with the target: whatever freezes, wraps or gathers
-    gradients of the copy's parameters does not reach the target's.
-    """
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    memo |= {id(buffer): buffer for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
-
-
-class Student(PeftModel):
-    """The draft with a LoRA adapter. A PEFT model, so that checkpoints hold the adapter and nothing else.
-
-    Its forward does all that needs the draft's weights, because DDP and FSDP act at the outermost forward.
-
-    Args:
-        draft: its weights stay as they are.
-        lora: the adapter. For a conditioned draft its `modules_to_save` names `"fusion"`, which is trained, too.
-        draft_vocab: token ids that the draft may propose, or `None` for all.
-        fusion: of a conditioned draft.
-        unroll: steps of a round that a conditioned draft is taught.
-        loss: one of `DISTANCES`.
-    """
-
-    drafter: Drafter
-
-    def __init__(
-        self,
-        draft: CausalLM,
-        lora: LoraConfig,
-        draft_vocab: Tensor | None,
-        fusion: StateReader | None = None,
-        unroll: int = 1,
-        loss: str = "kl",
-    ) -> None:
-        own = with_own_parameters(draft)
-        if fusion is not None:
-            own.fusion = fusion
-        super().__init__(own, lora)
-        base: Any = self.get_base_model()
-        drafter = Drafter(base, draft_vocab, shares_target=True, fusion=fusion)
-        if fusion is not None:
-            drafter.fusion = base.fusion.modules_to_save["default"]
-        # Not registered: its model is, already, and its slice of the LM head is not to be trained, moved or stored.
-        object.__setattr__(self, "drafter", drafter)
-        self.unroll = unroll
-        self.distance = DISTANCES[loss]
-
-    @property
-    def fusion(self) -> StateReader | None:
-        return self.drafter.fusion
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        answers: Tensor,
-        p_logits: Callable[[slice], Tensor],
-        states: Tensor | None = None,
-        measure: bool = False,
-    ) -> Tensor:
-        """Teach or measure the draft at the answers' positions.
-
-        Args:
-            input_ids: `[batch, n]`, padded on the right, where nothing that is causal looks.
-            answers: bool `[batch, n - 1]`: the target wrote the token after this one.
-            p_logits: the target's logits at some of the answers' positions: `[positions, vocab]` to measure; to teach,
-                those of the draft's tokens.
-            states: `[batch, n, width]` of the target, for a conditioned draft.
-            measure: report on the draft instead of teaching it.
-
-        Returns:
-            The sum of the distance between p and q over the positions, the mean of all steps; or
-            `[positions, steps, 2]`: how likely a candidate is accepted and whether the likeliest token is the target's.
-            An unconditioned draft reads real tokens alone, and has one step.
-        """
-        if states is None:
-            steps = [self.drafter.hidden_states(input_ids)]
-        else:
-            steps = list(unrolled(self.drafter, input_ids, states, self.unroll))
-        hidden = torch.stack([step[:, :-1][answers] for step in steps], 1)
-        if measure:
-            return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden))])
-        return _through(hidden, lambda at, states: self._loss(states, p_logits(at))) / len(steps)
-
-    def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """`[positions, steps, 2]` of `hidden` `[positions, steps, hidden_size]` and `p_logits` `[positions, vocab]`.
-
-        q is zero outside the draft's tokens, so only these are looked at, with p as it is among all.
-        """
-        q_logits, vocab = self.drafter.vocab_logits(hidden), self.drafter.draft_vocab
-        if vocab is None:
-            q_logits = q_logits[..., : p_logits.shape[-1]]
-        kept: Any = slice(q_logits.shape[-1]) if vocab is None else vocab
-        p = (p_logits - p_logits.logsumexp(-1, keepdim=True))[:, kept].exp()
-        q = q_logits.softmax(-1)
-        likeliest = q_logits.argmax(-1)
-        agree = p_logits.argmax(-1)[:, None] == (likeliest if vocab is None else vocab[likeliest])
-        return torch.stack((torch.minimum(p[:, None], q).sum(-1), agree.float()), dim=-1)
-
-    def _loss(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """The distance of q from p, which is renormalised on the tokens that the draft has: the sum over positions and
-        steps.
-
-        Args:
-            hidden: `[positions, steps, hidden_size]`.
-            p_logits: `[positions, d]`, of these tokens.
-
-        Where q is zero by construction KL would be infinite whatever the draft says. With S the draft's tokens and p_S
-        the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is
-        not in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
-        """
-        q_logits = self.drafter.vocab_logits(hidden)
-        both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
-        q_logits = q_logits[..., :both]
-        return self.distance(p_logits[:, None, :both].expand_as(q_logits), q_logits)
+from hf_specdecpp.training.distillation.student import Taught
 
 
 def _num_ids(drafter: Reader) -> int:
     return drafter.model.get_output_embeddings().weight.shape[0]
-
-
-def _chunks(count: int) -> list[slice]:
-    return [slice(start, start + CHUNK) for start in range(0, count, CHUNK)]
-
-
-def _through(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
-    """The sum of `loss` over chunks of `hidden`, differentiable, with the logits of one chunk in memory at a time.
-
-    The gradient with respect to `hidden` is taken chunk by chunk here; what is returned has that gradient and that
-    value. No parameter between hidden states and loss is trained (the LM head is frozen), so nothing else is lost.
-    """
-    total, gradients = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
-    for at in _chunks(len(hidden)):
-        with torch.enable_grad():
-            states = hidden[at].detach().requires_grad_()
-            value = loss(at, states)
-        (gradients[at],) = torch.autograd.grad(value, states)
-        total += value.detach()
-    linear = (hidden * gradients).sum(dtype=torch.float32)
-    return linear + (total - linear).detach()
 
 
 class DistillationTrainer(Trainer):
@@ -192,11 +29,11 @@ class DistillationTrainer(Trainer):
 
     Args:
         target: on the trainer's device; never wrapped, moved, trained or stored.
-        fusion_learning_rate: of a conditioned draft's fusion, in the place of `args.learning_rate`.
-        cache: of the states that a conditioned draft reads.
+        fusion_learning_rate: of what mixes the target's states, in the place of `args.learning_rate`.
+        cache: of the states that the draft reads, `with_final`.
     """
 
-    model: Student
+    model: Taught
 
     def __init__(
         self,
@@ -287,18 +124,29 @@ class DistillationTrainer(Trainer):
 
         return answers, p_logits, states
 
-    def _read(self, inputs: dict[str, Any], fusion: StateReader | None) -> tuple[Tensor, Tensor | None]:
-        """The target's final states `[batch, n, hidden_size]`, and all that a conditioned draft reads of it."""
+    def _read(self, inputs: dict[str, Any], reader: StateReader | None) -> tuple[Tensor, Tensor | None]:
+        """The target's final states `[batch, n, hidden_size]`, and all that the draft reads of it."""
         ids, rows = inputs["input_ids"], inputs["row"].tolist()
+        if reader is None:
+            return self.target.hidden_states(ids), None
         cache = self.cache if min(rows) >= 0 else None
-        if fusion is not None and cache is not None and (known := cache.get(rows, ids.shape[1])) is not None:
-            states = known.to(ids.device)
-            return states[..., : fusion.hidden_size], states
-        with TargetStates(self.target.model, fusion) as caught:
-            final, found = self.target.hidden_states(ids), caught.take()
-        if cache is not None and found is not None:
-            cache.put(rows, found)
-        return final, found
+        found: Any = None if cache is None else cache.get(rows, ids.shape[1])
+        if found is None:
+            with TargetStates(self.target.model, with_final(reader, self.target.hidden_size)) as caught:
+                self.target.hidden_states(ids)
+                found = caught.take()
+            if cache is not None and found is not None:
+                cache.put(rows, found)
+        found = found.to(ids.device)
+        final, read = found.split((self.target.hidden_size, found.shape[-1] - self.target.hidden_size), dim=-1)
+        return final, found if reader.reads_final else read
+
+
+def with_final(reader: StateReader, size: int) -> StateReader:
+    """What catches the final state of a target first, which teaching needs, and then what a draft reads."""
+    both = StateReader()
+    both.hidden_size, both.reads = size, reader.reads
+    return both
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:

@@ -1,0 +1,146 @@
+"""An EAGLE-3 layer is taught what it does in a round, and what was taught is what is stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.distillation_files import be_killed, measured, prepare
+from support.eagle3_files import Checkpoint
+from support.models import prompt, quiet_later_layers, tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.models.causal_lm import inner_decoder
+from hf_specdecpp.models.target_states import StateReader, TargetStates
+from hf_specdecpp.training import models
+from hf_specdecpp.training.distillation import initial_layer
+from hf_specdecpp.training.distillation import stage as distillation
+
+WEIGHTS = "eagle3.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"), [("llama", {}), ("qwen2", {"fc_norm": True, "norm_output": True}), ("gemma3_text", {})]
+)
+def test_training_helps_and_is_what_is_stored(family: str, flags: dict[str, bool], tmp_path: Path) -> None:
+    vocab = 40 if family == "llama" else None
+    config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6, **flags)
+    distillation.run(config)
+    report = json.loads((config.work / "distillation.json").read_text())
+    before, after = report["before"]["all"], report["after"]["all"]
+    for step in ("", "_2", "_3"):
+        assert after[f"acceptance{step}"] > before[f"acceptance{step}"] + 0.01, report
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    expected = {name: parameter.clone() for name, parameter in target.named_parameters()}
+    assistant = models.load_assistant(config, target)
+    assert measured(assistant, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in target.named_parameters())
+    assistant.save_pretrained(tmp_path / "repo")
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "repo", target=target)
+    assert measured(again, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
+    assert again.stats.drafted > 0
+    settings = again.ready_drafter().model.settings
+    assert (settings.fc_norm, settings.norm_output) == (flags.get("fc_norm", False), flags.get("norm_output", False))
+
+
+def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the target's states on disk, too."""
+    monkeypatch.setattr(distillation, "SAVE_EVERY", 0.5)
+    results = []
+    for name in ("whole", "killed"):
+        config = prepare(tmp_path / name, "eagle3", answers=20, epochs=2, unroll=2)
+        if name == "killed":
+            config.distill.cache_states = True
+            be_killed(config, monkeypatch)
+        distillation.run(config)
+        results.append(load_file(config.work / WEIGHTS))
+    whole, killed = results
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: Path) -> None:
+    first = prepare(tmp_path / "first", "eagle3", draft_vocab_size=40, epochs=2)
+    distillation.run(first)
+    learned = json.loads((first.work / "distillation.json").read_text())["after"]["all"]["acceptance"]
+    config = prepare(tmp_path / "second", "eagle3", draft_vocab_size=40, epochs=2)
+    config.distill.start_from = str(first.work)
+    distillation.run(config)
+    report = json.loads((config.work / "distillation.json").read_text())
+    assert report["before"]["all"]["acceptance"] == pytest.approx(learned, abs=2e-3)
+    assert report["after"]["all"]["acceptance"] > learned
+
+    theirs = Checkpoint(flags={"norm_before_residual": True}).save(tmp_path / "theirs")
+    config = prepare(tmp_path / "third", "eagle3", epochs=4)
+    config.distill.start_from = str(theirs)
+    distillation.run(config)
+    report = json.loads((config.work / "distillation.json").read_text())
+    assert report["after"]["all"]["acceptance"] > report["before"]["all"]["acceptance"] + 0.01
+    stored = models.load_layer(config.work)
+    assert stored.settings.norm_before_residual
+    assert stored.token_ids is not None
+    assert stored.token_ids.tolist() == Checkpoint().ids
+
+    config = prepare(tmp_path / "fourth", "eagle3", epochs=1)
+    config.distill.start_from = config.target
+    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant"):
+        distillation.run(config)
+
+
+@torch.no_grad()
+def test_it_begins_with_the_input_of_the_targets_last_layer() -> None:
+    """What fc and the embedding's half make of what is known is the least-squares solution, but for the ridge."""
+    target = quiet_later_layers(tiny("llama")).float()
+    texts = [prompt(40, seed) for seed in range(40)]
+    settings = initial_layer.settings_for(target, [0], None)
+    model = initial_layer.untrained(settings, target, None)
+    initial_layer.fit(model, target, texts)
+    known, wanted = (torch.cat(each) for each in zip(*[known_and_wanted(target, ids) for ids in texts], strict=True))
+    solution = torch.linalg.lstsq(known, wanted).solution
+    assert model.reader.fc is not None
+    torch.testing.assert_close(model.reader.fc.weight, solution[:32].T, rtol=0.05, atol=0.02)
+    layer: Any = inner_decoder(target).layers[-1]
+    query = model.decoder.layers[0].self_attn.q_proj.weight
+    assert torch.equal(query[:, 32:], layer.self_attn.q_proj.weight)
+    # The two halves, each normed with what its place has on average, make what the layer's own product makes.
+    state, token = known.split(32, dim=1)
+    first = model.decoder.layers[0]
+    g = model.reader.fc(state)
+    ours = torch.cat((first.input_layernorm(token), first.hidden_norm(g)), -1) @ query.T
+    x = known @ solution
+    theirs = layer.input_layernorm(x) @ layer.self_attn.q_proj.weight.T
+    assert float((ours - theirs).square().mean()) < 0.2 * float(theirs.square().mean())
+
+
+def known_and_wanted(target: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    reader = StateReader()
+    reader.hidden_size, reader.reads, reader.reads_final = 32, [0, 1], False
+    with TargetStates(target, reader) as caught:
+        target(ids)
+        states = caught.take()
+    assert states is not None
+    read, inputs = states[0].split(32, dim=-1)
+    return torch.cat((read[:-1], target.get_input_embeddings().weight[ids[0, 1:]]), -1), inputs[1:]
+
+
+def test_what_training_takes_no_part_of(tmp_path: Path) -> None:
+    """Embeddings and LM head stay the target's; everything else is trained."""
+    config = prepare(tmp_path, "eagle3", draft_vocab_size=40, epochs=1)
+    distillation.run(config)
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    layer = models.load_layer(config.work)
+    assert layer.token_ids is not None
+    assert layer.lm_head is not None
+    torch.testing.assert_close(
+        layer.lm_head.weight.float(), target.lm_head.weight[layer.token_ids], rtol=1e-3, atol=1e-3
+    )
+    begun = initial_layer.untrained(layer.settings, target, layer.token_ids)
+    assert not torch.allclose(layer.norm.weight.float(), begun.norm.weight, atol=1e-4)
