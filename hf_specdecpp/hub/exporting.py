@@ -46,7 +46,7 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
         )
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.exists():
-            output.rmdir()  # only an empty one can be: what came in the meantime is kept
+            output.rmdir()  # some systems rename onto no folder; one that was filled in the meantime stays
         folder.rename(output)
     return exported
 

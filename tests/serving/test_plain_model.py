@@ -16,7 +16,7 @@ from support.zoo import tiny_of
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.models.early_exit import early_exit, per_layer
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.serving.commands import plain_model_commands
 from hf_specdecpp.serving.destination import Destination, Exported
@@ -64,6 +64,12 @@ def test_configs_describe_the_chosen_layers(
     assert config["num_hidden_layers"] == 2
     with torch.no_grad():
         assert torch.equal(load_model(to.folder)(prompt(24)).logits, draft(prompt(24)).logits)
+
+
+def test_numbers_of_layers_are_no_list_of_what_each_layer_is() -> None:
+    config = tiny_of("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).config
+    assert "mlp_only_layers" not in per_layer(config)
+    assert "layer_types" in per_layer(tiny_of("qwen2").config)
 
 
 def test_the_target_keeps_its_config(to: Destination) -> None:
