@@ -29,13 +29,15 @@ from hf_specdecpp.caches.masks import as_mask
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import read_json
 from hf_specdecpp.kinds.conditioned import Fusion
+from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage, trainer
+from hf_specdecpp.training.distillation import stage, student
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
+EAGLE3: Settings = {"draft": "eagle3", "layers": None, "reads": None}  # reads what every engine serves
 
 
 def variants(config: TrainingConfig) -> dict[str, Settings]:
@@ -43,6 +45,7 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
     this program's own: the share of the training texts, and whose keys the draft attends to."""
     text = AutoConfig.from_pretrained(config.target).get_text_config(decoder=True)
     last, middle, epochs = text.num_hidden_layers - 1, text.num_hidden_layers // 2, config.distill.epochs
+    rate = config.distill.learning_rate
     return {
         "as configured": {},
         "reads the final state only": {"reads": []},
@@ -62,6 +65,10 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "half of the answers, as many steps": {"answers": 0.5, ".epochs": 2 * epochs},
         "twice the epochs": {".epochs": 2 * epochs},
         "KL and total variation as the loss": {".loss": "kl+tv"},
+        "an EAGLE-3 layer": EAGLE3,
+        "an EAGLE-3 layer of 3.1": {**EAGLE3, ".fc_norm": True, ".norm_output": True},
+        "an EAGLE-3 layer at three times the rate": {**EAGLE3, ".learning_rate": 3 * rate},
+        "an EAGLE-3 layer, mixing at the same rate": {**EAGLE3, ".fusion_learning_rate": rate},
     }
 
 
@@ -95,7 +102,7 @@ def share_answers(work: Path, folder: Path, share: float) -> None:
 @contextmanager
 def over_target_keys() -> Iterator[None]:
     """Within it drafts are trained over the target's keys and values."""
-    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(trainer, "unrolled", read):
+    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(student, "unrolled", read):
         yield
 
 
@@ -108,8 +115,8 @@ class OverTargetKeys(DistillationTrainer):
 
     def _read(self, inputs: dict[str, Any], fusion: Fusion | None) -> tuple[Tensor, Tensor | None]:
         with TargetStates(self.target.model, fusion) as caught:
-            cache = self.target.model(inputs["input_ids"], use_cache=True, logits_to_keep=1).past_key_values
-            states = caught.take()
+            output = self.target.model(inputs["input_ids"], use_cache=True, logits_to_keep=1)
+            states, cache = caught.take(), cache_among(output)
         OverTargetKeys.keys, OverTargetKeys.values = cache.layers[-1].keys, cache.layers[-1].values
         return states[..., : fusion.hidden_size], states
 

@@ -1,4 +1,4 @@
-"""The command line: `specdecpp demo`, `train`, `bench` and `inspect`. Each command imports what it needs."""
+"""The command line: `specdecpp demo`, `train`, `bench`, `inspect` and `export`. Each command imports what it needs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_specdecpp.cli_options import options_of, settings_from
 if TYPE_CHECKING:
     from hf_specdecpp.config.assistant import SpecDecPPConfig
     from hf_specdecpp.hub.inspection import Report
+    from hf_specdecpp.serving.destination import Exported
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -145,6 +146,28 @@ def inspect(
         raise typer.Exit(1)
 
 
+@app.command()
+def export(
+    assistant: Annotated[str, typer.Argument(metavar="ASSISTANT", help="Hub id or folder of its repository.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="New or empty folder for the draft.")],
+    target: Annotated[
+        str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default what ASSISTANT names.")
+    ] = None,
+) -> None:
+    """Write the draft of an assistant as vLLM, SGLang and llama.cpp serve it, and say with which commands."""
+    from huggingface_hub.errors import EntryNotFoundError
+    from transformers.utils import logging
+
+    from hf_specdecpp.hub.exporting import export as write
+
+    logging.disable_progress_bar()
+    try:
+        exported = write(assistant, output, target)
+    except (ValueError, OSError, EntryNotFoundError) as error:
+        _fail(str(error) + ("" if Path(assistant).is_dir() else f" There is no folder {assistant!r} either."))
+    _show_commands(exported, output, _console())
+
+
 def _fail(message: str) -> NoReturn:
     """One line to stderr and exit code 1: these errors have a cause outside the program."""
     _console(stderr=True).print(_text(f"Error: {' '.join(message.split())}"), soft_wrap=True)
@@ -177,6 +200,17 @@ def _show(report: Report, console: Console) -> None:
         console.print(Text("warning  ", "yellow") + _text(trap))
     broken = sum(file.problem is not None for file in report.files)
     console.print(f"{broken} of {len(report.files)} files have problems." if broken else "All files are sound.")
+
+
+def _show_commands(exported: Exported, output: Path, console: Console) -> None:
+    """Commands stand on lines of their own, unbroken, to be copied."""
+    console.print(_text(f"Written: {output}"), soft_wrap=True)
+    for note in exported.notes:
+        console.print(Text("note     ", "yellow") + _text(note), soft_wrap=True)
+    for engine, commands in exported.commands.items():
+        console.print(Text(f"\n{engine}", "bold"))
+        for command in commands:
+            console.print(_text(command), soft_wrap=True)
 
 
 def _facts(config: SpecDecPPConfig) -> dict[str, str]:

@@ -12,11 +12,14 @@ import pytest
 import torch
 from support.assistant_files import FILES, edit_config, write_assistant
 from support.hub_server import HubServer, hub_env, point_client_at
+from support.models import tiny
 from support.released_heads import Payload, ReleasedHead, save_bin, save_mixin, write_config
+from support.repos import save_model
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import AcceptanceHead, __version__, demo
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, demo
 from hf_specdecpp.cli import app
+from hf_specdecpp.models.loading import load_model
 
 
 def run(*arguments: object) -> Result:
@@ -239,6 +242,32 @@ def test_options_of_convert_need_it(folder: Path, option: list[str]) -> None:
     result = run("inspect", folder, *option)
     assert result.exit_code == 2
     assert "they need --convert OUT" in text(result.stderr.replace("│", " "))
+
+
+# export ---------------------------------------------------------------------------------------------------------------
+
+
+def test_export(tmp_path: Path) -> None:
+    target = load_model(save_model(tiny("llama").float(), tmp_path / "target"))
+    SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(20)).save_pretrained(tmp_path / "assistant")
+    result = run("export", tmp_path / "assistant", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"Written: {tmp_path / 'out'}"
+    assert lines[1].startswith("note     Here the draft proposes 20 of 48 tokens.")
+    assert lines[2].startswith("note     Engines draft a fixed number of tokens, here 3,")
+    assert [line for line in lines if line in ("vLLM", "SGLang", "llama.cpp")] == ["vLLM", "SGLang", "llama.cpp"]
+    config = f'{{"method":"draft_model","model":"{tmp_path / "out"}","num_speculative_tokens":3}}'
+    assert f"vllm serve {tmp_path / 'target'} --speculative-config '{config}'" in lines, "on one line, to be copied"
+    assert load_model(tmp_path / "out").config.num_hidden_layers == 2
+
+
+def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
+    assert_error(run("export", folder, "--output", folder), "is there already and is not an empty folder")
+    edit_config(folder, draft_kind="lookup", adapter=False, head=None, draft_id=None, draft_vocab_size=None)
+    assert_error(run("export", folder, "--output", tmp_path / "out"), "nothing to export")
+    assert_error(run("export", tmp_path / "none", "--output", tmp_path / "out"), "There is no folder")
+    assert not (tmp_path / "out").exists()
 
 
 # demo -----------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.modules import read_module
 from hf_specdecpp.kinds.early_exit import EarlyExit
+from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import sizes_of
 from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.serving.destination import Destination, Exported
 
 FUSION = "fusion.safetensors"
 
@@ -42,6 +44,16 @@ class Conditioned(EarlyExit):
         if config.fusion is None:
             raise ValueError("The config describes a conditioned draft and no fusion. Save the assistant again.")
         return read_fusion(config.fusion, path)
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+        target = to.target or "TARGET"
+        raise ValueError(
+            f"This assistant drafts with {self.describe(config)}: a layer of the target whose input is made of the "
+            "target's states, in a form that no other engine has, so nothing is exported. Engines serve drafts that "
+            "read states in the form of EAGLE-3. Train one and export it: "
+            f"`specdecpp train --draft eagle3 --target {target} --data FILE --output NEW`, then "
+            f"`specdecpp export NEW --output {to.output}`."
+        )
 
     def usual_layers(self, depth: int) -> int | list[int]:
         return [depth - 1]

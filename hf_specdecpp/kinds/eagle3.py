@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,15 +18,19 @@ from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.eagle3.checkpoint import build, read_model, tensors_of
 from hf_specdecpp.eagle3.description import looks_like_one, read_description
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
+from hf_specdecpp.eagle3.flat_config import flat_config, notes
 from hf_specdecpp.eagle3.layer_ids import readings
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.self_check import TEXT, choose
 from hf_specdecpp.eagle3.settings import Eagle3Settings
-from hf_specdecpp.files import Repository, load_tensors, read_json, save_tensors
+from hf_specdecpp.files import Repository, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.kinds.conditioned import Conditioned
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.models.vocabulary import tokenizer_of
+from hf_specdecpp.serving.commands import eagle3_commands
+from hf_specdecpp.serving.destination import Destination, Exported
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -117,6 +122,24 @@ class Eagle3(Kind):
     def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Eagle3Drafter:
         meet(parts.module, target, self.describe(config))
         return Eagle3Drafter(parts.module, target)
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+        model: Eagle3Model = parts.module
+        if to.target is None:
+            raise ValueError(
+                "The config of this draft names no target, and what it reads depends on it. Name it: --target ID."
+            )
+        target = load_model_config(to.target).get_text_config(decoder=True)
+        depth, reads = target.num_hidden_layers, model.settings.reads
+        if reads is None:
+            reads = readings(model.settings.layer_ids, depth)[0] if model.settings.num_reads else []
+        described = flat_config(model.settings, reads, target)
+        tensors = {
+            name: each.bfloat16() if each.is_floating_point() else each for name, each in tensors_of(model).items()
+        }
+        save_tensors(tensors, to.folder / CHECKPOINT)
+        save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
+        return Exported(eagle3_commands(to), notes(model.settings, reads, depth))
 
     def usual_layers(self, depth: int) -> int | list[int]:
         return [depth - 1]

@@ -10,6 +10,8 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.loading import load_draft
+from hf_specdecpp.serving.destination import Destination, Exported
+from hf_specdecpp.serving.plain_model import write_plain_model
 
 
 class Independent(Kind):
@@ -41,3 +43,7 @@ class Independent(Kind):
         if parts.adapter is not None:
             model = add_adapter(model, parts.adapter, merge=isinstance(chosen, str | Path))
         return Drafter(model, parts.draft_vocab)
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+        model = self.load(config, parts, Loading()).model
+        return write_plain_model(model, str(config.draft_id), config.draft_revision, config, to)

@@ -15,6 +15,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.serving.destination import Destination, Exported
 
 Feat = Literal["replays", "stays untrained", "late verdicts"]
 
@@ -133,6 +134,14 @@ class Kind:
     def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Drafter:
         """The draft, made of the target that the assistant is attached to."""
         raise NotImplementedError(f"{self.name} is a model of its own.")
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+        """Write the draft into `to.folder` in a form that other engines serve.
+
+        Raises:
+            ValueError: none serves such a draft, or this one; with the reason, and what to do instead.
+        """
+        raise NotImplementedError
 
     def usual_layers(self, depth: int) -> int | list[int]:
         """The target's layers that draft unless a training run says otherwise, of so many."""

@@ -11,6 +11,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
+from hf_specdecpp.serving.destination import Destination, Exported
 
 
 class Lookup(Kind):
@@ -30,6 +31,12 @@ class Lookup(Kind):
         if how.draft is not None:
             raise ValueError("This assistant looks its candidates up and has no draft, so draft= must be left out.")
         return NoDraft()
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+        raise ValueError(
+            "This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
+            "candidates up by themselves, such as vLLM with the method ngram."
+        )
 
 
 class NoDraft(Draft):

@@ -16,6 +16,10 @@ from hf_specdecpp.models.quantised import states_of
 
 # By which attention knows the layer of the cache that it writes to (GPT-Neo has the latter).
 LAYER_NUMBERS = ("layer_idx", "layer_id")
+# What configs say of the first so many layers (all below `first_k_dense_replace` are dense), and of layers by number.
+# The draft's modules are made already: only whoever loads them from files reads these.
+COUNTS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
+NUMBERS = ("mlp_only_layers", "moe_layers")
 
 
 def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
@@ -136,11 +140,26 @@ def _configs(model: CausalLM) -> list[PreTrainedConfig]:
     return list({**found, **text}.values())
 
 
+def per_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """What a config says of each layer, one entry a layer: `layer_types`, `mlp_layer_types`, `no_rope_layers`, ..."""
+    depth = getattr(config, "num_hidden_layers", None)
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and "layer" in name}
+    return {name: value for name, value in lists.items() if len(value) == depth and name not in NUMBERS}
+
+
 def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) -> None:
+    """Make a config describe the chosen layers of so many.
+
+    Example: where the first 3 layers are dense, the first 2 of the layers 0, 2 and 5 are.
+    """
     if getattr(config, "num_hidden_layers", None) != depth:
         return
+    for name, value in per_layer(config).items():
+        setattr(config, name, [value[i] for i in chosen])
+    for name in COUNTS:
+        if type(count := getattr(config, name, None)) is int:
+            setattr(config, name, sum(own < count for own in chosen))
+    for name in NUMBERS:
+        if isinstance(numbers := getattr(config, name, None), list):
+            setattr(config, name, [place for place, own in enumerate(chosen) if own in numbers])
     config.num_hidden_layers = len(chosen)
-    for name, value in list(vars(config).items()):
-        # `layer_types`, `mlp_layer_types`, `no_rope_layers`, ...: one entry a layer
-        if isinstance(value, list) and len(value) == depth and "layer" in name:
-            setattr(config, name, [value[i] for i in chosen])

@@ -18,17 +18,19 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
+from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import BY_NAME, KINDS, kind_of, kind_to_train, recognise
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.measuring import measure
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
-# The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; a name of speculators.
+# The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; names of speculators and vLLM.
 ALLOWED = {
     ("config/assistant.py", "independent"),
     ("benchmark/contestants.py", "lookup"),
     ("config/assistant.py", "eagle3"),
     ("eagle3/description.py", "eagle3"),
+    ("serving/commands.py", "eagle3"),
 }
 
 
@@ -87,6 +89,12 @@ def test_what_training_asks_for() -> None:
 def test_descriptions(kind: str, described: str) -> None:
     config = SpecDecPPConfig(draft_kind=kind, draft_layers=[0, 2], draft_id="org/draft", draft_revision="abc")
     assert kind_of(config).describe(config) == described
+
+
+def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
+    for kind in KINDS:
+        assert type(kind).export is not Kind.export
+        assert kind.module_file is None or "export" in vars(type(kind)), "what is in its file, no plain model has"
 
 
 # Drafts that are not a model a step. ----------------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""Write a draft as an ordinary causal LM, which every engine loads, and prove that the files are the draft."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import GenerationConfig
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.serving.commands import plain_model_commands
+from hf_specdecpp.serving.destination import Destination, Exported
+
+# Copied as they are: transformers writes tokenizers anew, and llama.cpp wants the original SentencePiece model.
+TOKENIZER_FILES = [
+    "tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.*",
+]  # fmt: skip
+PROBE = 32  # tokens
+TOLERANCE = 1e-3  # of the largest logit: the same weights in the same modules differ by rounding at most
+TOLERANCE_IN_HALF = 5e-2
+
+
+def write_plain_model(
+    model: CausalLM, source: str, revision: str | None, config: SpecDecPPConfig, to: Destination
+) -> Exported:
+    """Write `model.safetensors`, `config.json`, `generation_config.json` and tokenizer files, and load them again.
+
+    Args:
+        model: the draft with its adapter merged; nobody else holds its configs, which are changed.
+        source, revision: Hub id or folder, and commit, whose tokenizer files are copied.
+        config: of the assistant.
+
+    Raises:
+        ValueError: the model is more or less than an ordinary causal LM, is quantised, has no tokenizer files, or does
+            not come back from its files as it was.
+        OSError, huggingface_hub errors: a file cannot be read, written or downloaded.
+    """
+    _check_plain(model)
+    # An adapter of the LM head parts it from the embeddings that it was tied to.
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    model.config.tie_word_embeddings = head.weight is embeddings.weight
+    model.generation_config = _generation_config(model, to.num_tokens)
+    _save(model, to.folder)
+    _copy_tokenizer(source, revision, to.folder)
+    _check_reloaded(model, to.folder)
+    return Exported(plain_model_commands(to), _notes(model, config))
+
+
+def _check_plain(model: CausalLM) -> None:
+    name, config = type(model).__name__, model.config
+    if config.get_text_config(decoder=True) is not config:
+        raise ValueError(
+            f"{name} reads more than text: its language model is one part of it, and engines want a language model as "
+            "a draft. Name a text-only model of the same weights with --target, or train a draft that is a model of "
+            "its own."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{name} is quantised, so an adapter cannot be merged into its weights, nor would engines read a part of "
+            "them alone. Name the model before quantisation with --target; engines can quantise what is exported."
+        )
+
+
+def _generation_config(model: CausalLM, num_tokens: int) -> GenerationConfig:
+    """The ends of texts, and how many tokens to draft. How a target samples is none of a draft's business."""
+    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return GenerationConfig(**ids, num_assistant_tokens=num_tokens, num_assistant_tokens_schedule="constant")
+
+
+def _save(model: CausalLM, folder: Path) -> None:
+    try:
+        model.save_pretrained(folder)
+    except StrictDataclassError as error:
+        raise _not_equal(model, f"its config does not hold together ({error})") from error
+    except SafetensorError as error:
+        raise OSError(f"{folder} could not be written ({error}). Make room on the disk and try again.") from error
+
+
+def _copy_tokenizer(source: str, revision: str | None, folder: Path) -> None:
+    local = Path(source).is_dir()
+    root = Path(source if local else snapshot_download(source, revision=revision, allow_patterns=TOKENIZER_FILES))
+    found = {file for pattern in TOKENIZER_FILES for file in root.glob(pattern)}
+    if not found:
+        raise ValueError(
+            f"{source!r} has no tokenizer files, and engines load a draft with them. Put the tokenizer of the target "
+            "into a folder with the model: AutoTokenizer.from_pretrained(target).save_pretrained(folder)."
+        )
+    for file in found:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _check_reloaded(model: CausalLM, folder: Path) -> None:
+    """Raise `ValueError` unless what is in `folder` is the model: weights bit for bit, settings of layers, logits.
+
+    Logits of a short text do not show everything: an attention window may be longer than it.
+    """
+    try:
+        again = load_model(folder)
+    except Exception as failure:  # whatever the checks of a family's config and constructor raise
+        raise _not_equal(model, f"transformers cannot load them ({str(failure)[:200]})") from failure
+    if differing := _differing(_contents(model), _contents(again)):
+        raise _not_equal(model, f"{len(differing)} weights or settings differ, such as {', '.join(differing[:3])}")
+    tokens = torch.arange(PROBE)[None] % model.config.vocab_size
+    with torch.inference_mode():
+        ours, theirs = model(tokens).logits.float(), again(tokens).logits.float()
+    error, largest = float((ours - theirs).abs().max()), max(1.0, float(ours.abs().max()))
+    in_half = model.dtype in (torch.float16, torch.bfloat16)
+    if not error <= largest * (TOLERANCE_IN_HALF if in_half else TOLERANCE):
+        raise _not_equal(model, f"its logits differ by up to {error:.3g}")
+
+
+def _not_equal(model: CausalLM, how: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} does not come back from its files as the draft that it was: {how}. Its family builds "
+        "layers by rules that a choice of layers does not keep, so another engine would draft something else, and what "
+        "was written is deleted. The first layers alone may do (--layers N when training); an independent draft does."
+    )
+
+
+def _contents(model: CausalLM) -> dict[str, Any]:
+    """The weights, and every plain setting in every layer, such as its window or its number.
+
+    What a decoder notes of all of its layers, such as whether any has a window, is the target's in an early exit.
+    """
+    settings = {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        if re.search(r"\.\d+(\.|$)", name)
+        for key, value in {"type": type(module).__name__, **vars(module)}.items()
+        if isinstance(value, bool | int | float | str | None) and not key.startswith("_")
+    }
+    return {**settings, **model.state_dict()}
+
+
+def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Names of what is not the same in both, or only in one."""
+
+    def same(name: str) -> bool:
+        if name not in ours or name not in theirs:
+            return False
+        one, other = ours[name], theirs[name]
+        if isinstance(one, torch.Tensor):
+            return bool(one.dtype == other.dtype and torch.equal(one, other))
+        return bool(one == other)
+
+    return sorted(name for name in {**ours, **theirs} if not same(name))
+
+
+def _notes(model: CausalLM, config: SpecDecPPConfig) -> list[str]:
+    size, notes = model.config.vocab_size, []
+    if config.draft_vocab_size is not None:
+        notes.append(
+            f"Here the draft proposes {config.draft_vocab_size} of {size} tokens. A plain model cannot say that, so "
+            "its full LM head is exported: a step costs more, and other tokens are proposed, too."
+        )
+    if config.vocab_size not in (None, size):
+        notes.append(
+            f"The draft has {size} token ids and the target {config.vocab_size}. vLLM wants equal numbers and may "
+            "refuse the pair."
+        )
+    return notes

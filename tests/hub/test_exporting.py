@@ -1,0 +1,284 @@
+"""`export`: an assistant's draft as a folder that drafts the same elsewhere, in full or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hub_server import HubServer
+from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, tiny
+from support.repos import WORDS, change_json, files_of, greedy, head_for, publish_pair, save_adapter, save_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
+from hf_specdecpp.hub.exporting import export
+from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.serving import plain_model
+
+FIXED = SpeculationConfig("fixed", num_tokens=4)
+LORA = {"gpt2": ("c_attn", "c_fc"), "llama tied": ("q_proj", "lm_head")}
+SHAPES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "llama": ("llama", {}, [0, 2]),
+    "llama tied": ("llama", {"tie_word_embeddings": True}, [0, 1]),
+    "qwen2": ("qwen2", {}, [0, 1]),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, [1, 2]),
+    "gemma3 tied": ("gemma3_text", {"tie_word_embeddings": True}, [0, 2]),
+    "gpt2": ("gpt2", {}, [0, 2]),
+}
+
+
+def save_target(folder: Path, shape: str = "llama") -> Any:
+    family, settings, _ = SHAPES[shape]
+    return load_model(save_model(tiny(family, **settings).float(), folder))
+
+
+def exits_early(target: Any, shape: str, folder: Path, **arguments: Any) -> SpecDecPPAssistant:
+    """Saved to `folder`, with an adapter."""
+    layers = SHAPES[shape][2]
+    adapter = save_adapter(
+        early_exit(target, layers), folder.parent / "peft", 0, LORA.get(shape, ("q_proj", "up_proj"))
+    )
+    made = SpecDecPPAssistant.from_early_exit(target, layers, adapter, speculation=FIXED, **arguments)
+    made.save_pretrained(folder)
+    return made
+
+
+def logits_along(model: Any, text: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(text).logits
+
+
+# The same draft. ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target", shape)
+    assistant = exits_early(target, shape, tmp_path / "assistant")
+    export(tmp_path / "assistant", tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ours, theirs = assistant.ready_drafter().model.state_dict(), exported.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(theirs[name].dtype == torch.float32 and torch.equal(ours[name], theirs[name]) for name in ours)
+    text = prompt(40)
+    assert torch.equal(logits_along(exported, text), logits_along(assistant.ready_drafter().model, text))
+    assert not torch.equal(logits_along(exported, text), logits_along(early_exit(target, SHAPES[shape][2]), text))
+    assert exported.config.num_hidden_layers == 2
+    words = [AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("target", "out")]
+    assert words[0] == words[1]
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma3 tied", "gpt2"])
+def test_transformers_own_loop_drafts_with_it_what_we_draft(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_target(tmp_path / "target", shape)
+    assistant = exits_early(target, shape, tmp_path / "assistant")
+    export(tmp_path / "assistant", tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    exported.generation_config.assistant_confidence_threshold = 0.0  # transformers would stop at unlikely tokens
+    rounds = rounds_of_transformers(monkeypatch)
+    assert greedy(target, exported) == greedy(target)
+    assert len(rounds) > 3
+    assert max(len(candidates) for _, candidates in rounds) == 4, "the assistant's own num_tokens"
+    for text, candidates in rounds:
+        assert candidates == drafted_by_us(assistant, text)[: len(candidates)]
+
+
+def rounds_of_transformers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, list[int]]]:
+    """Each round's text and candidates, filled as they are drafted."""
+    rounds: list[tuple[Tensor, list[int]]] = []
+    drafts = AssistedCandidateGenerator.get_candidates
+
+    def get_candidates(generator: Any, input_ids: Any, *more: Any, **others: Any) -> Any:
+        found = drafts(generator, input_ids, *more, **others)
+        rounds.append((input_ids, found[0][0, input_ids.shape[1] :].tolist()))
+        return found
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", get_candidates)
+    return rounds
+
+
+def drafted_by_us(assistant: SpecDecPPAssistant, text: Tensor) -> list[int]:
+    config = GenerationConfig(do_sample=False, max_length=1000)
+    chain = SpecDecPPCandidateGenerator(assistant.setup(), config).draft(text)
+    return [int(token) for token in chain.tokens]
+
+
+def test_an_independent_draft_has_its_adapter_merged(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    draft = save_model(partly_agreeing(target), tmp_path / "draft")
+    adapter = save_adapter(load_model(draft), tmp_path / "peft")
+    assistant = SpecDecPPAssistant.from_draft(draft, target, adapter, head_for(target), speculation=FIXED)
+    assistant.save_pretrained(tmp_path / "assistant")
+    exported = export(tmp_path / "assistant", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits_along(again, prompt(40)), logits_along(assistant.ready_drafter().model, prompt(40)))
+    assert not torch.equal(logits_along(again, prompt(40)), logits_along(load_model(draft), prompt(40)))
+    assert not hasattr(again, "peft_config")
+    assert [note.split(",")[0] for note in exported.notes] == ["Engines draft a fixed number of tokens"]
+    assert greedy(target, again) == greedy(target)
+
+
+@pytest.mark.parametrize("kind", ["independent", "early exit"])
+def test_a_draft_vocabulary_becomes_the_full_head(kind: str, tmp_path: Path) -> None:
+    target, few = save_target(tmp_path / "target"), list(range(0, VOCAB_SIZE, 2))
+    made = (
+        SpecDecPPAssistant.from_draft(save_model(partly_agreeing(target), tmp_path / "draft"), target, draft_vocab=few)
+        if kind == "independent"
+        else SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=few)
+    )
+    made.save_pretrained(tmp_path / "assistant")
+    exported = export(tmp_path / "assistant", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.lm_head.weight.shape[0] == VOCAB_SIZE
+    assert torch.equal(logits_along(again, prompt(9)), logits_along(made.ready_drafter().model, prompt(9)))
+    assert exported.notes[0].startswith("Here the draft proposes 24 of 48 tokens.")
+
+
+def test_an_adapter_of_the_head_unties_it(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target", "llama tied")
+    assert target.lm_head.weight is target.get_input_embeddings().weight
+    exits_early(target, "llama tied", tmp_path / "assistant")
+    export(tmp_path / "assistant", tmp_path / "out")
+    again = load_model(tmp_path / "out")
+    assert again.config.tie_word_embeddings is False
+    assert not torch.equal(again.lm_head.weight, again.get_input_embeddings().weight)
+    assert torch.equal(again.get_input_embeddings().weight, target.lm_head.weight)
+
+
+def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path) -> None:
+    for shape, layers, noted in (
+        ("gemma3 tied", [0, 2], True),
+        ("gemma3 tied", [0, 1], False),
+        ("llama", [0, 2], False),
+    ):
+        root = tmp_path / f"{shape} {layers}"
+        SpecDecPPAssistant.from_early_exit(save_target(root / "target", shape), layers).save_pretrained(root / "made")
+        notes = export(root / "made", root / "out").notes
+        assert any("of several kinds" in note for note in notes) is noted
+
+
+# From the Hub, and another target. ------------------------------------------------------------------------------------
+
+
+def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    commit, _ = publish_pair(hub, tmp_path / "models")
+    target = AutoModelForCausalLM.from_pretrained("org/target")
+    SpecDecPPAssistant.from_early_exit(target, 2).push_to_hub("org/assistant")
+    newer = tiny("llama", seed=5)
+    hub.commit("org/target", files_of(save_model(newer, tmp_path / "newer", ["<unk>", *reversed(WORDS[1:])])))
+    shutil.rmtree(tmp_path / "cache")
+    exported = export("org/assistant", tmp_path / "out")
+    again = load_model(tmp_path / "out")
+    assert torch.equal(again.lm_head.weight, target.lm_head.weight), f"the target's commit is {commit}"
+    assert exported.commands["vLLM"][0].startswith("vllm serve org/target ")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()["w7"] == 7
+
+
+def test_the_target_elsewhere(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    exits_early(target, "llama", tmp_path / "assistant")
+    (tmp_path / "target").rename(tmp_path / "moved")
+    exported = export(tmp_path / "assistant", tmp_path / "out", tmp_path / "moved")
+    assert exported.commands["vLLM"][0].startswith(f"vllm serve {tmp_path / 'moved'} ")
+    others = ["<unk>", *reversed(WORDS[1:])]
+    save_model(tiny("llama").float(), tmp_path / "other", others)
+    with pytest.raises(ValueError, match="whose tokenizer differs"):
+        export(tmp_path / "assistant", tmp_path / "wrong", tmp_path / "other")
+    change_json(tmp_path / "assistant" / "config.json", target_id=None)
+    with pytest.raises(ValueError, match=r"does not name \(target_id\).*Name it: --target"):
+        export(tmp_path / "assistant", tmp_path / "unnamed")
+    assert not (tmp_path / "wrong").exists()
+    assert not (tmp_path / "unnamed").exists()
+
+
+# How many tokens. -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speculation", "count"),
+    [
+        (SpeculationConfig("fixed", num_tokens=6), 6),
+        (SpeculationConfig("threshold", num_tokens=6), 3),
+        (SpeculationConfig("fixed", num_tokens=6, tree="dyspec"), 3),
+    ],
+)
+def test_tokens_a_round(speculation: SpeculationConfig, count: int, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation).save_pretrained(tmp_path / "assistant")
+    exported = export(tmp_path / "assistant", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (written["num_assistant_tokens"], written["num_assistant_tokens_schedule"]) == (count, "constant")
+    assert f'"num_speculative_tokens":{count}' in exported.commands["vLLM"][0]
+    assert f"here {count}," in exported.notes[-1]
+
+
+# Refusals. ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    made = SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target))
+    made.save_pretrained(tmp_path / "assistant")
+    shutil.rmtree(tmp_path / "target")  # nothing is loaded to find out
+    with pytest.raises(ValueError, match="in a form that no other engine has") as refusal:
+        export(tmp_path / "assistant", tmp_path / "out")
+    assert f"`specdecpp train --draft eagle3 --target {tmp_path / 'target'} " in str(refusal.value)
+    assert f"`specdecpp export NEW --output {tmp_path / 'out'}`" in str(refusal.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["assistant"]
+
+
+def test_a_lookup_is_refused(tmp_path: Path) -> None:
+    SpecDecPPAssistant.from_lookup(save_target(tmp_path / "target")).save_pretrained(tmp_path / "assistant")
+    with pytest.raises(ValueError, match="nothing to export"):
+        export(tmp_path / "assistant", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# The folder. ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_taken_is_refused_before_any_work(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    for path in (taken, taken / "notes.txt"):
+        with pytest.raises(FileExistsError, match="is there already and is not an empty folder"):
+            export(tmp_path / "no such assistant", path)
+    assert (taken / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("place", ["empty", "new/and deep"])
+def test_a_new_or_empty_folder_is_taken(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = save_target(tmp_path / "target")
+    SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "assistant")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    export("assistant", place)
+    assert load_model(place).config.num_hidden_layers == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "assistant", "empty", place.split("/")[0]}
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), ValueError("something"), KeyboardInterrupt()])
+def test_nothing_is_left_of_a_failure(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = save_target(tmp_path / "target")
+    SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "assistant")
+    seen: list[set[str]] = []
+
+    def fail(_model: Any, folder: Path) -> None:
+        seen.append({path.name for path in folder.iterdir()})
+        raise error
+
+    monkeypatch.setattr(plain_model, "_check_reloaded", fail)
+    with pytest.raises(type(error)):
+        export(tmp_path / "assistant", tmp_path / "deep" / "out")
+    assert "model.safetensors" in seen[0], "all of it was written"
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "assistant"}
