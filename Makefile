@@ -4,6 +4,7 @@ VENV   := .venv
 FLOOR  := .venv-floor
 NEWEST := .venv-newest
 QUANTS := .quantised
+FORMATS := .formats
 BIN    := $(VENV)/bin
 MODELS := .models
 ARGS   ?=
@@ -11,7 +12,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-newest test-quantised lint format types docs bench-overhead clean
+.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats lint format types docs bench-overhead clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -46,6 +47,16 @@ $(QUANTS)/.installed: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(QUANTS) torchao bitsandbytes
 	@touch $@
 
+# Without its dependencies, which would bring an older transformers; most are in the environment anyway. It needs Python
+# 3.11; without it the tests are skipped.
+$(FORMATS)/.installed: $(VENV)/.installed
+	@echo "Installing into $(FORMATS): speculators"
+	@mkdir -p $(FORMATS)
+	@! $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(FORMATS) \
+		speculators hs-connectors loguru pydantic-settings python-dotenv
+	@touch $@
+
 demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
@@ -64,6 +75,9 @@ test-newest: $(NEWEST)/.installed  ## Run the fast tests with the newest torch, 
 
 test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, with torchao and bitsandbytes
 	@$(PYTEST) PYTHONPATH=$(QUANTS) $(BIN)/pytest tests/generate/test_quantised_targets.py tests/test_limits.py $(ARGS)
+
+test-formats: $(FORMATS)/.installed  ## Run the tests beside the package speculators, which writes EAGLE-3 drafts
+	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/eagle3/test_speculators.py $(ARGS)
 
 lint: install  ## Check style and format
 	@$(BIN)/ruff check
