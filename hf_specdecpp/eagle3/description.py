@@ -89,6 +89,11 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     ids = eagle.get("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"))
     if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
         raise ValueError(f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target, or be left out.")
+    if is_nested and ids and 0 in ids:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
+            f"hf_specdecpp reads outputs of layers. {TRAIN}."
+        )
     reads = overrides.get("reads")
     if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
         reads = [each - 1 for each in ids]

@@ -17,8 +17,8 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
     """The layers whose outputs the ids of a checkpoint may mean, the likelier meaning first.
 
     One convention counts what goes into a layer (EAGLE, vLLM, speculators): id j is the output of layer j - 1. The
-    other counts outputs (SpecForge, NVIDIA): id j is the output of layer j. A list that begins with 1 is of the second,
-    the usual list of the first; of others the file does not say.
+    other counts outputs (SpecForge, NVIDIA): id j is the output of layer j. The usual list tells which it is; of others
+    the file does not say, but one that begins with 1 is rather of the second.
 
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
     means `[1, 17, 29]` or `[2, 18, 30]`.
@@ -32,15 +32,13 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
                 f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones."
             )
         return [usual_reads(depth)]
-    before = [each - 1 for each in ids]
-    found = [reading for reading in (before, list(ids)) if min(reading) >= 0 and max(reading) < depth]
+    after, before = list(ids), [each - 1 for each in ids]
+    likelier_first = [after, before] if ids[0] == 1 else [before, after]
+    found = [reading for reading in likelier_first if min(reading) >= 0 and max(reading) < depth]
     if not found:
         raise ValueError(
             f"The draft reads layers {list(ids)} of its target, and this one has {depth}. It was trained for another "
             "target."
         )
-    if ids[0] == 1:
-        return [list(ids)] if list(ids) in found else found
-    if depth >= 4 and before == usual_reads(depth):
-        return [before]
-    return found
+    usual = usual_reads(depth)
+    return [usual] if usual in found else found

@@ -24,7 +24,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.measuring import measure
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
-# The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; names of speculators and vLLM.
+# The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; names of others.
 ALLOWED = {
     ("config/assistant.py", "independent"),
     ("benchmark/contestants.py", "lookup"),
