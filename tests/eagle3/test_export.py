@@ -1,0 +1,129 @@
+"""An EAGLE-3 draft as other engines read it: written, and loaded again, it is the same draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.distillation_files import prepare
+from support.eagle3_files import VARIANTS, Checkpoint
+from support.models import prompt, tiny
+from support.repos import save_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.hub.exporting import export
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.training import models
+from hf_specdecpp.training.distillation import stage as distillation
+
+LLAMA = [name for name in VARIANTS if name != "qwen3"]
+
+
+def logits(assistant: SpecDecPPAssistant, target: CausalLM, steps: int = 2) -> list[Tensor]:
+    """Along a text, as the first candidate of a round and as the second."""
+    drafter, text = assistant.ready_drafter(), prompt(9)
+    with torch.no_grad(), TargetStates(target, drafter.fusion) as caught:
+        target(text)
+        states = caught.take()
+        assert states is not None
+        return [
+            drafter.logits(hidden[0, step:], 48)
+            for step, hidden in enumerate(unrolled(drafter, text, states, steps), 1)
+        ]
+
+
+@pytest.mark.parametrize("dialect", ["original", "speculators"])
+@pytest.mark.parametrize("name", LLAMA)
+def test_what_is_exported_is_the_draft(name: str, dialect: str, tmp_path: Path) -> None:
+    """In bfloat16, which is what the checkpoint holds then: exported again it does not change."""
+    checkpoint = VARIANTS[name]
+    target = tiny("llama", hidden_size=checkpoint.target_size, head_dim=8)
+    saved = save_model(target, tmp_path / "target")
+    folder = checkpoint.save(tmp_path / "theirs", dialect)
+    exported = export(folder, tmp_path / "out", saved)
+    export(tmp_path / "out", tmp_path / "again", saved)
+    first, again = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "again"))
+    theirs = checkpoint.tensors()
+    assert first.keys() == theirs.keys() == again.keys()
+    for tensor_name, tensor in first.items():
+        wanted = theirs[tensor_name]
+        assert torch.equal(tensor, wanted.bfloat16() if wanted.is_floating_point() else wanted), tensor_name
+        assert torch.equal(tensor, again[tensor_name])
+    configs = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "again")]
+    assert configs[0] == configs[1]
+    assert list(exported.commands) == ["vLLM", "SGLang", "llama.cpp"]
+    assert str(tmp_path / "out") in exported.commands["vLLM"][0]
+    half = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    whole = SpecDecPPAssistant.from_pretrained(folder, target=target)
+    for ours, loaded in zip(logits(whole, target), logits(half, target), strict=True):
+        assert torch.equal(ours.isinf(), loaded.isinf())
+        kept = ~ours.isinf()
+        assert float((ours - loaded)[kept].abs().max()) < 0.1 * float(ours[kept].abs().max())
+
+
+def test_a_trained_layer(tmp_path: Path) -> None:
+    """What training stores is in half precision already, so what is exported in bfloat16 is it to the bit."""
+    config = prepare(tmp_path, "eagle3", draft_vocab_size=40, epochs=1)
+    config.distill.bf16 = True
+    distillation.run(config)
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    assistant = models.load_assistant(config, target)
+    assistant.save_pretrained(tmp_path / "repo")
+    export(tmp_path / "repo", tmp_path / "out", config.target)
+    exported = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    for ours, loaded in zip(logits(assistant, target), logits(exported, target), strict=True):
+        assert torch.equal(ours, loaded)
+    assert exported.ready_drafter().draft_vocab.tolist() == assistant.ready_drafter().draft_vocab.tolist()
+
+
+def described(checkpoint: Checkpoint, folder: Path, depth: int, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+    target = save_model(tiny("llama", num_hidden_layers=depth), folder / "target")
+    checkpoint.save(folder / "theirs", **changes)
+    exported = export(folder / "theirs", folder / "out", target)
+    return json.loads((folder / "out" / "config.json").read_text()), exported.notes
+
+
+def test_the_usual_layers_are_not_named(tmp_path: Path) -> None:
+    """Of 8 layers 1, 3 and 4, which are the ids 2, 4 and 5."""
+    config, notes = described(Checkpoint(), tmp_path, 8, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})
+    assert not {"eagle_config", "eagle_aux_hidden_state_layer_ids"} & set(config)
+    assert not any("are usual" in note for note in notes)
+
+
+def test_other_layers_stand_there_twice(tmp_path: Path) -> None:
+    config, notes = described(Checkpoint(), tmp_path, 8, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 7]})
+    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 7]}
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 8]
+    assert any("llama.cpp" in note and "[1, 3, 4] are usual" in note for note in notes)
+
+
+def test_what_engines_do_not_serve_is_said(tmp_path: Path) -> None:
+    _, notes = described(VARIANTS["eagle-3.1"], tmp_path, 3)
+    assert any("fc_norm and norm_output (EAGLE-3.1)" in note for note in notes)
+
+
+def test_frequencies_are_written_as_older_readers_know_them(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    config, _ = described(Checkpoint(), tmp_path, 3, rope_theta=500.0, rope_scaling=rope)
+    assert config["rope_theta"] == 500.0
+    assert config["rope_scaling"] == rope
+
+
+def test_refusals(tmp_path: Path) -> None:
+    target = save_model(tiny("llama"), tmp_path / "target")
+    VARIANTS["qwen3"].save(tmp_path / "qwen3", "speculators")
+    with pytest.raises(ValueError, match="layers of type 'qwen3', which only vLLM serves"):
+        export(tmp_path / "qwen3", tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
+    Checkpoint().save(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="names no target.*--target ID"):
+        export(tmp_path / "theirs", tmp_path / "out")
