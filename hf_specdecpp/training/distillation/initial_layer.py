@@ -19,6 +19,13 @@ from hf_specdecpp.training.distillation.initial_fusion import OUTLIER, RIDGE
 
 COPIED = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 PARTS = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+# Norms that some families put behind a product, and a Llama layer has not: on average they are a factor of its rows.
+NORMS_BEHIND = {
+    "self_attn.q_proj": "self_attn.q_norm",
+    "self_attn.k_proj": "self_attn.k_norm",
+    "self_attn.o_proj": "post_attention_layernorm",
+    "mlp.down_proj": "post_feedforward_layernorm",
+}
 LEAST_ROWS = 3  # tokens of a text
 
 
@@ -46,7 +53,7 @@ def settings_for(
         reads=list(reads),
         num_reads=len(reads),
         draft_vocab_size=None if vocab is None else len(vocab),
-        own_head=vocab is not None,
+        own_head=vocab is not None or _logit_factor(config) != 1.0,
         fc_norm=fc_norm,
         norm_output=norm_output,
     )  # fmt: skip
@@ -56,9 +63,11 @@ def settings_for(
 def untrained(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) -> Eagle3Model:
     """A draft whose LM head and final norm are the target's, and whose other weights are random; float32."""
     model = Eagle3Model(settings).float()
-    if vocab is not None and model.lm_head is not None:
-        model.lm_head.weight.copy_(_rows(target.get_output_embeddings(), vocab))
-        model.token_ids = vocab.clone()
+    if model.lm_head is not None:
+        ids = torch.arange(model.config.vocab_size, device=target.device) if vocab is None else vocab
+        factor = _logit_factor(target.config.get_text_config(decoder=True))
+        model.lm_head.weight.copy_(factor * _rows(target.get_output_embeddings(), ids))
+        model.token_ids = None if vocab is None else vocab.clone()
     _copy_norm(inner_decoder(target), "norm", model.norm)
     model.to(device=target.device)
     model.meet(target, settings.reads or [])
@@ -79,7 +88,8 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
         texts: `[1, n]` each.
     """
     stack = layer_stack(inner_decoder(target), target)[1]
-    squares, products, e_square = _sums(model, target, len(stack) - 1, texts)
+    with _Behind(stack[-1]) as behind:
+        squares, products, e_square = _sums(model, target, len(stack) - 1, texts)
     ridge = RIDGE * squares.diagonal().mean() * torch.eye(len(squares))
     solution = torch.linalg.solve(squares + ridge, products).T
     of_states, of_tokens = solution.split((model.reader.width, model.reader.embedding_size), dim=1)
@@ -93,17 +103,16 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
     norm = layer.hidden_norm.weight.cpu().clone()
     layer.hidden_norm.weight.mul_((g_square / x_square).sqrt())
     for name in ("q_proj", "k_proj", "v_proj"):
-        wide, narrow = getattr(layer.self_attn, name).weight, _weight(last, f"self_attn.{name}")
+        wide, narrow = getattr(layer.self_attn, name).weight, behind.weight(f"self_attn.{name}")
         if narrow is not None and 2 * narrow.shape[1] == wide.shape[1] and narrow.shape[0] == wide.shape[0]:
             of_embedding = (narrow * norm) @ of_tokens * (e_square / x_square).sqrt()
             wide.copy_(torch.cat((of_embedding, narrow), dim=1))
     for name in PARTS:
-        ours, theirs = layer.get_submodule(name).weight, _weight(last, name)
+        ours, theirs = layer.get_submodule(name).weight, behind.weight(name)
         if theirs is not None and theirs.shape == ours.shape:
             ours.copy_(theirs)
-    _copy_norm(last, "pre_feedforward_layernorm", layer.post_attention_layernorm) or _copy_norm(
-        last, "post_attention_layernorm", layer.post_attention_layernorm
-    )
+    before_mlp = "pre_feedforward_layernorm" if behind.is_sandwich else "post_attention_layernorm"
+    _copy_norm(last, before_mlp, layer.post_attention_layernorm)
 
 
 def _sums(model: Eagle3Model, target: CausalLM, layer: int, texts: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,18 +145,74 @@ def _rows(head: Any, vocab: Tensor) -> Tensor:
     return rows_of(head, vocab) if is_quantised(head) else head.weight[vocab]
 
 
-def _weight(layer: nn.Module, name: str) -> Tensor | None:
-    """The weight of a part of a layer in float32; `None` where it is not there."""
-    parts = dict(layer.named_modules())
-    found = getattr(parts.get(name), "weight", None)
-    return found.float().cpu() if isinstance(found, Tensor) and found.dim() == 2 else None
+def _logit_factor(config: Any) -> float:
+    """What some families multiply logits with; an EAGLE-3 draft has it in its LM head."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
-def _copy_norm(module: nn.Module, name: str, ours: Any) -> bool:
-    """Copy what a norm multiplies with: that is what it makes of a vector of ones, also where it is 1 + its weight."""
+class _Behind:
+    """A layer of the target as a Llama layer: its products, with the norms behind them as factors of their rows.
+
+    Within the context it measures how large what they norm is.
+
+    Example: q_norm makes of a head's query q the vector w q / |q|, with |q| the root of the mean square. Where 1 / |q|
+    is 0.5 on average, the rows of that head's product become 0.5 w times what they were.
+
+    Attributes:
+        is_sandwich: whether there are norms before and behind attention and MLP (Gemma).
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.modules = dict(layer.named_modules())
+        self.is_sandwich = "pre_feedforward_layernorm" in self.modules
+        self._inverse: dict[str, list[Tensor]] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Behind:
+        for name in NORMS_BEHIND:
+            if self._norm(name) is not None and name in self.modules:
+                sizes = self._inverse[name] = []
+                self._handles.append(self.modules[name].register_forward_hook(self._note(name, sizes)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _norm(self, name: str) -> nn.Module | None:
+        behind = NORMS_BEHIND.get(name)
+        if behind == "post_attention_layernorm" and not self.is_sandwich:
+            return None  # that one stands before the MLP
+        return self.modules.get(behind or "")
+
+    def _note(self, name: str, sizes: list[Tensor]) -> Any:
+        norm: Any = self._norm(name)
+
+        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            parts = output.detach().float().unflatten(-1, (-1, norm.weight.shape[0]))
+            sizes.append(parts.square().mean(-1).rsqrt().flatten(0, -2).mean(0).cpu())  # by head
+
+        return hook
+
+    def weight(self, name: str) -> Tensor | None:
+        """The weight of a product in float32; `None` where it is not there."""
+        found = getattr(self.modules.get(name), "weight", None)
+        if not isinstance(found, Tensor) or found.dim() != 2:
+            return None
+        weight, norm = found.float().cpu(), self._norm(name)
+        if norm is None or not self._inverse.get(name):
+            return weight
+        factors = torch.stack(self._inverse[name]).mean(0)[:, None] * _multiplied_by(norm).float().cpu()
+        return factors.flatten()[:, None] * weight
+
+
+def _multiplied_by(norm: Any) -> Tensor:
+    """What a norm multiplies with: what it makes of a vector of ones, also where that is 1 + its weight."""
+    made: Tensor = norm(torch.ones_like(norm.weight)[None])[0]
+    return made
+
+
+def _copy_norm(module: nn.Module, name: str, ours: Any) -> None:
     norm: Any = dict(module.named_children()).get(name)
-    if norm is None or getattr(norm, "bias", None) is not None:
-        return False
-    weight = norm.weight
-    ours.weight.copy_(norm(torch.ones_like(weight)[None])[0])
-    return True
+    if norm is not None and getattr(norm, "bias", None) is None:
+        ours.weight.copy_(_multiplied_by(norm))
