@@ -234,7 +234,7 @@ def test_convert_does_not_overwrite(folder: Path, tmp_path: Path) -> None:
     assert_error(run("inspect", source, "--convert", folder), "Choose a new folder")
 
 
-@pytest.mark.parametrize("option", [["--tied"], ["--untied"], ["--draft", "org/draft"], ["--target", "org/target"]])
+@pytest.mark.parametrize("option", [["--tied"], ["--untied"], ["--draft", "org/draft"]])
 def test_options_of_convert_need_it(folder: Path, option: list[str]) -> None:
     result = run("inspect", folder, *option)
     assert result.exit_code == 2
