@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.eagle3_files import HIDDEN, READS, VARIANTS
-from support.eagle3_loading import DIALECTS, PLAIN, edited, load, refused, settings_of
+from support.eagle3_loading import DIALECTS, PLAIN, edited, in_shards, load, refused, settings_of
 from support.models import tiny
 from support.repos import change_json, save_model
 from torch import Tensor
@@ -245,16 +245,6 @@ def test_ids_may_stand_on_top(tmp_path: Path) -> None:
 
 
 # Several files --------------------------------------------------------------------------------------------------------
-
-
-def in_shards(folder: Path) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    shards = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(sorted(tensors))}
-    for shard in set(shards.values()):
-        save_file({name: tensors[name] for name in tensors if shards[name] == shard}, folder / shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    return folder
 
 
 @DIALECTS
