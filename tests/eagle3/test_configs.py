@@ -234,7 +234,7 @@ def test_older_names_of_flags(tmp_path: Path) -> None:
     checkpoint = VARIANTS["fc_norm"]
     assert settings_of(checkpoint.save(tmp_path / "a", fc_norm=..., use_aux_norm=True)).fc_norm
     assert settings_of(checkpoint.save(tmp_path / "b", fc_norm=...)).fc_norm, "the tensors say it"
-    nested = {"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": READS}}
+    nested: dict[str, Any] = {"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": READS}}
     assert settings_of(VARIANTS["norm_before_fc"].save(tmp_path / "c", norm_before_fc=..., **nested)).norm_before_fc
 
 

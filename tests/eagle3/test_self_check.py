@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json 
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a target and of a draft that learned what it says of the text of the check."""
     folder = tmp_path_factory.mktemp("pair")
     target, letters = tiny("llama", num_hidden_layers=5).float(), letter_tokenizer()
