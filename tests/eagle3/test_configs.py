@@ -267,7 +267,11 @@ def test_shards_that_are_no_whole(tmp_path: Path) -> None:
         change_json(index, weight_map=weight_map)
         refused(folder, match)
     change_json(index, weight_map=listed)
-    (folder / "model-00002-of-00002.safetensors").unlink()
+    second = folder / "model-00002-of-00002.safetensors"
+    save_file({**load_file(second), "d2t": torch.zeros(20, dtype=torch.int64)}, second)
+    assert listed["d2t"] != second.name
+    refused(folder, "have other tensors")
+    second.unlink()
     with pytest.raises(FileNotFoundError, match="model-00002-of-00002.safetensors is missing"):
         load(folder)
 

@@ -140,8 +140,8 @@ def test_a_pickle_is_converted(tmp_path: Path, dialect: str) -> None:
 
 
 def test_tensors_that_share_memory_are_converted(tmp_path: Path) -> None:
-    both = torch.ones(2, 32)
-    shared: dict[str, Any] = {"norm.weight": both[0], "midlayer.hidden_norm.weight": both[1]}
+    one = torch.ones(32)
+    shared: dict[str, Any] = {"norm.weight": one, "midlayer.hidden_norm.weight": one}
     convert(as_pickle(VARIANTS["plain"], tmp_path / "in", **shared), tmp_path / "out")
     assert look(tmp_path / "out").sound
 
