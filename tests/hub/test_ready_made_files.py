@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from support.hub_server import HubServer
 from support.models import tiny
 from support.released_heads import Payload
 from support.repos import files_of, save_model
+from typer.testing import CliRunner
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.cli import app
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert
 from hf_specdecpp.hub.inspection import Report, inspect
@@ -191,3 +194,21 @@ def test_nothing_to_convert(tmp_path: Path) -> None:
         convert(as_pickle(VARIANTS["plain"], folder), tmp_path / "out", target_id="org/target")
     with pytest.raises(FileExistsError, match="Choose a new folder"):
         convert(folder, folder)
+
+
+def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    """As the message says, and then beside a target of the Hub at a commit."""
+    publish(hub, as_pickle(VARIANTS["plain"], tmp_path / "in"))
+    said = " ".join(CliRunner().invoke(app, ["inspect", "org/eagle"]).stdout.split())
+    assert "Convert its tensors: specdecpp inspect org/eagle --convert OUT." in said
+    result = CliRunner().invoke(app, ["inspect", "org/eagle", "--convert", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    publish(hub, tmp_path / "out")
+    target = tiny("llama")
+    commit = hub.commit("org/target", files_of(save_model(target, tmp_path / "target")))
+    hub.commit("org/target", {"config.json": b"{}"})
+    shutil.rmtree(tmp_path / "cache")
+    result = CliRunner().invoke(app, ["inspect", "org/eagle", "--target", f"org/target@{commit}"])
+    assert result.exit_code == 0, result.output
+    assert "as read" in result.stdout
+    assert "it is probably for another target" in " ".join(result.stdout.split())
