@@ -15,8 +15,8 @@ from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.cli_options import options_of, settings_from
 
 if TYPE_CHECKING:
-    from hf_specdecpp.config.assistant import SpecDecPPConfig
     from hf_specdecpp.hub.inspection import Report
+    from hf_specdecpp.kinds.kind import SelfCheck
     from hf_specdecpp.serving.destination import Exported
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -116,17 +116,24 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     subfolder: Annotated[str | None, typer.Option(help="Folder within the repository.")] = None,
     convert: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Convert a released SpecDec++ head into this new folder.")
+        Path | None,
+        typer.Option(metavar="OUT", help="Convert a released SpecDec++ head, or an EAGLE-3 pickle, into this folder."),
     ] = None,
     tied: Annotated[
         bool | None, typer.Option("--tied/--untied", help="Whether its blocks share weights; recognised by default.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="The draft that it was trained with: Hub id or id@commit.")] = None,
-    target: Annotated[str | None, typer.Option(help="The target that it was trained for: Hub id or id@commit.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id or id@commit: measure how often an EAGLE-3 draft guesses what this target says. With "
+            "--convert, the target that the head was trained for."
+        ),
+    ] = None,
 ) -> None:
-    """Show what an assistant's repository holds and whether its files are sound (exit code 1 if not)."""
-    if convert is None and (tied, draft, target) != (None, None, None):
-        raise typer.BadParameter("--tied, --untied, --draft and --target say how to convert: they need --convert OUT.")
+    """Show what an assistant's or EAGLE-3 draft's repository holds and whether it is sound (exit code 1 if not)."""
+    if convert is None and (tied, draft) != (None, None):
+        raise typer.BadParameter("--tied, --untied and --draft say how to convert: they need --convert OUT.")
     from huggingface_hub.errors import EntryNotFoundError
 
     from hf_specdecpp.files import Repository
@@ -137,11 +144,15 @@ def inspect(
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)
             conversion.convert(folder, convert, tied, *_pin(draft), *_pin(target))
-            repository = Repository(str(convert))
+            repository, target = Repository(str(convert)), None
         report = inspection.inspect(repository)
+        name, commit = _pin(target)
+        found = inspection.self_check(repository, name, commit) if name is not None and report.sound else None
     except (ValueError, OSError, EntryNotFoundError) as error:
         _fail(str(error) + ("" if repository.is_local else f" There is no folder {repo!r} either."))
     _show(report, _console())
+    if found is not None:
+        _show_readings(found, _console())
     if not report.sound:
         raise typer.Exit(1)
 
@@ -189,8 +200,8 @@ def _console(stderr: bool = False) -> Console:
 
 def _show(report: Report, console: Console) -> None:
     facts, table = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
-    facts.add_row("assistant", _text(_pinned(report.name, report.commit)))
-    for label, fact in (_facts(report.config) if report.config is not None else {}).items():
+    facts.add_row("repository" if report.is_foreign else "assistant", _text(_pinned(report.name, report.commit)))
+    for label, fact in _facts(report).items():
         facts.add_row(label, _text(fact))
     for file in report.files:
         verdict = Text("sound", "green") if file.problem is None else Text("PROBLEM", "bold red")
@@ -213,9 +224,25 @@ def _show_commands(exported: Exported, output: Path, console: Console) -> None:
             console.print(_text(command), soft_wrap=True)
 
 
-def _facts(config: SpecDecPPConfig) -> dict[str, str]:
+def _show_readings(found: SelfCheck, console: Console) -> None:
+    """How often the first and second candidate agree with the target, for each reading, and what follows."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("agrees with the target", "first", "second")
+    for name, agreement in found.readings:
+        table.add_row(_text(name), *(f"{share:.0%}" for share in agreement))
+    console.print("", table, "", sep="\n")
+    for remark in found.remarks:
+        console.print(_text(remark))
+
+
+def _facts(report: Report) -> dict[str, str]:
     from hf_specdecpp.kinds.known import describe
 
+    config = report.config
+    if config is None:
+        return {}
+    if report.is_foreign:
+        return {"target": _pinned(config.target_id, config.target_revision), **report.facts}
     versions = {"hf_specdecpp": config.specdecpp_version, "transformers": config.transformers_version}
     return {
         "target": _pinned(config.target_id, config.target_revision),
@@ -226,6 +253,7 @@ def _facts(config: SpecDecPPConfig) -> dict[str, str]:
         "speculation": _items(config.speculation),
         "tokenizer hash": str(config.vocab_hash or "not recorded"),
         "written by": ", ".join(f"{name} {version or '?'}" for name, version in versions.items()),
+        **report.facts,
     }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
+
+INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # of weights in several files
 
 
 @dataclass
@@ -112,6 +115,28 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     check_finite(tensors, path)
     return tensors
+
+
+def load_shards(index: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint in several safetensors files beside its index; errors as above."""
+    shards = shards_of(index)
+    if missing := [name for name in shards if not (index.parent / name).is_file()]:
+        raise ValueError(f"{index} lists {', '.join(missing[:9])}, which it lacks. Download the repository again.")
+    found = [(name, tensor) for shard in shards for name, tensor in load_tensors(index.parent / shard).items()]
+    tensors = dict(found)
+    if len(found) != len(tensors) or set(tensors) != set(read_json(index)["weight_map"]):
+        raise ValueError(f"{index} and the files that it lists have other tensors. Download the repository again.")
+    return tensors
+
+
+def shards_of(index: Path) -> list[str]:
+    """Names of the files that an index lists. They lie beside it: an index may come from anybody."""
+    raw = read_json(index)
+    listed = raw.get("weight_map") if isinstance(raw, dict) else None
+    names: list[Any] = list(listed.values()) if isinstance(listed, dict) else [None]
+    if not all(isinstance(name, str) and re.fullmatch(r"[\w-]+\.safetensors", name) for name in names):
+        raise ValueError(f"{index} does not map tensors to safetensors files beside it. Download the repository again.")
+    return sorted(set(names))
 
 
 @contextmanager

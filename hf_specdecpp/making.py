@@ -111,7 +111,8 @@ class Making(ModelInterface):
         hub_kwargs = check_hub_kwargs(hub_kwargs)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
-        config.eagle3 = eagle3 or config.eagle3
+        if eagle3 is not None:
+            kind_of(config).override(config, eagle3)
         head, parts = load_parts(repository, config, draft)
         parts = replace(parts, merge=merge)
         drafter = kind_of(config).load(config, parts, Loading(draft, target, dtype, device, hub_kwargs))

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.assistant_files import FILES, edit_config, write_assistant
+from support.eagle3_files import VARIANTS
 from support.hub_server import HubServer, hub_env, point_client_at
 from support.models import tiny
 from support.released_heads import Payload, ReleasedHead, save_bin, save_mixin, write_config
@@ -81,6 +83,39 @@ def test_sound(folder: Path) -> None:
     for name in FILES:
         assert f"sound {name}" in output
     assert "warning" not in output
+
+
+@pytest.mark.parametrize("dialect", ["original", "speculators"])
+def test_a_draft_that_others_trained(tmp_path: Path, dialect: str) -> None:
+    verifier = {"speculators_config": {"verifier": {"name_or_path": "org/target"}}} if dialect == "speculators" else {}
+    folder = VARIANTS["norm_output"].save(tmp_path, dialect, **verifier)
+    result = run("inspect", folder)
+    assert result.exit_code == 0, result.output
+    output = text(result.stdout)
+    target = "org/target at a commit that is not recorded" if verifier else "not recorded"
+    assert output.startswith(f"repository {folder} target {target} draft EAGLE-3, 1 x llama, 32 wide reads of")
+    assert "reads of the target outputs of layers 1, 0, 2, counted from 0 flags norm_output rope_theta 10000" in output
+    assert "draft vocabulary 20 of 48 token ids" in output
+    assert "sound model.safetensors" in output
+    assert "All files are sound." in output
+    for of_an_assistant in ("head none", "adapter", "tokenizer hash", "written by", "speculation", "warning"):
+        assert of_an_assistant not in output
+    (folder / "model.safetensors").write_bytes(b"")
+    assert "PROBLEM model.safetensors model.safetensors is incomplete" in text(run("inspect", folder).stdout)
+
+
+def test_a_pickle_of_others_is_converted_as_the_error_says(tmp_path: Path) -> None:
+    folder, out = VARIANTS["plain"].save(tmp_path / "in"), tmp_path / "out"
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="specdecpp inspect .* --convert FOLDER") as error:
+        SpecDecPPAssistant.from_pretrained(folder)
+    words = str(error.value).split("specdecpp ")[1].split(". Then")[0].replace("FOLDER", str(out)).split()
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    assert text(result.stdout).startswith(f"repository {out} target not recorded draft EAGLE-3")
+    SpecDecPPAssistant.from_pretrained(out)
+    assert_error(run(*words, "--tied"), "already holds a config.json")
 
 
 def test_early_exit_without_head(tmp_path: Path) -> None:
@@ -237,7 +272,7 @@ def test_convert_does_not_overwrite(folder: Path, tmp_path: Path) -> None:
     assert_error(run("inspect", source, "--convert", folder), "Choose a new folder")
 
 
-@pytest.mark.parametrize("option", [["--tied"], ["--untied"], ["--draft", "org/draft"], ["--target", "org/target"]])
+@pytest.mark.parametrize("option", [["--tied"], ["--untied"], ["--draft", "org/draft"]])
 def test_options_of_convert_need_it(folder: Path, option: list[str]) -> None:
     result = run("inspect", folder, *option)
     assert result.exit_code == 2

@@ -43,5 +43,5 @@ def as_described(name: str) -> Iterator[None]:
     """What goes wrong within is a `ValueError` about the description of a module."""
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"No {name} can be built as it is described: {error}") from None

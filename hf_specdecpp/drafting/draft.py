@@ -37,12 +37,14 @@ class Draft:
         places: the longest path of candidates that a round can have; 0 where nothing is ever drawn.
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
+        suspect: its name, if others trained it and perhaps for another target (`SpeculationStats.verdict`).
         is_compiled: whether chains are drafted with compiled steps.
     """
 
     model: CausalLM | None
     block: int = 1
     places: float = float("inf")
+    suspect: str | None = None
 
     @property
     def max_length(self) -> float:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.eagle3.description import TRAIN, Description
 from hf_specdecpp.eagle3.model import Eagle3Model
-from hf_specdecpp.eagle3.settings import Eagle3Settings
+from hf_specdecpp.eagle3.settings import NUM_USUAL, Eagle3Settings
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -40,13 +41,23 @@ def read_model(description: Description, tensors: Mapping[str, Tensor], source: 
     Raises:
         ValueError: a tensor is missing, unknown or of another shape, or token ids make no sense.
     """
-    named = _named(tensors)
-    _refuse_relatives(named, source)
+    named = _named(tensors, source)
+    _refuse_relatives(named, 2 * description.layer["hidden_size"], source)
     return build(settings_of(description, named), tensors, source)
 
 
-def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {renamed(name): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
+def _named(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if IGNORED.search(name):
+            continue
+        if (here := renamed(name)) in named:
+            raise ValueError(
+                f"{source} has {original(here)} twice, once as {name}, so it is not known which of them is meant. The "
+                "file is damaged or of a variant that hf_specdecpp does not know."
+            )
+        named[here] = tensor
+    return named
 
 
 def renamed(name: str) -> str:
@@ -62,54 +73,74 @@ def renamed(name: str) -> str:
 def settings_of(description: Description, named: Mapping[str, Tensor]) -> Eagle3Settings:
     """The settings that config and tensors agree on; where a config may be silent, tensors say it."""
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
-    fc, size = named.get("reader.fc.weight"), description.state_size
-    num_reads = fc.shape[1] // size if fc is not None and description.reads_states else 0
-    draft_vocab_size = description.draft_vocab_size
-    if (head := named.get("lm_head.weight")) is not None and draft_vocab_size is None:
-        draft_vocab_size = head.shape[0] if head.shape[0] < description.layer["vocab_size"] else None
+    size, vocab_size = description.state_size, description.layer["vocab_size"]
+    num_reads = 0
+    if description.reads_states:
+        fc = named.get("reader.fc.weight")
+        width = fc.shape[-1] if fc is not None and fc.dim() == 2 else 0
+        num_named = NUM_USUAL if description.ids is None else len(description.ids)
+        num_reads = num_named if width % size or not width else width // size
+    head, draft_vocab_size = named.get("lm_head.weight"), description.draft_vocab_size
+    if draft_vocab_size is None and head is not None and head.dim() and head.shape[0] < vocab_size:
+        draft_vocab_size = head.shape[0]
     flags = {
         **description.flags,
         "norm_before_fc": description.flags["norm_before_fc"] or "reader.input_norm.weight" in named,
         "fc_norm": description.flags["fc_norm"] or "reader.fc_norm.0.weight" in named,
-        "fc_bias": description.flags["fc_bias"] or "reader.fc.bias" in named,
     }
+    count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
+    layer = {**description.layer, "num_hidden_layers": count}
+    if types := layer.get("layer_types"):
+        layer["layer_types"] = types[:count]
     return Eagle3Settings(
-        layer={**description.layer, "num_hidden_layers": max(len(layers), 1)},
+        layer=layer,
         state_size=size,
-        reads=description.reads,
-        layer_ids=description.ids,
+        reads=description.reads if num_reads else None,
+        layer_ids=description.ids if num_reads else None,
         num_reads=num_reads,
-        draft_vocab_size=None if draft_vocab_size == description.layer["vocab_size"] else draft_vocab_size,
+        draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
+        fc_bias="reader.fc.bias" in named,
         own_embeddings="decoder.embed_tokens.weight" in named,
-        own_head=head is not None,
+        own_head=head is not None or draft_vocab_size not in (None, vocab_size),
         **flags,
     )
 
 
 def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
     """The draft with these settings and the tensors of a checkpoint; errors as above."""
-    named = _named(tensors)
+    named = _named(tensors, source)
     token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
-    with torch.device("meta"):
+    with as_described("EAGLE-3 draft"), torch.device("meta"):
         model = Eagle3Model(settings)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for what, names in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
-        if names:
-            raise ValueError(
-                f"{source} {what} {', '.join(sorted(names)[:9])}. Its tensors are those of a variant that config.json "
-                "does not describe, or that hf_specdecpp does not know."
-            )
-    for name, shape in expected.items():
-        if tuple(named[name].shape) != shape:
-            raise ValueError(
-                f"{source}: {name} has shape {list(named[name].shape)}, and config.json makes it {list(shape)}. The "
-                "two do not belong together: download the repository again."
-            )
+    _check_tensors(named, {name: list(tensor.shape) for name, tensor in model.state_dict().items()}, source)
     model.load_state_dict(named, assign=True)
     rotary = model.decoder.rotary_emb
     model.decoder.rotary_emb = type(rotary)(config=model.config)  # its buffers are in no file
     model.token_ids = token_ids
     return model.eval().requires_grad_(False)
+
+
+def _check_tensors(named: Mapping[str, Tensor], expected: Mapping[str, list[int]], source: str) -> None:
+    """Raise `ValueError` unless these are the tensors of a draft, by name and shape."""
+    for what, names in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
+        if names:
+            raise ValueError(
+                f"{source} {what} {', '.join(sorted(map(original, names))[:9])}, so what the draft computes is not "
+                "known. The file is incomplete (download it again), or of a variant that config.json does not describe "
+                "or hf_specdecpp does not know: look for another head of the target."
+            )
+    for name, shape in expected.items():
+        tensor = named[name]
+        if list(tensor.shape) != shape:
+            raise ValueError(
+                f"{source}: {original(name)} has shape {list(tensor.shape)}, and config.json makes it {shape}. The "
+                "two do not belong together: download the repository again."
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{source}: {original(name)} holds {str(tensor.dtype)[6:]}, and weights are floating point. Quantised "
+                "drafts cannot be loaded: look for the head in bfloat16."
+            )
 
 
 def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | None, source: str) -> Tensor | None:
@@ -121,39 +152,44 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
         offsets: `d2t`, what is added to a draft's id. Some files hold the target's ids themselves.
         kept: `t2d`, `[vocab_size]`: which of the target's tokens the draft has.
     """
-    count, vocab_size = settings.draft_vocab_size, settings.layer["vocab_size"]
-    if count is None:
-        return None
+    vocab_size = settings.layer["vocab_size"]
+    count = settings.draft_vocab_size or vocab_size
     if offsets is None:
+        if count == vocab_size:
+            return None
         raise ValueError(
             f"{source} has no d2t, which says what its {count} tokens are among the target's {vocab_size}. The file is "
             "incomplete: download it again."
         )
     if offsets.dtype not in (torch.int64, torch.int32) or tuple(offsets.shape) != (count,):
         raise ValueError(
-            f"{source}: d2t is {list(offsets.shape)} of {str(offsets.dtype)[6:]}, and must be [{count}] whole numbers."
+            f"{source}: d2t is {list(offsets.shape)} of {str(offsets.dtype)[6:]}, and must be [{count}] whole numbers "
+            "(int64), one for each of the draft's tokens. The file is damaged: download it again."
         )
     ids = torch.arange(count) + offsets.long()
     listed = None if kept is None else kept.flatten().nonzero().flatten()
-    if listed is not None and not torch.equal(ids, listed):
+    if listed is not None and not torch.equal(ids.sort().values, listed):
         if not torch.equal(offsets.long(), listed):
             raise ValueError(
-                f"{source}: d2t and t2d name different tokens ({len(listed)} in t2d, {count} in d2t). The file is "
-                "damaged."
+                f"{source}: d2t and t2d name different tokens ({count} in d2t, {len(listed)} in t2d), so the draft "
+                "would propose wrong ones. The file is damaged: download it again."
             )
         logger.warning(f"{source}: d2t holds the target's ids themselves where offsets are usual. It is read as that.")
         ids = listed
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or ids.unique().numel() != count:
         raise ValueError(
             f"{source}: d2t makes ids from {int(ids.min())} to {int(ids.max())}, {ids.unique().numel()} different ones "
-            f"of {count}. They must be distinct and below vocab_size={vocab_size}: the file is damaged."
+            f"of {count}. They must be distinct and below vocab_size={vocab_size}: the file is damaged, download it "
+            "again."
         )
-    return ids
+    return None if torch.equal(ids, torch.arange(vocab_size)) else ids
 
 
-def _refuse_relatives(named: Mapping[str, Any], source: str) -> None:
-    """Raise `ValueError` for other drafts, by their tensors."""
+def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:
+    """Raise `ValueError` for other drafts, by their tensors; the attention of an EAGLE-3 layer is `wide`."""
     names = " ".join(named)
+    q = named.get("decoder.layers.0.self_attn.q_proj.weight")
+    is_one = "decoder.layers.0.hidden_norm.weight" in named or (q is not None and list(q.shape)[1:] == [wide])
     found = None
     if "kv_a_proj" in names or "kv_b_proj" in names:
         found = "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)"
@@ -161,11 +197,11 @@ def _refuse_relatives(named: Mapping[str, Any], source: str) -> None:
         found = "an EAGLE-3 draft with a mixture of experts"
     elif "mask_hidden" in named:
         found = "P-EAGLE"
-    elif "reader.fc.weight" in named and "decoder.layers.0.hidden_norm.weight" not in named:
-        found = "a draft of EAGLE-1 or 2"
     elif any(re.match(r"(medusa_head|heads|blocks|lm_heads|\d+)\.\d+\.", name) for name in named):
         found = "Medusa heads"
-    elif "decoder.layers.0.hidden_norm.weight" not in named:
+    elif "reader.fc.weight" in named and not is_one:
+        found = "a draft of EAGLE-1 or 2"
+    elif not is_one:
         found = "a model of its own, which from_draft(...) takes if it is a causal LM with the target's tokens"
     if found is not None:
         raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
@@ -173,7 +209,7 @@ def _refuse_relatives(named: Mapping[str, Any], source: str) -> None:
 
 def tensors_of(model: Eagle3Model) -> dict[str, Tensor]:
     """The tensors of a draft as a checkpoint of the original dialect has them, which every engine reads."""
-    tensors = {_original(name): tensor for name, tensor in model.state_dict().items()}
+    tensors = {original(name): tensor for name, tensor in model.state_dict().items()}
     if (ids := model.token_ids) is not None:
         ids = ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -181,7 +217,7 @@ def tensors_of(model: Eagle3Model) -> dict[str, Tensor]:
     return tensors
 
 
-def _original(name: str) -> str:
-    """The name that `renamed` undoes."""
+def original(name: str) -> str:
+    """The name in a file of what is called `name` here: `renamed` undone."""
     name = re.sub(r"^(decoder|reader)\.", "", name)
     return re.sub(r"^layers\.0\.", "midlayer.", name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.eagle3.settings import LAYER_CONFIGS
 
 SPECULATORS = "speculators_model_type"
@@ -16,8 +17,22 @@ COPIED = (
 )  # fmt: skip
 COPIED_OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those there."""
+
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    rope_theta: float
+    reads: list[int]
 
 
 @dataclass(frozen=True)
@@ -29,7 +44,7 @@ class Description:
         ids: of the target's layers, as they stand there; `None` for the usual ones.
         reads: the layers that these mean, where somebody says so, or where the dialect does.
         reads_states: whether outputs of layers are read, or the final state alone.
-        flags: those of `FLAGS` that are set, and `fc_bias`.
+        flags: those of `FLAGS` that are set.
         state_size: of the target.
         draft_vocab_size: `None` for all tokens.
         target_id: the target that it names, if it does.
@@ -52,10 +67,11 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
     """
     if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:  # of ours, or a damaged one of ours
         return False
-    names = " ".join(map(str, raw.get("architectures") or [])).lower()
+    names = " ".join(map(str, _listed(raw.get("architectures")))).lower()
     marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads", "dflash_config"}
     is_small_llama = raw.get("model_type") in LAYER_CONFIGS and raw.get("num_hidden_layers") == 1
-    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra")) or is_small_llama
+    is_named = any(name in names for name in ("eagle", "medusa", "hydra", "dflash"))
+    return bool(marks & set(raw)) or is_named or is_small_llama
 
 
 def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Description:
@@ -68,27 +84,22 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     Raises:
         ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
     """
-    overrides = overrides or {}
-    if unknown := sorted(set(overrides) - {*FLAGS, "rope_theta", "reads"}):
-        raise ValueError(
-            f"eagle3 has {', '.join(unknown)}, which is not known. It may have {', '.join(FLAGS)}, rope_theta and "
-            "reads."
-        )
-    _refuse_relatives(raw)
+    overrides = check_overrides(overrides or {})
     is_nested = SPECULATORS in raw
-    inner: Mapping[str, Any] = raw.get("transformer_layer_config") or {} if is_nested else raw
-    if not isinstance(inner, Mapping) or (missing := [name for name in NEEDED if type(inner.get(name)) is not int]):
-        where = "its transformer_layer_config" if is_nested else "it"
-        raise ValueError(
-            f"The config.json is of an EAGLE-3 draft, but {where} lacks whole numbers for {', '.join(missing)}. "
-            "Download it again."
-        )
-    eagle = raw.get("eagle_config") or {}
+    inner = _mapping(raw, "transformer_layer_config") if is_nested else raw
+    eagle = _mapping(raw, "eagle_config")
+    _refuse_relatives(raw, inner, eagle)
+    _check_sizes(raw, inner, "its transformer_layer_config" if is_nested else "it")
     said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
-    flags = {name: bool(said.get(name)) for name in FLAGS}
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"))
+    flags = {name: said.get(name) or False for name in FLAGS}
+    if wrong := [f"{name}={value!r}" for name, value in flags.items() if type(value) is not bool]:
+        raise ValueError(f"{', '.join(wrong)} of config.json must be true or false. Say what is right: eagle3={{...}}.")
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
-        raise ValueError(f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target, or be left out.")
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target in whole numbers, since the "
+            "draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+        )
     if is_nested and ids and 0 in ids:
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
@@ -97,17 +108,55 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     reads = overrides.get("reads")
     if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
         reads = [each - 1 for each in ids]
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    verifier = _mapping(_mapping(raw, "speculators_config"), "verifier").get("name_or_path")
     return Description(
         layer=_layer(inner, "qwen3" if is_nested else "llama", overrides.get("rope_theta")),
         ids=ids,
         reads=reads,
         reads_states=eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False,
-        flags={**flags, "fc_bias": bool(raw.get("bias", False))},
+        flags=flags,
         state_size=raw.get("target_hidden_size") or inner["hidden_size"],
         draft_vocab_size=raw.get("draft_vocab_size"),
-        target_id=verifier.get("name_or_path"),
+        target_id=verifier if isinstance(verifier, str) else None,
     )
+
+
+def check_overrides(overrides: Any) -> Mapping[str, Any]:
+    """The overrides, if they are known and make sense; else `ValueError`."""
+    known = Overrides.__dataclass_fields__
+    if isinstance(overrides, Mapping) and (unknown := sorted(set(map(str, overrides)) - set(known))):
+        raise ValueError(f"eagle3 has {', '.join(unknown)}, which is not known. It may have {', '.join(known)}.")
+    check_arguments(Overrides, overrides, "eagle3.")
+    if (theta := overrides.get("rope_theta")) is not None and theta <= 0:
+        raise ValueError(f"eagle3.rope_theta={theta} must be above 0. Most drafts have {DEFAULT_THETA:.0f}.")
+    if (reads := overrides.get("reads")) is not None and (not reads or min(reads) < 0):
+        raise ValueError(f"eagle3.reads={reads} must list layers of the target, counted from 0.")
+    return overrides
+
+
+def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = raw.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name}={str(found)[:200]!r} of config.json must be a mapping. Download it again.")
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def _check_sizes(raw: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> None:
+    """Raise `ValueError` for sizes that are missing or none."""
+    if missing := [name for name in NEEDED if inner.get(name) is None]:
+        raise ValueError(
+            f"The config.json is of an EAGLE-3 draft, but {where} lacks {', '.join(missing)}, so its tensors cannot be "
+            "checked. Download it again."
+        )
+    sizes = {name: inner.get(name) for name in SIZES}
+    sizes |= {name: raw.get(name) for name in ("target_hidden_size", "draft_vocab_size")}
+    for name, size in sizes.items():
+        if size is not None and not (type(size) is int and 1 <= size < 2**31):
+            raise ValueError(f"{name}={str(size)[:50]!r} of config.json must be a whole number above 0.")
 
 
 def _layer(inner: Mapping[str, Any], default: str, theta: float | None) -> dict[str, Any]:
@@ -120,34 +169,57 @@ def _layer(inner: Mapping[str, Any], default: str, theta: float | None) -> dict[
         )
     copied = COPIED + (COPIED_OF_QWEN3 if kind == "qwen3" else ())
     layer = {name: inner[name] for name in copied if inner.get(name) is not None}
-    if kind == "llama" and "sliding_attention" in (inner.get("layer_types") or []):
-        raise ValueError("The draft is a Llama layer with a sliding window, which transformers' Llama does not have.")
-    rope = dict(inner.get("rope_parameters") or inner.get("rope_scaling") or {})
-    found = theta or rope.pop("rope_theta", None) or inner.get("rope_theta") or DEFAULT_THETA
-    kind_of_rope = rope.pop("type", None) or rope.pop("rope_type", None) or "default"
-    rope.pop("rope_type", None)
-    if (rope.get("partial_rotary_factor") or inner.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("The draft rotates a part of each head only (partial_rotary_factor), which is not supported.")
-    if kind_of_rope in ("mrope", "default") or "mrope_section" in rope:
-        rope, kind_of_rope = {}, "default"  # a draft's positions are those of text
-    return {"model_type": kind, **layer, "rope_parameters": {"rope_type": kind_of_rope, "rope_theta": found, **rope}}
+    if kind == "llama" and "sliding_attention" in _listed(inner.get("layer_types")):
+        raise ValueError(
+            "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
+            f"so it would see too much. {TRAIN}."
+        )
+    return {"model_type": kind, **layer, "rope_parameters": _rope(inner, theta)}
 
 
-def _refuse_relatives(raw: Mapping[str, Any]) -> None:
+def _rope(inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    """The rotary parameters, as transformers takes them."""
+    rope = dict(_mapping(inner, "rope_parameters") or _mapping(inner, "rope_scaling"))
+    older, kind = rope.pop("type", None), rope.pop("rope_type", None)
+    found = rope.pop("rope_theta", None) or inner.get("rope_theta") or DEFAULT_THETA
+    found, kind = theta or found, kind or older or "default"
+    share = rope.pop("partial_rotary_factor", None) or inner.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        raise ValueError(
+            f"The draft rotates a part of each head only (partial_rotary_factor={share}), which is not supported: it "
+            f"would guess wrongly. {TRAIN}."
+        )
+    if type(found) not in (int, float) or found <= 0 or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(
+            f"The draft's rotary parameters make no sense: rope_theta={found!r}, {rope}. Say what rope_theta it was "
+            "trained with: eagle3={'rope_theta': 10000.0}."
+        )
+    if kind in ("mrope", "default") or "mrope_section" in rope:
+        rope, kind = {}, "default"  # a draft's positions are those of text
+    return {"rope_type": kind, "rope_theta": found, **rope}
+
+
+def _refuse_relatives(raw: Mapping[str, Any], inner: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:
     """Raise `ValueError` for other drafts that such a config may be of."""
-    names = " ".join(map(str, raw.get("architectures") or []))
+    said = {**inner, **raw, **eagle}
+    has = {name for name, value in said.items() if value is not None and value is not False}
+    names = " ".join(map(str, _listed(raw.get("architectures"))))
     found = None
     if (kind := raw.get(SPECULATORS, "eagle3")) != "eagle3":
         found = {"peagle": "P-EAGLE"}.get(str(kind), f"a {kind} draft of speculators")
-    elif "medusa_num_heads" in raw or "medusa" in names.lower():
+    elif "medusa_num_heads" in has or "medusa" in names.lower():
         found = "Medusa heads"
-    elif "hydra_num_heads" in raw or "hydra" in names.lower():
+    elif "hydra_num_heads" in has or "hydra" in names.lower():
         found = "Hydra heads"
-    elif "dflash_config" in raw:
+    elif "dflash_config" in has or "dflash" in names.lower():
         found = "a DFlash block draft"
-    elif raw.get("parallel_drafting") or "mask_token_id" in raw or "ptd_token_id" in raw or "pard_token" in raw:
+    elif has & {"parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token"}:
         found = "P-EAGLE"
-    elif "Deepseek" in names or "kv_lora_rank" in raw or "MLA" in names:
+    elif "Deepseek" in names or "MLA" in names or "kv_lora_rank" in has:
         found = "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)"
+    elif any(map(said.get, EXPERTS)) or "moe" in str(inner.get("model_type")):
+        found = "an EAGLE-3 draft with a mixture of experts"
+    elif has & {"quantization_config", "compression_config"}:
+        found = "a quantised EAGLE-3 draft"
     if found is not None:
         raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {TRAIN}.")

@@ -53,6 +53,10 @@ class Eagle3Input(StateReader):
             states = self.fc(self._normed(states))
         return torch.cat((embeddings, states), dim=-1)
 
+    def to_config(self) -> dict[str, Any]:
+        """What its costs depend on. It is made of `Eagle3Settings`."""
+        return {"hidden_size": self.hidden_size, "state_size": self.state_size, "reads": self.reads}
+
     def _normed(self, states: Tensor) -> Tensor:
         if self.input_norm is not None:
             normed: Tensor = self.input_norm(states)

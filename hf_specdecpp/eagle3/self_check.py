@@ -66,20 +66,22 @@ def agreement(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[float]
     return found
 
 
-def variants(settings: Eagle3Settings, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """What else a checkpoint may mean: names, and the overrides that read it so.
 
     Args:
         settings: as read, with `reads`.
-        depth: layers of the target.
+        target: its text config.
     """
-    reads = settings.reads or []
+    reads, depth = settings.reads or [], target.num_hidden_layers
     for name, by in (("layers one lower", -1), ("layers one higher", 1)):
         moved = [read + by for read in reads]
         if reads and min(moved) >= 0 and max(moved) < depth:
             yield name, {"reads": moved}
-    if settings.layer["rope_parameters"]["rope_theta"] != DEFAULT_THETA:
-        yield "rope_theta 10000", {"rope_theta": DEFAULT_THETA}
+    targets_own = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")  # which its trainer may have taken
+    for theta in dict.fromkeys((DEFAULT_THETA, targets_own)):
+        if theta not in (None, settings.layer["rope_parameters"]["rope_theta"]):
+            yield f"rope_theta {theta:.0f}", {"rope_theta": float(theta)}
     for flag in ("norm_before_residual", "norm_output"):
         value = not getattr(settings, flag)
         yield f"{flag} {str(value).lower()}", {flag: value}
@@ -96,10 +98,9 @@ def changed(settings: Eagle3Settings, overrides: dict[str, Any]) -> Eagle3Settin
 
 def compare(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[Reading]:
     """The draft as it is read, then its likely misreadings, each with what it guesses right of a text `[1, n]`."""
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
     found = [Reading("as read", {}, agreement(model, target, text))]
     tensors = tensors_of(model)
-    for name, overrides in variants(model.settings, depth):
+    for name, overrides in variants(model.settings, target.config.get_text_config(decoder=True)):
         other = build(changed(model.settings, overrides), tensors, "The draft")
         other.to(device=model.device, dtype=model.dtype)  # type: ignore[call-arg]
         other.meet(target, other.settings.reads or [])

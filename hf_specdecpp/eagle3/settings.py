@@ -8,6 +8,7 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,22 @@ class Eagle3Settings:
         if (found := self.layer.get("model_type")) not in LAYER_CONFIGS:
             raise ValueError(f"A draft with layers of type {found!r} is not known; there are 'llama' and 'qwen3'.")
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude one another: the states are normed once.")
-        if self.reads is not None and (len(self.reads) != self.num_reads or any(read < 0 for read in self.reads)):
-            raise ValueError(f"reads={self.reads} must name {self.num_reads} layers of the target, counted from 0.")
-        if not self.own_embeddings and self.state_size != self.layer["hidden_size"]:
+            raise ValueError(
+                "norm_before_fc and fc_norm are both set and exclude one another: the states are normed once. Unset "
+                "the wrong one, for example eagle3={'norm_before_fc': False}."
+            )
+        named = self.reads or self.layer_ids or [0] * NUM_USUAL
+        if self.num_reads and (len(named) != self.num_reads or any(layer < 0 for layer in named)):
+            name = "reads" if self.reads else "eagle_aux_hidden_state_layer_ids"
+            raise ValueError(
+                f"{name}={self.reads or self.layer_ids} must name {self.num_reads} layers of the target, since the "
+                "outputs of so many are mixed. Say which, counted from 0: eagle3={'reads': [...]}."
+            )
+        if self.state_size != self.layer["hidden_size"] and not (self.own_embeddings and self.own_head):
             raise ValueError(
                 f"The draft is {self.layer['hidden_size']} wide and its target {self.state_size}, so it cannot take "
-                "the target's embeddings, and it brings none (embed_tokens.weight). The checkpoint is incomplete."
+                "the target's embeddings and LM head, and it lacks one of them (embed_tokens.weight, lm_head.weight). "
+                "The checkpoint is incomplete: download it again."
             )
 
     def layer_config(self) -> Any:

@@ -90,7 +90,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.session: Reading = session(self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
-        self.stats = SpeculationStats()
+        self.stats = SpeculationStats(suspect=setup.drafter.suspect)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         draws = setup.drafter.places > 0

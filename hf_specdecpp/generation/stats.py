@@ -9,6 +9,9 @@ from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
 
 PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
+# First candidates that a draft for this very target would hardly ever miss: too small a share of many, or all of a few,
+# since a rule may stop drafting soon.
+TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
 
 
 @dataclass
@@ -42,6 +45,7 @@ class SpeculationStats:
         state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         rows: of a batch, each sequence's; everything else here is their sum.
+        suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
     """
@@ -73,6 +77,7 @@ class SpeculationStats:
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
     rows: list[SpeculationStats] = field(default_factory=list, compare=False, repr=False)
     complete: bool = True
+    suspect: str | None = None
 
     @classmethod
     def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:
@@ -186,6 +191,24 @@ class SpeculationStats:
     @property
     def verdict(self) -> str:
         """A few sentences: did speculation pay, and if not, why not; and what faster passes alone give."""
+        return " ".join(filter(None, (self._outcome, self._suspicion)))
+
+    @property
+    def _suspicion(self) -> str:
+        """Of a draft that others trained: whether it seems to be for another target."""
+        rounds = self.rounds - self.idle_rounds - self.lookup_rounds
+        accepted = sum(self.accepted_at[:1])
+        is_low = accepted < TOO_FEW * rounds if rounds >= OF_MANY else rounds >= OF_NONE and not accepted
+        if self.suspect is None or not is_low:
+            return ""
+        return (
+            f"Only {accepted} of {rounds} first candidates were accepted, so {self.suspect} may be for another target, "
+            "or be read wrongly. Find out: specdecpp inspect REPO --target ID, with its repository and this target."
+        )
+
+    @property
+    def _outcome(self) -> str:
+        """Did speculation pay, and if not, why not."""
         if self.rounds == 0:
             return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
         if 2 * self.rounds_at_change > self.rounds:
@@ -250,11 +273,12 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "state_bytes", "rows"):
+            if item.name not in ("last_tree", "state_bytes", "rows", "suspect"):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
         total.state_bytes = max(self.state_bytes, other.state_bytes)
         total.complete = self.complete and other.complete
+        total.suspect = self.suspect or other.suspect
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))
         return total

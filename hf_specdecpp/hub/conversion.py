@@ -1,4 +1,4 @@
-"""Turn a released SpecDec++ head into an assistant's repository. Needs no draft model.
+"""Turn a released SpecDec++ head into an assistant's repository, and weights that are a pickle into safetensors.
 
 Upstream stores `nn.Sequential(*([ResBlock(h)] * num_layers), nn.Linear(h, 2))` as `self.model`: its blocks are one
 object, so their tensors are stored D times (`pytorch_model.bin`) or once, with the other names in the metadata
@@ -21,11 +21,13 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.hub.repository import CONFIG, HEAD
+from hf_specdecpp.kinds.kind import Kind
+from hf_specdecpp.kinds.known import recognise
 from hf_specdecpp.models.adapters import MOST_CONFIG_BYTES
 from hf_specdecpp.version import __version__
 
-PICKLE = "pytorch_model.bin"
-PATTERNS = [CONFIG, "model.safetensors", PICKLE]  # what to download
+WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
+PATTERNS = [CONFIG, WEIGHTS, PICKLE]  # what to download
 
 
 def convert(
@@ -36,11 +38,11 @@ def convert(
     draft_revision: str | None = None,
     target_id: str | None = None,
     target_revision: str | None = None,
-) -> SpecDecPPConfig:
-    """Write the head of `folder` to the new folder `out`, in our format.
+) -> None:
+    """Write the head of `folder` to the new folder `out`, in our format; of a draft that others trained, its tensors.
 
     Args:
-        folder: `config.json` and `pytorch_model.bin` or a safetensors file.
+        folder: `config.json` and `pytorch_model.bin` or, of a head, a safetensors file.
         out: must not hold a `config.json` yet.
         tied: see `read_released_head`.
         draft_id, draft_revision, target_id, target_revision: the models that the head was trained with. Without
@@ -52,6 +54,13 @@ def convert(
     """
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a {CONFIG}, which would be overwritten. Choose a new folder.")
+    if (kind := _kind_of_draft(folder / CONFIG)) is not None:
+        if (tied, draft_id, target_id) != (None, None, None):
+            raise ValueError(
+                f"{folder} is of a draft: --tied, --draft and --target are for SpecDec++ heads. Leave them out."
+            )
+        _convert_draft(kind, folder, out)
+        return
     head = read_released_head(folder, tied)
     config = SpecDecPPConfig(
         target_id=target_id,
@@ -66,7 +75,30 @@ def convert(
     out.mkdir(parents=True, exist_ok=True)
     repository.save_tensors(head.state_dict(), out / HEAD)
     repository.save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
-    return config
+
+
+def _kind_of_draft(path: Path) -> Kind | None:
+    """The kind of draft that a `config.json` of others describes, if it does."""
+    raw = repository.read_json(path, MOST_CONFIG_BYTES) if path.is_file() else None
+    if not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type:
+        return None
+    return recognise(raw)
+
+
+def _convert_draft(kind: Kind, folder: Path, out: Path) -> None:
+    """The same draft with its tensors, as they are, in a safetensors file."""
+    path = folder / PICKLE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {PICKLE}, so there is nothing to convert. Weights in safetensors files are loaded as "
+            "they are: SpecDecPPAssistant.from_pretrained."
+        )
+    tensors = {name: tensor.detach().clone() for name, tensor in _load_pickle(path).items()}  # some share memory
+    repository.check_finite(tensors, path)
+    kind.check_foreign(repository.read_json(folder / CONFIG), tensors, str(path))
+    out.mkdir(parents=True, exist_ok=True)
+    repository.save_tensors(tensors, out / WEIGHTS)
+    repository.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)
 
 
 def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead:
@@ -112,7 +144,7 @@ def _read_sizes(path: Path) -> tuple[int, int]:
 
 def _find_weights(folder: Path) -> Path:
     found = sorted(folder.glob("*.safetensors"))
-    weights = [path for path in found if path.name == "model.safetensors"] or found or [folder / PICKLE]
+    weights = [path for path in found if path.name == WEIGHTS] or found or [folder / PICKLE]
     if len(weights) > 1:
         names = ", ".join(path.name for path in weights)
         raise ValueError(f"{folder} has several safetensors files ({names}); a head is one. Keep only the head's.")
@@ -142,7 +174,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         ) from None
     values = tensors.values() if isinstance(tensors, dict) else [None]
     if not all(isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu" for t in values):
-        raise ValueError(f"{path} holds something else than named tensors, so it is not a SpecDec++ head.")
+        raise ValueError(f"{path} holds something else than named tensors, so there is nothing to convert.")
     return {str(name): tensor for name, tensor in tensors.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -17,14 +17,17 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import repository
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, load_config
+from hf_specdecpp.kinds.kind import SelfCheck
 from hf_specdecpp.kinds.known import KINDS, kind_of
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
 MODULES = [name for kind in KINDS for name in kind.module_files]
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
+PICKLE = "pytorch_model.bin"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -46,6 +49,8 @@ class Report:
         config: `None` if it cannot be read.
         files: those that there are and those that the config promises.
         traps: what a sound assistant can have, but may surprise somebody.
+        is_foreign: whether it is a draft's repository that others made, not an assistant's.
+        facts: what its draft is, by label, where the kind of draft has more to say than the config.
     """
 
     name: str
@@ -53,6 +58,8 @@ class Report:
     config: SpecDecPPConfig | None = None
     files: list[FileReport] = field(default_factory=list)
     traps: list[str] = field(default_factory=list)
+    is_foreign: bool = False
+    facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def sound(self) -> bool:
@@ -60,7 +67,9 @@ class Report:
 
 
 def inspect(repository: Repository) -> Report:
-    """Check every file of an assistant's repository. Opens no pickle, runs no code and loads no draft.
+    """Check every file of an assistant's repository, or of one that others trained a draft in.
+
+    Opens no pickle, runs no code and loads no draft.
 
     Raises:
         FileNotFoundError: there is no such subfolder.
@@ -69,7 +78,10 @@ def inspect(repository: Repository) -> Report:
     folder = repository.folder(PATTERNS)
     report = Report(repository.name, repository.commit(folder / CONFIG))
     _check(report, folder, CONFIG, lambda: _read_config(report, folder))
-    for name, promised, read in _expected(report.config, folder):
+    if report.config is not None and report.is_foreign:  # other weights may be a whole model's
+        at_commit = replace(repository, revision=report.commit or repository.revision)
+        at_commit.folder([*kind_of(report.config).foreign_files])
+    for name, promised, read in _expected(report, folder):
         present = (folder / name).is_file()
         if promised or present:
             _check(report, folder, name, read if promised else partial(_read_any, folder / name))
@@ -79,13 +91,32 @@ def inspect(repository: Repository) -> Report:
     return report
 
 
+def self_check(repository: Repository, target_id: str, revision: str | None = None) -> SelfCheck:
+    """How well the draft of a repository guesses what a target says, and whether it is read rightly.
+
+    Raises:
+        ValueError: the draft does not fit the target, or can be read in one way only.
+        OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+    """
+    config = load_config(repository)
+    kind = kind_of(config)
+    if not kind.can_be_misread:
+        raise ValueError(
+            f"--target without --convert checks how a draft that others trained is to be read, and this one, "
+            f"{kind.describe(config)}, can be read in one way only. Measure it: specdecpp bench."
+        )
+    module = kind.load_module(config, repository)
+    return kind.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))
+
+
 def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> None:
     """Report a file: what `read` says of it, or what it raises."""
     file, path = FileReport(name), folder / name
     report.files.append(file)
     if not path.is_file():
         why = "there is no assistant without it" if name == CONFIG else f"{CONFIG} promises it"
-        file.problem = f"Missing, but {why}. Download or save the assistant again."
+        again = "Download it again." if report.is_foreign else "Download or save the assistant again."
+        file.problem = f"Missing, but {why}. {again}"
         return
     try:
         file.content = f"{path.stat().st_size:,} bytes, {read()}"
@@ -95,13 +126,14 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
         file.problem = f"A value is of the wrong kind ({error}), so it cannot be used. Save the assistant again."
 
 
-def _expected(config: SpecDecPPConfig | None, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
+def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
-    promised = SpecDecPPConfig() if config is None else config
+    promised = SpecDecPPConfig() if report.config is None else report.config
     own = kind_of(promised).module_file(promised)
+    modules = MODULES if own is None or own in MODULES else [*MODULES, own]
     return [
         (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
-        *((name, name == own, lambda: _read_module(promised, folder)) for name in MODULES),
+        *((name, name == own, partial(_read_module, report, folder / name)) for name in modules),
         (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
         (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
         (ADAPTER, bool(promised.adapter), lambda: _read_adapter(folder / ADAPTER_FOLDER)),
@@ -113,20 +145,23 @@ def _read_config(report: Report, folder: Path) -> str:
         warnings.simplefilter("always")
         if "auto_map" in repository.read_config(folder / CONFIG)[1]:
             report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
-        config = repository.load_config(Repository(str(folder)))
+        config = load_config(Repository(str(folder)))
         SpeculationConfig.from_dict(config.speculation)
     report.traps += [str(warning.message) for warning in caught]
-    report.config = config
-    return f"format {config.format_version}"
+    report.config, kind = config, kind_of(config)
+    report.is_foreign = kind.is_foreign(config) and kind.module_file(config) is not None
+    return "of a draft that others trained" if report.is_foreign else f"format {config.format_version}"
 
 
 def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
     return _size(repository.load_head(Repository(str(folder)), config))
 
 
-def _read_module(config: SpecDecPPConfig, folder: Path) -> str:
-    kind = kind_of(config)
-    return _size(kind.read_module(config, folder / str(kind.module_file(config))))
+def _read_module(report: Report, path: Path) -> str:
+    config = report.config or SpecDecPPConfig()
+    module = kind_of(config).read_module(config, path)
+    report.facts = kind_of(config).facts(module)
+    return _size(module)
 
 
 def _size(module: nn.Module) -> str:
@@ -188,10 +223,12 @@ def _look_for_traps(report: Report, names: list[str]) -> None:
         report.files.append(FileReport(ADAPTER_FILES[0], problem=problem))
     for name in names:
         if PurePosixPath(name).suffix in PICKLES:
-            report.traps.append(f"{name} looks like a pickle, which can run code. We never open it. Delete it.")
+            convert = f"Convert its tensors: specdecpp inspect {report.name} --convert OUT."
+            then = convert if report.is_foreign and not report.facts and name == PICKLE else "Delete it."
+            report.traps.append(f"{name} looks like a pickle, which can run code. We never open it. {then}")
         elif PurePosixPath(name).suffix == ".py":
             report.traps.append(f"{name} is code. We never run it, but trust_remote_code=True would. Delete it.")
-    if config is not None:
+    if config is not None and not report.is_foreign:
         kind = kind_of(config).rests_on
         if kind != "nothing" and getattr(config, f"{kind}_id") is None:
             report.traps.append(f"{CONFIG} has no {kind}_id, but a head fits one {kind} only. Add it.")

@@ -7,35 +7,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
-from huggingface_hub.errors import EntryNotFoundError
-from transformers.utils import logging
+from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.eagle3.checkpoint import build, read_model, tensors_of
-from hf_specdecpp.eagle3.description import looks_like_one, read_description
+from hf_specdecpp.eagle3.description import FLAGS, check_overrides, looks_like_one, read_description
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.flat_config import flat_config, notes
 from hf_specdecpp.eagle3.layer_ids import readings
+from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
-from hf_specdecpp.eagle3.self_check import TEXT, choose
+from hf_specdecpp.eagle3.repository import CHECKPOINT, find_weights, read_weights
+from hf_specdecpp.eagle3.self_check import GOOD, TEXT, better, compare
 from hf_specdecpp.eagle3.settings import Eagle3Settings
-from hf_specdecpp.files import Repository, load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.files import INDEX, SHARDS, Repository, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.kinds.conditioned import Conditioned
-from hf_specdecpp.kinds.kind import Kind, Loading, Parts
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts, SelfCheck
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
-from hf_specdecpp.models.vocabulary import tokenizer_of
 from hf_specdecpp.serving.commands import eagle3_commands
 from hf_specdecpp.serving.destination import Destination, Exported
 
-logger = logging.get_logger("hf_specdecpp")
-
-WEIGHTS, CHECKPOINT = "eagle3.safetensors", "model.safetensors"  # of a draft trained here; of others' repositories
-PICKLE = "pytorch_model.bin"
+WEIGHTS = "eagle3.safetensors"  # of a draft that was trained here
 
 
 class Eagle3(Kind):
@@ -43,7 +39,9 @@ class Eagle3(Kind):
 
     name = "eagle3"
     rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
-    module_files = (WEIGHTS, CHECKPOINT)
+    module_files = (WEIGHTS,)
+    foreign_files = (CHECKPOINT, INDEX, SHARDS)
+    can_be_misread = True
     own_layer = True
     cannot = Conditioned.cannot
 
@@ -54,6 +52,12 @@ class Eagle3(Kind):
         if not looks_like_one(raw):
             return super().read_config(raw, source, commit)
         description = read_description(raw)
+        if source.subfolder and not source.is_local:
+            raise ValueError(
+                f"The EAGLE-3 draft is in the folder {source.subfolder!r} of {source.name!r}, which an assistant could "
+                f"not name. Download it (hf download {source.name} --include '{source.subfolder}/*' --local-dir "
+                "FOLDER), then load its folder."
+            )
         return SpecDecPPConfig(
             draft_kind=self.name,
             draft_id=str(Path(source.name, source.subfolder or "")) if source.is_local else source.name,
@@ -66,7 +70,17 @@ class Eagle3(Kind):
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         if config.draft_id is None:
             return f"an EAGLE-3 layer, which reads states of {target}"
-        return f"EAGLE-3 {config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"
+        otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
+        pinned = f" at {config.draft_revision}" if config.draft_revision else ""
+        return f"EAGLE-3 {config.draft_id}{pinned}{f', read with {otherwise}' if otherwise else ''}"
+
+    def override(self, config: SpecDecPPConfig, values: Any) -> None:
+        if config.draft_id is None:
+            super().override(config, values)
+        config.eagle3 = dict(check_overrides(values))
+
+    def is_foreign(self, config: SpecDecPPConfig) -> bool:
+        return config.draft_id is not None
 
     def check_shareable(self, config: SpecDecPPConfig) -> None:
         if config.draft_id is not None and Path(config.draft_id).exists():
@@ -78,12 +92,15 @@ class Eagle3(Kind):
     def module_file(self, config: SpecDecPPConfig) -> str | None:
         if config.draft_id is None:
             return WEIGHTS
-        return CHECKPOINT if config.draft_id == config.name_or_path else None
+        if config.draft_id != config.name_or_path:
+            return None
+        folder = Path(config.draft_id)
+        return INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> Eagle3Model:
         if config.draft_id is not None:
             description = read_description(read_json(path.parent / "config.json"), config.eagle3)
-            return read_model(description, load_tensors(path), str(path))
+            return read_model(description, read_weights(path), str(path))
         if config.eagle3 is None:
             raise ValueError("The config describes an EAGLE-3 draft and not its settings. Save the assistant again.")
         return read_layer(config.eagle3, path)
@@ -93,20 +110,15 @@ class Eagle3(Kind):
     ) -> Eagle3Model:
         if config.draft_id is None:
             return self.read_module(config, repository.file(WEIGHTS))
-        named = config.draft_id if draft is None else str(draft)
-        pinned = config.draft_revision if draft is None else None
-        is_itself = named == repository.name
-        source = repository if is_itself else Repository(named, pinned, None, repository.hub_kwargs)
-        source.file("config.json")
-        try:
-            path = source.file(CHECKPOINT)
-        except (FileNotFoundError, EntryNotFoundError) as error:
+        if draft is not None and not isinstance(draft, str | Path):
             raise ValueError(
-                f"{named!r} has no {CHECKPOINT}. EAGLE's own repositories have {PICKLE}, a pickle, which could run "
-                "code and is never opened here. Convert it once, tensors only: "
-                f"specdecpp inspect {named} --convert FOLDER. Then load FOLDER."
-            ) from error
-        return self.read_module(config, path)
+                f"draft={type(draft).__name__} is a model, and an EAGLE-3 draft is none by itself. Give the folder or "
+                f"Hub id of a copy of {config.draft_id!r}."
+            )
+        named, pinned = (config.draft_id, config.draft_revision) if draft is None else (str(draft), None)
+        source = Repository(named, pinned, None, repository.hub_kwargs)
+        source.file("config.json")
+        return self.read_module(config, find_weights(source))
 
     def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
         if config.draft_id is None:
@@ -121,7 +133,31 @@ class Eagle3(Kind):
 
     def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Eagle3Drafter:
         meet(parts.module, target, self.describe(config))
-        return Eagle3Drafter(parts.module, target)
+        drafter = Eagle3Drafter(parts.module, target)
+        drafter.suspect = None if config.draft_id is None else self.describe(config)
+        return drafter
+
+    def facts(self, module: Any) -> dict[str, str]:
+        return _facts(module.settings)
+
+    def check_foreign(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
+        read_model(read_description(raw), tensors, source)
+
+    def self_check(self, config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
+        self.make(config, Parts(module=module), target)
+        found = compare(module, target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
+        best = better(found)
+        remarks = []
+        if best is not None:
+            override = {**(config.eagle3 or {}), **best.overrides}
+            remarks.append(f"Another reading agrees far better: {best.name}. Load the draft with eagle3={override}.")
+        if (share := (best or found[0]).agreement[0]) < GOOD:
+            remarks.append(
+                f"Only {share:.0%} of the first candidates agree, and a draft for this target has {GOOD:.0%} or more: "
+                "it is probably for another target, or read in a way that is not listed here."
+            )
+        fine = "The draft agrees as one for this target should, and no other reading agrees better by far."
+        return SelfCheck([(each.name, each.agreement) for each in found], remarks or [fine])
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
         model: Eagle3Model = parts.module
@@ -145,6 +181,29 @@ class Eagle3(Kind):
         return [depth - 1]
 
 
+def _facts(settings: Eagle3Settings) -> dict[str, str]:
+    """What a draft is, in words."""
+    layer, ids, count = settings.layer, settings.layer_ids, settings.draft_vocab_size
+    if settings.num_reads == 0:
+        reads = "its final state"
+    elif settings.reads or (ids and ids[0] == 1):
+        reads = f"outputs of layers {', '.join(map(str, settings.reads or ids or []))}, counted from 0"
+    elif ids is None:
+        reads = "outputs of the usual three layers, since its config names none"
+    else:
+        reads = f"layers {ids}, where it depends on the target whether these are inputs or outputs (--target ID)"
+    flags = [name for name in FLAGS if getattr(settings, name)]
+    own = {True: "its own", False: "the target's"}
+    return {
+        "draft": f"EAGLE-3, {layer['num_hidden_layers']} x {layer['model_type']}, {layer['hidden_size']} wide",
+        "reads of the target": reads,
+        "flags": ", ".join(flags) or "none",
+        "rope_theta": f"{layer['rope_parameters']['rope_theta']:g}",
+        "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
+        "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
+    }
+
+
 def read_layer(arguments: dict[str, Any], path: Path) -> Eagle3Model:
     """The layer with these settings, trained here, whose tensors are in `path`.
 
@@ -155,63 +214,3 @@ def read_layer(arguments: dict[str, Any], path: Path) -> Eagle3Model:
         check_arguments(Eagle3Settings, arguments)
         settings = Eagle3Settings(**arguments)
     return build(settings, load_tensors(path), str(path))
-
-
-def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-    """Bring a draft to its target, and find out which layers it reads.
-
-    Args:
-        name: of the draft, for messages.
-        dtype: by default the target's.
-
-    Raises:
-        ValueError: the draft was made for another target.
-    """
-    _check_fits(model, target, name)
-    model.to(device=input_device(target), dtype=dtype or target.dtype)  # type: ignore[call-arg]
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    known = model.settings.reads
-    meanings = [known] if known is not None else [[]]
-    if known is None and model.settings.num_reads:
-        meanings = readings(model.settings.layer_ids, depth)
-    model.meet(target, meanings[0])
-    if len(meanings) > 1:
-        _settle(model, target, meanings)
-
-
-def _check_fits(model: Eagle3Model, target: CausalLM, name: str) -> None:
-    """Raise `ValueError` unless a draft was made for a target of these sizes."""
-    config = target.config.get_text_config(decoder=True)
-    settings = model.settings
-    if settings.state_size != config.hidden_size:
-        raise ValueError(
-            f"{name} reads states of {settings.state_size} numbers, and those of {type(target).__name__} have "
-            f"{config.hidden_size}. It was trained for another target."
-        )
-    largest = int(model.token_ids.max()) if model.token_ids is not None else -1
-    if largest >= config.vocab_size:
-        raise ValueError(
-            f"{name} proposes token ids up to {largest}, and {type(target).__name__} has {config.vocab_size}. It was "
-            "trained for a target with another tokenizer."
-        )
-    if settings.layer["vocab_size"] != config.vocab_size:
-        logger.warning(
-            f"{name} was made for {settings.layer['vocab_size']} token ids, and the target has {config.vocab_size}. "
-            "That is harmless padding if it is the same tokenizer; if almost nothing is accepted, it is not."
-        )
-
-
-def _settle(model: Eagle3Model, target: CausalLM, meanings: list[list[int]]) -> None:
-    """Read the layers with which the draft guesses best, where its config may mean several."""
-    ids = model.settings.layer_ids
-    tokenizer = tokenizer_of(target.config.name_or_path)
-    if tokenizer is None:
-        logger.warning(
-            f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, meanings))}; "
-            f"the former are read. If little is accepted, say otherwise: eagle3={{'reads': {meanings[1]}}}."
-        )
-        return
-    text = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    chosen = choose(model, target, meanings, text)
-    model.meet(target, chosen)
-    logger.info(f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {chosen}: these agree best.")

@@ -54,6 +54,19 @@ class Loading:
     hub_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SelfCheck:
+    """How well a draft guesses what a target says, as it is read and as it may have to be read.
+
+    Attributes:
+        readings: a name, and how often the first, second, ... candidate of a round is the target's choice.
+        remarks: what follows from them, in sentences.
+    """
+
+    readings: list[tuple[str, list[float]]]
+    remarks: list[str]
+
+
 class Kind:
     """A kind of draft.
 
@@ -63,6 +76,8 @@ class Kind:
             assistant is attached; or `"nothing"`.
         module_files: names that the file with what was trained beside an adapter can have; none where there is nothing.
         own_layer: whether it drafts with a layer of its own, all of which is trained, and no adapter.
+        foreign_files: patterns of the files of a repository that others trained such a draft in.
+        can_be_misread: whether what others trained may mean several drafts, so that `self_check` is of use.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), `"stays
             untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it).
     """
@@ -71,6 +86,8 @@ class Kind:
     rests_on: ClassVar[Literal["draft", "target", "nothing"]]
     module_files: ClassVar[tuple[str, ...]] = ()
     own_layer: ClassVar[bool] = False
+    foreign_files: ClassVar[tuple[str, ...]] = ()
+    can_be_misread: ClassVar[bool] = False
     cannot: ClassVar[Mapping[Feat, str]] = {}
 
     def owns(self, raw: Mapping[str, Any]) -> bool:
@@ -90,6 +107,29 @@ class Kind:
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         """The draft in a few words, for messages, cards and reports."""
         raise NotImplementedError
+
+    def override(self, config: SpecDecPPConfig, values: Any) -> None:
+        """Read the draft otherwise than its own config says; `ValueError` where there is nothing to override."""
+        raise ValueError(
+            f"eagle3={values} says how an EAGLE-3 draft that others trained is to be read, and this assistant drafts "
+            f"with {self.describe(config)}. Leave it out."
+        )
+
+    def is_foreign(self, config: SpecDecPPConfig) -> bool:  # noqa: ARG002
+        """Whether the draft is as others trained it, in a repository that is not of our format."""
+        return False
+
+    def facts(self, module: Any) -> dict[str, str]:  # noqa: ARG002
+        """What `inspect` shows of what was trained, by label."""
+        return {}
+
+    def check_foreign(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
+        """Raise `ValueError` unless a config and tensors of others make such a draft."""
+        raise NotImplementedError(f"Nobody else trains {self.name}.")
+
+    def self_check(self, config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
+        """How well the draft guesses what `target` says."""
+        raise NotImplementedError(f"{self.name} can be read in one way only.")
 
     def check_storable(self, config: SpecDecPPConfig) -> None:
         """Raise `ValueError` if nobody could load this draft again."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.eagle3_files import VARIANTS
 from support.models import Rounds, assistant_for, prompt, tiny
 
-from hf_specdecpp import SpeculationStats
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.throughput.plain_passes import TIMED_PASSES
@@ -112,6 +114,57 @@ def test_faster_passes_are_named_only_where_they_differ() -> None:
     assert "products" not in made().verdict
     assert "products" not in made(same_pass_seconds=0.099).verdict
     assert "most of which" not in made(same_pass_seconds=0.08).verdict
+
+
+def first_candidates(accepted: int, rounds: int, suspect: str | None = "EAGLE-3 org/x") -> SpeculationStats:
+    """So many of the first of two candidates stood, and one round drafted nothing."""
+    stats = SpeculationStats(suspect=suspect)
+    for place in range(rounds):
+        stats.record_round(2, int(place < accepted))
+    stats.record_round(0, 0)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("accepted", "rounds", "is_named"),
+    [(0, 5, False), (0, 6, True), (1, 7, False), (1, 29, False), (4, 30, True), (5, 30, False), (14, 100, True)],
+)
+def test_a_draft_of_others_that_is_hardly_ever_right_is_named(accepted: int, rounds: int, is_named: bool) -> None:
+    said = (
+        f"Only {accepted} of {rounds} first candidates were accepted, so EAGLE-3 org/x may be for another target, or "
+        "be read wrongly. Find out: specdecpp inspect REPO --target ID, with its repository and this target."
+    )
+    stats = first_candidates(accepted, rounds)
+    assert (said in stats.verdict) is is_named
+    assert "specdecpp inspect" not in first_candidates(accepted, rounds, None).verdict, "a draft of one's own"
+
+
+def test_suspicions_add_up() -> None:
+    both = first_candidates(0, 4) + first_candidates(0, 4)
+    assert "Only 0 of 8 first candidates" in both.verdict
+    assert both.suspect == "EAGLE-3 org/x"
+    looked_up = first_candidates(1, 40)
+    looked_up.lookup_rounds = 38
+    assert "inspect" not in looked_up.verdict, "rounds in which it drafted nothing do not count"
+
+
+@pytest.mark.parametrize("tree", [None, "dyspec"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int) -> None:
+    if tree and rows > 1:
+        pytest.skip("trees are for single sequences")
+    target = tiny("llama")
+    knobs = SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)
+    folder = VARIANTS["plain"].save(tmp_path)
+    assistant = SpecDecPPAssistant.from_pretrained(folder, target=target, speculation=knobs)
+    ids = prompt().repeat(rows, 1)
+    target.generate(ids, assistant_model=assistant, max_new_tokens=60, do_sample=False, pad_token_id=0)
+    assert assistant.stats.suspect == f"EAGLE-3 {folder}"
+    if sum(assistant.stats.accepted_at[:1]) < 0.15 * (assistant.stats.rounds - assistant.stats.idle_rounds):
+        assert "specdecpp inspect REPO --target ID" in assistant.stats.verdict
+    own = assistant_for(target)
+    target.generate(prompt(), assistant_model=own, max_new_tokens=8, do_sample=False)
+    assert own.stats.suspect is None
 
 
 def test_the_passes_are_timed_with_and_without_our_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,22 @@ def test_what_training_asks_for() -> None:
     assert asked == ["early_exit", "conditioned", "independent"]
 
 
+def test_only_drafts_of_others_can_be_misread() -> None:
+    for kind in KINDS:
+        config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
+        is_of_others = kind.name == "eagle3"
+        assert kind.can_be_misread == kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
+        if is_of_others:
+            kind.override(config, {"norm_output": True})
+            assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
+            config.draft_id = None
+            assert not kind.is_foreign(config)
+        with pytest.raises(
+            ValueError, match=r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
+        ):
+            kind.override(config, {"fc_norm": True})
+
+
 @pytest.mark.parametrize(
     ("kind", "described"),
     [

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.eagle3.layer_ids import usual_reads
+from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.kinds.eagle3 import meet
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig

@@ -1,0 +1,79 @@
+"""Bring an EAGLE-3 draft to its target (`meet`): does it fit, and which layers does it read?"""
+
+from __future__ import annotations
+
+import torch
+from transformers.utils import logging
+
+from hf_specdecpp.eagle3.layer_ids import readings
+from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.eagle3.self_check import TEXT, choose
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.vocabulary import tokenizer_of
+
+logger = logging.get_logger("hf_specdecpp")
+
+
+def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
+    """Move a draft to where its target is, and find out which layers it reads.
+
+    Args:
+        name: of the draft, for messages.
+        dtype: by default the target's.
+
+    Raises:
+        ValueError: the draft was made for another target.
+    """
+    _check_fits(model, target, name)
+    model.to(device=input_device(target), dtype=dtype or target.dtype)  # type: ignore[call-arg]
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    known = model.settings.reads
+    meanings = [known] if known is not None else [[]]
+    if known is None and model.settings.num_reads:
+        meanings = readings(model.settings.layer_ids, depth)
+    if max(meanings[0], default=0) >= depth:
+        raise ValueError(
+            f"{name} reads the outputs of layers {meanings[0]}, counted from 0, and {type(target).__name__} has "
+            f"{depth} layers. It was trained for another target, or read wrongly."
+        )
+    model.meet(target, meanings[0])
+    if len(meanings) > 1:
+        _settle(model, target, meanings)
+
+
+def _check_fits(model: Eagle3Model, target: CausalLM, name: str) -> None:
+    """Raise `ValueError` unless a draft was made for a target of these sizes."""
+    config = target.config.get_text_config(decoder=True)
+    settings = model.settings
+    if settings.state_size != config.hidden_size:
+        raise ValueError(
+            f"{name} reads states of {settings.state_size} numbers, and those of {type(target).__name__} have "
+            f"{config.hidden_size}. It was trained for another target."
+        )
+    largest = int(model.token_ids.max()) if model.token_ids is not None else -1
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"{name} proposes token ids up to {largest}, and {type(target).__name__} has {config.vocab_size}. It was "
+            "trained for a target with another tokenizer."
+        )
+    if settings.layer["vocab_size"] != config.vocab_size:
+        logger.warning(
+            f"{name} was made for {settings.layer['vocab_size']} token ids, and the target has {config.vocab_size}. "
+            "That is harmless padding if it is the same tokenizer; if almost nothing is accepted, it is not."
+        )
+
+
+def _settle(model: Eagle3Model, target: CausalLM, meanings: list[list[int]]) -> None:
+    """Read the layers with which the draft guesses best, where its config may mean several."""
+    ids = model.settings.layer_ids
+    tokenizer = tokenizer_of(target.config.name_or_path)
+    if tokenizer is None:
+        logger.warning(
+            f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, meanings))}; "
+            f"the former are read. If little is accepted, say otherwise: eagle3={{'reads': {meanings[1]}}}."
+        )
+        return
+    text = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    chosen = choose(model, target, meanings, text)
+    model.meet(target, chosen)
+    logger.info(f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {chosen}: these agree best.")

@@ -1,0 +1,177 @@
+"""Tensors of EAGLE-3 checkpoints that others trained: what is refused, and the targets that they fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.eagle3_files import DRAFT_VOCAB, HIDDEN, VARIANTS, VOCAB, Checkpoint
+from support.eagle3_loading import DIALECTS, PLAIN, edited, load, names_in, refused
+from support.models import tiny
+from torch import Tensor
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+@DIALECTS
+def test_an_unknown_tensor(tmp_path: Path, dialect: str) -> None:
+    folder = edited(PLAIN.save(tmp_path, dialect), **{"midlayer.extra_norm.weight": torch.ones(4)})
+    refused(folder, r"has unknown midlayer\.extra_norm\.weight.*of a variant that config.json does not describe")
+
+
+@DIALECTS
+@pytest.mark.parametrize("missing", range(13))
+def test_a_missing_tensor(tmp_path: Path, dialect: str, missing: int) -> None:
+    folder = PLAIN.save(tmp_path, dialect)
+    name = [name for name in names_in(folder) if name not in ("d2t", "t2d")][missing]
+    refused(edited(folder, **{name: None}), f"lacks {name.replace('layers.0.', 'midlayer.')}, .*download it again")
+
+
+@DIALECTS
+@pytest.mark.parametrize("wrong", range(13))
+def test_a_tensor_of_another_shape(tmp_path: Path, dialect: str, wrong: int) -> None:
+    folder = PLAIN.save(tmp_path, dialect)
+    name = [name for name in names_in(folder) if name not in ("d2t", "t2d")][wrong]
+    refused(edited(folder, **{name: torch.ones(7, 5)}), r"has shape \[7, 5\], and config.json makes it \[")
+
+
+def test_number_of_tensors() -> None:
+    assert len([name for name in PLAIN.tensors() if name not in ("d2t", "t2d")]) == 13, (
+        "the two tests above try them all"
+    )
+
+
+def test_a_flag_without_its_tensor(tmp_path: Path) -> None:
+    refused(PLAIN.save(tmp_path / "a", norm_before_fc=True), r"lacks input_norm\.weight")
+    refused(PLAIN.save(tmp_path / "b", fc_norm=True), r"lacks fc_norm\.0\.weight, fc_norm\.1\.weight")
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    folder = edited(PLAIN.save(tmp_path), **{"norm.weight": torch.ones(HIDDEN, dtype=torch.int8)})
+    refused(folder, r"norm\.weight holds int8.*Quantised drafts cannot be loaded")
+
+
+def test_the_same_tensor_twice(tmp_path: Path) -> None:
+    folder = edited(PLAIN.save(tmp_path), **{"layers.0.hidden_norm.weight": torch.ones(HIDDEN)})
+    refused(folder, r"has midlayer\.hidden_norm\.weight twice")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "nan", "pointer", "garbage"])
+def test_a_damaged_file(tmp_path: Path, damage: str) -> None:
+    path = PLAIN.save(tmp_path) / "model.safetensors"
+    if damage == "nan":
+        edited(tmp_path, **{"norm.weight": torch.full((HIDDEN,), torch.nan)})
+    else:
+        content = {"truncated": path.read_bytes()[:-40], "pointer": b"version https://git-lfs.github.com/spec/v1\n"}
+        path.write_bytes(content.get(damage, b"\xff" * 64))
+    said = {"nan": r"NaN or infinite values in norm\.weight", "pointer": "git lfs pull"}
+    refused(tmp_path, said.get(damage, "incomplete or not a safetensors file"))
+
+
+def test_weights_that_are_a_pickle_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PLAIN.save(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("opened a pickle"))
+    refused(folder, rf"no model\.safetensors.*specdecpp inspect {folder} --convert FOLDER")
+
+
+# Token ids ------------------------------------------------------------------------------------------------------------
+
+OFFSETS = torch.tensor(PLAIN.ids) - torch.arange(DRAFT_VOCAB)
+KEPT = torch.isin(torch.arange(VOCAB), torch.tensor(PLAIN.ids))
+
+
+def changed_at(tensor: Tensor, place: int, value: int) -> Tensor:
+    return tensor.clone().index_fill_(0, torch.tensor([place]), value)
+
+
+@DIALECTS
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"d2t": changed_at(OFFSETS, 3, 99), "t2d": None}, rf"ids from \d+ to 102, .*vocab_size={VOCAB}"),
+        ({"d2t": changed_at(OFFSETS, 0, -1), "t2d": None}, "ids from -1 to"),
+        ({"d2t": changed_at(OFFSETS, 1, int(OFFSETS[0]) - 1), "t2d": None}, "19 different ones of 20"),
+        ({"d2t": OFFSETS.float()}, r"d2t is \[20\] of float32, and must be \[20\] whole numbers"),
+        ({"d2t": OFFSETS[:-1].clone()}, r"d2t is \[19\] of int64, and must be \[20\]"),
+        ({"d2t": OFFSETS[:, None].clone()}, r"d2t is \[20, 1\]"),
+        ({"d2t": None}, r"no d2t, which says what its 20 tokens are among the target's 48"),
+        ({"t2d": ~KEPT}, r"d2t and t2d name different tokens \(20 in d2t, 28 in t2d\)"),
+    ],
+)
+def test_token_ids_that_make_no_sense(tmp_path: Path, dialect: str, changed: dict[str, Any], match: str) -> None:
+    refused(edited(PLAIN.save(tmp_path, dialect), **changed), match)
+
+
+def test_token_ids_need_no_mask_and_no_order(tmp_path: Path) -> None:
+    ids = torch.tensor(PLAIN.ids).flip(0)
+    folder = edited(PLAIN.save(tmp_path), d2t=(ids - torch.arange(DRAFT_VOCAB)).int())
+    assert load(folder).token_ids.tolist() == ids.tolist()
+    assert load(edited(folder, t2d=None)).token_ids.tolist() == ids.tolist()
+
+
+def test_all_tokens(tmp_path: Path) -> None:
+    """Offsets of zero change nothing; a permutation does."""
+    folder = VARIANTS["all tokens"].save(tmp_path)
+    assert load(folder).token_ids is None
+    assert load(edited(folder, d2t=torch.zeros(VOCAB, dtype=torch.int64))).token_ids is None
+    turned = torch.arange(VOCAB).flip(0)
+    assert load(edited(folder, d2t=turned - torch.arange(VOCAB))).token_ids.tolist() == turned.tolist()
+
+
+def test_without_a_head_it_takes_the_targets(tmp_path: Path) -> None:
+    folder = VARIANTS["all tokens"].save(tmp_path)
+    target = tiny("llama")
+    assert load(edited(folder, **{"lm_head.weight": None}), target).get_output_embeddings() is target.lm_head
+
+
+# The target -----------------------------------------------------------------------------------------------------------
+
+
+@DIALECTS
+def test_a_target_of_another_width(tmp_path: Path, dialect: str) -> None:
+    folder = PLAIN.save(tmp_path, dialect)
+    target = tiny("llama", hidden_size=24, head_dim=8)
+    refused(folder, "reads states of 32 numbers, and those of LlamaForCausalLM have 24.*another target", target=target)
+
+
+@DIALECTS
+def test_a_target_with_other_tokens(tmp_path: Path, dialect: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = PLAIN.save(tmp_path, dialect)
+    refused(folder, r"proposes token ids up to \d+, and LlamaForCausalLM has 12", target=tiny("llama", vocab_size=12))
+    with caplog.at_level("WARNING", "hf_specdecpp"):
+        load(folder, tiny("llama", vocab_size=56))
+    assert "was made for 48 token ids, and the target has 56. That is harmless padding if" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ([2, 3, 9], r"reads layers \[2, 3, 9\] of its target, and this one has 3.*another target"),
+        ([2, 3], r"layer_ids=\[2, 3\] must name 3 layers of the target.*eagle3=\{'reads'"),
+        ([], None),
+        ("all", "layer_ids='all' must list layers"),
+        ([1, 2.5, 3], r"layer_ids=\[1, 2.5, 3\] must list layers"),
+    ],
+)
+def test_layers_that_the_target_lacks(tmp_path: Path, ids: Any, match: str | None) -> None:
+    folder = PLAIN.save(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    refused(folder, match or "names no layers, and a target of 3 layers is too small for the usual ones")
+
+
+def test_overridden_layers_that_the_target_lacks(tmp_path: Path) -> None:
+    folder = PLAIN.save(tmp_path)
+    refused(
+        folder,
+        r"reads the outputs of layers \[0, 1, 7\], counted from 0, and LlamaFor.* has 3",
+        eagle3={"reads": [0, 1, 7]},
+    )
+    refused(folder, r"reads=\[0, 1\] must name 3 layers", eagle3={"reads": [0, 1]})
+
+
+def test_two_states_and_no_ids(tmp_path: Path) -> None:
+    folder = Checkpoint(num_reads=2).save(tmp_path, eagle_config=...)
+    refused(folder, "layer_ids=None must name 2 layers")
+    assert load(folder, eagle3={"reads": [0, 2]}).reader.reads == [0, 2]
