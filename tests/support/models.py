@@ -123,9 +123,9 @@ def random_fusion(target: CausalLM, reads: Sequence[int] = (0, 1), share: float 
 def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor | None = None) -> Eagle3Model:
     """An EAGLE-3 layer that guesses some of the target's tokens.
 
-    Each token attends to itself alone, so that the layer's state after it is s' = norm(s) + M e: s is the state before
-    it, e the token's embedding. M, and the fc that makes the target's last state of those that are read, are fitted by
-    least squares on random text. What is added by the MLP is random, and small.
+    Each token attends to itself above all, so that the layer's state after it is about s' = norm(s) + M e: s is the
+    state before it, e the token's embedding. M, and the fc that makes the target's last state of those that are read,
+    are fitted by least squares on random text. What MLP and earlier rows add is random, and small.
     """
     config = target.config.get_text_config(decoder=True)
     size, device = config.hidden_size, input_device(target)
@@ -138,6 +138,7 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
         settings = replace(settings, norm_before_residual=True, layer={**settings.layer, **heads})
         model = initial_layer.untrained(settings, target, vocab).cpu()
         texts = torch.randint(1, config.vocab_size, (40, 50)).to(device)
+        noise = 0.05 * torch.randn(size, size)
     with TargetStates(target, catching) as caught:
         target(texts)
         states: Any = caught.take()
@@ -149,11 +150,11 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
     tokens = first.input_layernorm(target.get_input_embeddings()(texts).cpu().float())[:, 1:]
     attention = first.self_attn
     for product, of_embedding in (
-        (attention.q_proj, 4.0 * torch.eye(size)),
-        (attention.k_proj, 4.0 * torch.eye(size)),
+        (attention.q_proj, 1.5 * torch.eye(size)),
+        (attention.k_proj, 1.5 * torch.eye(size)),
         (attention.v_proj, _solution(tokens, last[:, 1:] - before)),
     ):
-        product.weight.copy_(torch.cat((of_embedding, torch.zeros(size, size)), 1))
+        product.weight.copy_(torch.cat((of_embedding, noise), 1))
     attention.o_proj.weight.copy_(torch.eye(size))
     return model.eval().requires_grad_(False)
 

@@ -120,6 +120,12 @@ def test_it_begins_with_the_input_of_the_targets_last_layer() -> None:
     assert float((ours - theirs).square().mean()) < 0.2 * float(theirs.square().mean())
 
 
+def test_sizes_that_a_target_does_not_name() -> None:
+    """GPT-2 has no `intermediate_size`; that of the first Llama would be far too much."""
+    settings = initial_layer.settings_for(tiny("gpt2"), [0], None)
+    assert settings.layer_config().intermediate_size == 4 * 32
+
+
 def known_and_wanted(target: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     reader = StateReader()
     reader.hidden_size, reader.reads, reader.reads_final = 32, [0, 1], False

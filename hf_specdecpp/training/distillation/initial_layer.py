@@ -39,7 +39,8 @@ def settings_for(
     return Eagle3Settings(
         layer={
             "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size, "max_position_embeddings": config.max_position_embeddings, **layer,
+            "hidden_size": config.hidden_size, "max_position_embeddings": config.max_position_embeddings,
+            "intermediate_size": 4 * config.hidden_size, **layer,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
         },
         state_size=config.hidden_size,
