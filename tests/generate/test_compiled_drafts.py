@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
-KINDS = ("independent", "early_exit", "conditioned")
+KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 LENGTHS = (3, 40, 230)
 
 
@@ -102,7 +102,7 @@ def test_a_roll_back_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert found != expected
 
 
-@pytest.mark.parametrize("kind", ["independent", "conditioned"])
+@pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3"])
 def test_nothing_is_compiled_again(kind: str) -> None:
     """After one text of each size, whatever the lengths, the numbers of rejected candidates and the sampling."""
     target = quiet_later_layers(tiny("llama"))
