@@ -57,6 +57,11 @@ class Eagle3Settings:
             raise ValueError("norm_before_fc and fc_norm exclude one another: the states are normed once.")
         if self.reads is not None and (len(self.reads) != self.num_reads or any(read < 0 for read in self.reads)):
             raise ValueError(f"reads={self.reads} must name {self.num_reads} layers of the target, counted from 0.")
+        if self.num_reads * self.state_size == self.layer["hidden_size"]:
+            raise ValueError(
+                f"What the draft reads of the target ({self.num_reads} x {self.state_size}) is as wide as its own state "
+                f"({self.layer['hidden_size']}), so the two could not be told apart. Read another number of layers."
+            )
         if not self.own_embeddings and self.state_size != self.layer["hidden_size"]:
             raise ValueError(
                 f"The draft is {self.layer['hidden_size']} wide and its target {self.state_size}, so it cannot take "

@@ -107,7 +107,7 @@ def test_nothing_is_compiled_again(kind: str) -> None:
     """After one text of each size, whatever the lengths, the numbers of rejected candidates and the sampling."""
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of(kind, target, rule="threshold", threshold=0.8, compile=True)
-    for length in (5, 260):
+    for length in (5, 260, 300):
         generate(target, assistant, length)
     before = counters["stats"]["unique_graphs"]
     assert 2 <= before <= 4  # one token and several, in a cache of 256 and in any other
