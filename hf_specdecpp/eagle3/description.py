@@ -52,10 +52,16 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
     """
     if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:  # of ours, or a damaged one of ours
         return False
+    is_small_llama = raw.get("model_type") in LAYER_CONFIGS and raw.get("num_hidden_layers") == 1
+    return is_small_llama or is_marked(raw)
+
+
+def is_marked(raw: Mapping[str, Any]) -> bool:
+    """The same where a config says so itself; a causal LM of one layer does not."""
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
     marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads", "dflash_config"}
-    is_small_llama = raw.get("model_type") in LAYER_CONFIGS and raw.get("num_hidden_layers") == 1
-    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra")) or is_small_llama
+    is_ours = raw.get("model_type") == "specdecpp" or "draft_kind" in raw
+    return not is_ours and (bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra")))
 
 
 def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Description:

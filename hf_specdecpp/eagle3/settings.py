@@ -59,8 +59,8 @@ class Eagle3Settings:
             raise ValueError(f"reads={self.reads} must name {self.num_reads} layers of the target, counted from 0.")
         if self.num_reads * self.state_size == self.layer["hidden_size"]:
             raise ValueError(
-                f"What the draft reads of the target ({self.num_reads} x {self.state_size}) is as wide as its own state "
-                f"({self.layer['hidden_size']}), so the two could not be told apart. Read another number of layers."
+                f"What the draft reads of the target ({self.num_reads} x {self.state_size}) is as wide as its own "
+                f"state ({self.layer['hidden_size']}), so they cannot be told apart. Read another number of layers."
             )
         if not self.own_embeddings and self.state_size != self.layer["hidden_size"]:
             raise ValueError(

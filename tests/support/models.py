@@ -143,10 +143,11 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
         target(texts)
         states: Any = caught.take()
     read, last = states.cpu().float().split((len(reads) * size, size), -1)
-    first = model.decoder.layers[0]
-    model.get_submodule("reader.fc").weight.copy_(_solution(read, last))
+    layer: tuple[Any, Any] = model.get_submodule("decoder.layers.0"), model.get_submodule("reader.fc")
+    first, fc = layer
+    fc.weight.copy_(_solution(read, last))
     first.hidden_norm.weight.fill_(0.6 * float(last.std()))
-    before = first.hidden_norm(model.get_submodule("reader.fc")(read))[:, :-1]
+    before = first.hidden_norm(fc(read))[:, :-1]
     tokens = first.input_layernorm(target.get_input_embeddings()(texts).cpu().float())[:, 1:]
     attention = first.self_attn
     for product, of_embedding in (
