@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from support.distillation_files import be_killed, measured, prepare
 from support.eagle3_files import Checkpoint
 from support.models import prompt, quiet_later_layers, tiny
+from support.zoo import tiny_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -126,6 +127,15 @@ def test_sizes_that_a_target_does_not_name() -> None:
     """GPT-2 has no `intermediate_size`; that of the first Llama would be far too much."""
     settings = initial_layer.settings_for(tiny("gpt2"), [0, 1], None)
     assert settings.layer_config().intermediate_size == 4 * 32
+
+
+def test_layers_that_differ() -> None:
+    """Gemma 4's have heads of two sizes, so its config names none: the last layer's are taken, as its weights are."""
+    target = tiny_of("gemma4_text")
+    settings = initial_layer.settings_for(target, [0, 1], None)
+    last: Any = inner_decoder(target).layers[-1]
+    assert settings.layer["head_dim"] == last.self_attn.head_dim
+    initial_layer.fit(initial_layer.untrained(settings, target, None), target, [prompt(20)])
 
 
 def known_and_wanted(target: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
