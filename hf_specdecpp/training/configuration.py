@@ -252,7 +252,7 @@ class TrainingConfig:
 
     def find_ready_made(self) -> None:
         """Where `draft` is the repository of a draft that others trained, say so in the words of the other settings."""
-        found = None if self.draft is None else ready_made(self.draft)
+        found = ready_made(self.independent_draft) if self.independent_draft is not None else None
         if found is not None:
             self.distill = replace(self.distill, enabled=False, start_from=self.draft)
             self.draft = found.name

@@ -102,7 +102,7 @@ def test_a_roll_back_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert found != expected
 
 
-@pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3"])
+@pytest.mark.parametrize("kind", ["independent", "conditioned", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_nothing_is_compiled_again(kind: str) -> None:
     """After one text of each size, whatever the lengths, the numbers of rejected candidates and the sampling."""
     target = quiet_later_layers(tiny("llama"))

@@ -17,6 +17,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.eagle3.checkpoint import tensors_of
 from hf_specdecpp.eagle3.flat_config import flat_config
 from hf_specdecpp.kinds.known import ready_made
+from hf_specdecpp.training import configuration
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.run import train
 
@@ -92,7 +93,15 @@ def test_what_is_ready_made(tmp_path: Path) -> None:
     one_layer.mkdir()
     (one_layer / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
     assert ready_made(str(one_layer)) is None, "a causal LM may have one layer"
-    assert ready_made(str(tmp_path / "nothing")) is None
+
+
+def test_nobody_looks_for_the_repository_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be asked for at the Hub."""
+    asked: list[str] = []
+    monkeypatch.setattr(configuration, "ready_made", asked.append)
+    for draft in (None, "eagle3", "conditioned", "org/draft"):
+        TrainingConfig(draft=draft).find_ready_made()
+    assert asked == ["org/draft"]
 
 
 def test_a_draft_that_is_not_there_stays_untrained_in_vain(tmp_path: Path) -> None:
