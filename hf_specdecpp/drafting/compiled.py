@@ -110,7 +110,7 @@ class CompiledSteps:
         if not (self.works and cache.is_initialized) or count > width or (width > count and not may_pad):
             last = torch.full((1,), count - 1, device=tokens.device)
             return read(drafter, cache, tokens, states, last, vocab_size)
-        if width > count:
+        if width > 1:  # also by nothing: a copy is a tensor of inference mode, for no others are steps compiled again
             tokens = F.pad(tokens, (0, width - count))
             states = None if states is None else F.pad(states, (0, 0, 0, width - count))
         return self._call(

@@ -67,11 +67,17 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
     """
     if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:  # of ours, or a damaged one of ours
         return False
+    is_small_llama = raw.get("model_type") in LAYER_CONFIGS and raw.get("num_hidden_layers") == 1
+    return is_small_llama or is_marked(raw)
+
+
+def is_marked(raw: Mapping[str, Any]) -> bool:
+    """The same where a config says so itself; a causal LM of one layer does not."""
+    if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:
+        return False
     names = " ".join(map(str, _listed(raw.get("architectures")))).lower()
     marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads", "dflash_config"}
-    is_small_llama = raw.get("model_type") in LAYER_CONFIGS and raw.get("num_hidden_layers") == 1
-    is_named = any(name in names for name in ("eagle", "medusa", "hydra", "dflash"))
-    return bool(marks & set(raw)) or is_named or is_small_llama
+    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra", "dflash"))
 
 
 def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Description:

@@ -59,6 +59,11 @@ class Eagle3Settings:
                 "norm_before_fc and fc_norm are both set and exclude one another: the states are normed once. Unset "
                 "the wrong one, for example eagle3={'norm_before_fc': False}."
             )
+        if self.num_reads * self.state_size == self.layer["hidden_size"]:
+            raise ValueError(
+                f"What the draft reads of the target ({self.num_reads} x {self.state_size}) is as wide as its own "
+                f"state ({self.layer['hidden_size']}), so they cannot be told apart. Read another number of layers."
+            )
         named = self.reads or self.layer_ids or [0] * NUM_USUAL
         if self.num_reads and (len(named) != self.num_reads or any(layer < 0 for layer in named)):
             name = "reads" if self.reads else "eagle_aux_hidden_state_layer_ids"

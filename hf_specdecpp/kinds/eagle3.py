@@ -14,7 +14,7 @@ from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.eagle3.checkpoint import build, read_model, tensors_of
-from hf_specdecpp.eagle3.description import FLAGS, check_overrides, looks_like_one, read_description
+from hf_specdecpp.eagle3.description import FLAGS, check_overrides, is_marked, looks_like_one, read_description
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.flat_config import flat_config, notes
 from hf_specdecpp.eagle3.layer_ids import readings
@@ -25,7 +25,7 @@ from hf_specdecpp.eagle3.self_check import GOOD, TEXT, better, compare
 from hf_specdecpp.eagle3.settings import Eagle3Settings
 from hf_specdecpp.files import INDEX, SHARDS, Repository, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.kinds.conditioned import Conditioned
-from hf_specdecpp.kinds.kind import Kind, Loading, Parts, SelfCheck
+from hf_specdecpp.kinds.kind import Feat, Kind, Loading, Parts, SelfCheck
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving.commands import eagle3_commands
@@ -43,10 +43,17 @@ class Eagle3(Kind):
     foreign_files = (CHECKPOINT, INDEX, SHARDS)
     can_be_misread = True
     own_layer = True
-    cannot = Conditioned.cannot
+    cannot: ClassVar[Mapping[Feat, str]] = {
+        **Conditioned.cannot,
+        "stays untrained": "the layer has to be trained, so leave it on, or name the repository of a ready-made one: "
+        "draft=REPO",
+    }
 
     def owns(self, raw: Mapping[str, Any]) -> bool:
         return super().owns(raw) or looks_like_one(raw)
+
+    def is_ready_made(self, raw: Mapping[str, Any]) -> bool:
+        return is_marked(raw)
 
     def read_config(self, raw: dict[str, Any], source: Repository, commit: str | None) -> SpecDecPPConfig:
         if not looks_like_one(raw):

@@ -95,6 +95,10 @@ class Kind:
         default = SpecDecPPConfig().draft_kind
         return raw.get("model_type") == SpecDecPPConfig.model_type and raw.get("draft_kind", default) == self.name
 
+    def is_ready_made(self, raw: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Whether a `config.json` describes a draft of this kind that others trained, and no assistant."""
+        return False
+
     def read_config(self, raw: dict[str, Any], source: Repository, commit: str | None) -> SpecDecPPConfig:  # noqa: ARG002
         """The config that such a `config.json` describes; `ValueError` if it is damaged or too new.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.files import Repository, read_json
 from hf_specdecpp.kinds.conditioned import Conditioned
 from hf_specdecpp.kinds.eagle3 import Eagle3
 from hf_specdecpp.kinds.early_exit import EarlyExit
@@ -38,6 +39,15 @@ def kind_of(config: SpecDecPPConfig) -> Kind:
 def kind_to_train(draft: str | None) -> Kind:
     """What `specdecpp train --draft` asks for: a kind's name, a model's, or nothing, which is an early exit."""
     return EARLY_EXIT if draft is None else BY_NAME.get(draft, INDEPENDENT)
+
+
+def ready_made(name: str) -> Kind | None:
+    """The kind of the draft that others trained in a repository, if one is there and can be reached."""
+    try:
+        raw = read_json(Repository(name).file("config.json"))
+    except (OSError, ValueError):
+        return None
+    return next((kind for kind in KINDS if kind.is_ready_made(raw)), None)
 
 
 def describe(config: SpecDecPPConfig) -> str:

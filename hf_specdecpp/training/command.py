@@ -55,7 +55,7 @@ def run(
     if process_state().is_main_process and (stages is None or "card" in stages):
         console.print(f"\n{summary(config)}")
     if push_to_hub is not None:
-        assistant = SpecDecPPAssistant.from_pretrained(config.output, draft=config.independent_draft)
+        assistant = SpecDecPPAssistant.from_pretrained(config.output, draft=config.named_draft)
         assistant.push_to_hub(push_to_hub, card=Path(config.output, CARD).read_text(encoding="utf-8"))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
 from hf_specdecpp.kinds.kind import Kind
-from hf_specdecpp.kinds.known import kind_to_train
+from hf_specdecpp.kinds.known import kind_to_train, ready_made
 
 DTYPES = ("auto", "bfloat16", "float32")
 LOSSES = ("kl", "tv", "kl+tv")
@@ -52,7 +52,7 @@ class DistillConfig:
     """LoRA distillation of the draft.
 
     Args:
-        enabled: `False` leaves the draft as it is (the paper's setting).
+        enabled: `False` leaves the draft as it is (the paper's setting): it gets an acceptance head.
         draft_vocab_size (tokens): keep only so many in the draft's LM head, the most frequent of the answers and then
             of the prompts; all by default. With too few texts to choose from it costs acceptance: see what the stage
             says it covers.
@@ -79,7 +79,8 @@ class DistillConfig:
         bf16: train in mixed precision: float32 weights, bfloat16 products.
         start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layer, training
             goes on with: for more answers, or more epochs. For an EAGLE-3 draft also the repository of one that others
-            trained, which then learns from these answers, with its own vocabulary. Of two runs' draft vocabularies
+            trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets a
+            head, where `enabled` is off. Of two runs' draft vocabularies
             the one that covers more of the held-out answers is kept. By default training begins with an adapter that
             changes nothing.
     """
@@ -177,7 +178,8 @@ class TrainingConfig:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
         draft: Hub id or folder of an independent draft; `"conditioned"` for layers of the target that read its hidden
-            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; by default an
+            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; the repository
+            of an EAGLE-3 draft that others trained, which stays as it is and gets an acceptance head; by default an
             early exit of the target.
         layers: of the target, that draft: a number of first layers, or ascending indices. By default an early exit has
             the first 4, a conditioned draft the last.
@@ -229,6 +231,16 @@ class TrainingConfig:
         return self.draft if self.kind.rests_on == "draft" else None
 
     @property
+    def ready_made(self) -> str | None:
+        """The repository of a draft that others trained, where it stays as it is."""
+        return self.distill.start_from if self.kind.own_layer and not self.distill.enabled else None
+
+    @property
+    def named_draft(self) -> str | None:
+        """The draft's name, where it is in a repository of its own."""
+        return self.independent_draft or self.ready_made
+
+    @property
     def trains_module(self) -> bool:
         """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
         return bool(self.kind.module_files) and not self.kind.own_layer
@@ -237,6 +249,13 @@ class TrainingConfig:
     def trains_layer(self) -> bool:
         """Whether a layer of the draft's own is trained, and no adapter."""
         return self.kind.own_layer
+
+    def find_ready_made(self) -> None:
+        """Where `draft` is the repository of a draft that others trained, say so in the words of the other settings."""
+        found = ready_made(self.independent_draft) if self.independent_draft is not None else None
+        if found is not None:
+            self.distill = replace(self.distill, enabled=False, start_from=self.draft)
+            self.draft = found.name
 
     @property
     def work(self) -> Path:
@@ -259,7 +278,7 @@ class TrainingConfig:
         _at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
 
     def _validate_ids(self) -> None:
-        if self.draft_id is not None and self.independent_draft is None:
+        if self.draft_id is not None and self.named_draft is None:
             raise ValueError(
                 f"draft_id={self.draft_id!r} names a draft of its own, but layers of the target are trained. Set "
                 "draft, too, or leave draft_id out."
@@ -290,7 +309,7 @@ class TrainingConfig:
     def _validate_distill(self) -> None:
         distill = self.distill
         cannot = self.kind.cannot
-        if (reason := cannot.get("stays untrained")) is not None and not distill.enabled:
+        if (reason := cannot.get("stays untrained")) is not None and not distill.enabled and not self.ready_made:
             raise ValueError(f"distill.enabled=False: {reason}.")
         if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":
             raise ValueError(f"head.inputs='after' {reason}. Use head.inputs='before'.")

@@ -126,6 +126,11 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
     vocab = load_draft_vocab(work)
     head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
+    if config.ready_made is not None:
+        assistant = SpecDecPPAssistant.from_pretrained(config.ready_made)
+        assistant.head = head
+        assistant.attach(target)
+        return assistant
     if config.trains_layer:
         return SpecDecPPAssistant.from_eagle3(target, load_layer(work), head)
     if config.trains_module:
@@ -147,7 +152,7 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
     )  # fmt: skip
     contents = {str(name): digest(config.work / name) for name in files}
     layers = None if config.independent_draft else config.layers
-    return {"target": config.target, "draft": config.draft, "layers": layers, **contents}
+    return {"target": config.target, "draft": config.named_draft or config.draft, "layers": layers, **contents}
 
 
 def save_head(head: AcceptanceHead, folder: Path) -> None:

@@ -42,6 +42,7 @@ def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
         ValueError: a setting, a model, a tracker or a stage is unknown or missing, or a stage cannot run on what the
             earlier ones left.
     """
+    config.find_ready_made()
     config.validate()
     unknown = sorted(set(stages or ()) - set(STAGES))
     if unknown:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import Replay, exact_distribution
-from support.models import assistant_for, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 from support.repos import head_for
 from support.toy_rounds import Models
 from support.toy_trees import ToyTree
 from support.tree_generation import sharp
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.replay.record import Text
 from hf_specdecpp.benchmark.replay.rounds import RoundReplay, chances, draw, judged_chances, replay_rounds
@@ -70,9 +70,10 @@ def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dyspec", "threshold"])
-def test_greedy_replays_of_conditioned_drafts(kind: str) -> None:
+@pytest.mark.parametrize("draft", ["conditioned", "eagle3"])
+def test_greedy_replays_of_drafts_that_read_states(draft: str, kind: str) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
+    assistant = assistant_of(draft, target)
     assistant.speculation = SpeculationConfig(**KINDS[kind], adapt=False)
     text = text_of(target, do_sample=False)
     rounds = list(RoundReplay(text, assistant, target, Sampling(0.0), 0).rounds(assistant.speculation, False))

@@ -1,4 +1,4 @@
-"""Conditioned drafts: what they read, round by round, beside the target's states computed from scratch."""
+"""Drafts that read the target's states: what they read, round by round, beside states computed from scratch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import prompt, quiet_later_layers, random_fusion, tiny
+from support.models import assistant_of, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -29,15 +30,22 @@ TREE = SpeculationConfig(tree="dyspec", tree_budget=7, tree_depth=3)
 Drafted = tuple[list[int], list[list[int]], list[Tensor]]  # the text, paths below it, and the logits after each
 
 
+Making = Callable[..., SpecDecPPAssistant]
+
+
 @pytest.fixture(params=FAMILIES)
 def target(request: pytest.FixtureRequest) -> CausalLM:
     return quiet_later_layers(tiny(request.param))
 
 
-def conditioned(target: CausalLM, speculation: SpeculationConfig = CHAIN, **options: Any) -> SpecDecPPAssistant:
-    return SpecDecPPAssistant.from_conditioned(
-        target, 2, fusion=random_fusion(target), speculation=speculation, **options
-    )
+@pytest.fixture(params=["conditioned", "eagle3"])
+def reading(request: pytest.FixtureRequest) -> Making:
+    """Makes an attached assistant with such a draft."""
+
+    def made(target: CausalLM, speculation: SpeculationConfig = CHAIN) -> SpecDecPPAssistant:
+        return assistant_of(request.param, target, **speculation.to_dict())
+
+    return made
 
 
 @pytest.fixture
@@ -94,13 +102,13 @@ def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_reads_the_states_of_the_verified_text(
-    target: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, chunk: int | None
+    reading: Making, target: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, chunk: int | None
 ) -> None:
-    assistant = conditioned(target, speculation)
+    assistant = reading(target, speculation)
     ids = prompt()
-    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    plain = target.generate(ids, max_new_tokens=32, do_sample=False)
     output = target.generate(
-        ids, max_new_tokens=24, do_sample=False, assistant_model=assistant, prefill_chunk_size=chunk
+        ids, max_new_tokens=32, do_sample=False, assistant_model=assistant, prefill_chunk_size=chunk
     )
     assert torch.equal(output, plain)
     assert len(drafted) > 3
@@ -127,18 +135,18 @@ def test_layers_of_its_own(llama: CausalLM, drafted: list[Drafted], speculation:
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
 
 
-def test_padding_is_not_shown(drafted: list[Drafted]) -> None:
+def test_padding_is_not_shown(reading: Making, drafted: list[Drafted]) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = conditioned(target)
+    assistant = reading(target)
     ids = torch.cat((torch.zeros((1, 4), dtype=torch.long), prompt()), dim=1)
     target.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=9, do_sample=False, assistant_model=assistant)
     assert worst(assistant, target, drafted, first=4) < 1e-4
 
 
-def test_a_cache_that_is_carried_on() -> None:
+def test_a_cache_that_is_carried_on(reading: Making) -> None:
     """Of an earlier turn the states are not known, so the draft sees the text of this one only."""
     target = quiet_later_layers(tiny("llama"))
-    assistant = conditioned(target)
+    assistant = reading(target)
     first = target.generate(prompt(), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
     ids = torch.cat((first.sequences, prompt(5, seed=1)), dim=1)
     expected = target.generate(ids, max_new_tokens=12, do_sample=False)
@@ -151,10 +159,10 @@ def test_a_cache_that_is_carried_on() -> None:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["throughput", "threshold"])
-def test_rounds_without_candidates(drafted: list[Drafted], rule: Any, target: CausalLM) -> None:
+def test_rounds_without_candidates(reading: Making, drafted: list[Drafted], rule: Any, target: CausalLM) -> None:
     """What was not drafted at is read later, with the states of its own passes."""
     costs = {"draft": 0.9, "verify": [1.0, 1.3, 1.6, 1.9]}
-    assistant = conditioned(target, SpeculationConfig(rule, costs=costs if rule == "throughput" else None))
+    assistant = reading(target, SpeculationConfig(rule, costs=costs if rule == "throughput" else None))
     target.generate(prompt(), max_new_tokens=60, do_sample=False, assistant_model=assistant)
     assert worst(assistant, target, drafted) < 1e-4
 
@@ -183,10 +191,10 @@ def _rejected_too(_: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("mutate", [_late, _rejected_too])
 def test_wrong_states_are_noticed(
-    drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch, mutate: Callable[..., Any]
+    reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch, mutate: Callable[..., Any]
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = conditioned(target)
+    assistant = reading(target)
     right = TargetStates.take
     monkeypatch.setattr(AssistedDecoding, "_compare_passes", lambda *_: None)
     monkeypatch.setattr(TargetStates, "take", mutate(right))
@@ -196,10 +204,10 @@ def test_wrong_states_are_noticed(
 
 
 def test_candidates_that_stay_as_they_were_read_are_noticed(
-    drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch
+    reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = conditioned(target)
+    assistant = reading(target)
     begin = DraftSession.begin_round
 
     def keeps(self: DraftSession, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
@@ -220,26 +228,26 @@ def llama() -> CausalLM:
     return quiet_later_layers(tiny("llama"))
 
 
-def test_round_trip(llama: CausalLM, tmp_path: Path) -> None:
-    assistant = conditioned(llama)
+def test_round_trip(reading: Making, llama: CausalLM, tmp_path: Path) -> None:
+    assistant = reading(llama)
     text = llama.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
     accepted = assistant.stats.accepted
     assistant.save_pretrained(tmp_path / "a")
     again = SpecDecPPAssistant.from_pretrained(tmp_path / "a", target=llama)
-    assert again.config.draft_kind == "conditioned"
+    assert again.config.draft_kind == assistant.config.draft_kind
     assert torch.equal(text, llama.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=again))
     assert again.stats.accepted == accepted
 
 
-def test_unattached_is_refused(llama: CausalLM) -> None:
-    assistant = conditioned(llama)
+def test_unattached_is_refused(reading: Making, llama: CausalLM) -> None:
+    assistant = reading(llama)
     assistant.detach()
     with pytest.raises(ValueError, match="reads hidden states of the target.*Attach the assistant"):
         llama.generate(prompt(), max_new_tokens=4, do_sample=False, assistant_model=assistant)
 
 
-def test_the_target_keeps_no_hooks(llama: CausalLM) -> None:
-    assistant = conditioned(llama)
+def test_the_target_keeps_no_hooks(reading: Making, llama: CausalLM) -> None:
+    assistant = reading(llama)
     expected = llama(prompt()).logits
     llama.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_model=assistant)
     assert not any(module._forward_hooks for module in llama.modules())
@@ -256,7 +264,7 @@ def test_the_target_keeps_no_hooks(llama: CausalLM) -> None:
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_processor_that_calls_the_target(
-    llama: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, rows: int
+    reading: Making, llama: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, rows: int
 ) -> None:
     """As guidance does. What the draft reads are the states of the text all the same."""
 
@@ -267,16 +275,17 @@ def test_a_processor_that_calls_the_target(
             llama(ids[:, -4:].expand(rows, -1))
             return scores
 
-    assistant = conditioned(llama, speculation)
+    assistant = reading(llama, speculation)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [Calls()]}
     plain = llama.generate(prompt(), **options)
     assert torch.equal(llama.generate(prompt(), assistant_model=assistant, **options), plain)
     assert worst(assistant, llama, drafted) < 1e-4
 
 
-def test_several_threads(llama: CausalLM, drafted: list[Drafted]) -> None:
+@pytest.mark.every(2)
+def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     """Passes of the same target in other threads are not caught."""
-    assistant = conditioned(llama)
+    assistant = reading(llama)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
     plain = llama.generate(prompt(), **options)
     with ThreadPoolExecutor(6) as pool:
@@ -286,16 +295,17 @@ def test_several_threads(llama: CausalLM, drafted: list[Drafted]) -> None:
     assert worst(assistant, llama, drafted) < 1e-4
 
 
-def test_a_forward_that_was_compiled_without_hooks(llama: CausalLM) -> None:
-    assistant = conditioned(llama)
+@pytest.mark.every(2)
+def test_a_forward_that_was_compiled_without_hooks(reading: Making, llama: CausalLM) -> None:
+    assistant = reading(llama)
     llama.forward = torch.compile(llama.forward, backend="eager")
     llama.generate(prompt(), max_new_tokens=4, do_sample=False)
     with pytest.raises(RuntimeError, match=r"did not call them.*use model.compile\(\)"):
         llama.generate(prompt(), max_new_tokens=4, do_sample=False, assistant_model=assistant)
 
 
-def test_a_target_that_is_moved_once_attached(llama: CausalLM) -> None:
-    assistant, early_exit = conditioned(llama), SpecDecPPAssistant.from_early_exit(llama, 2)
+def test_a_target_that_is_moved_once_attached(reading: Making, llama: CausalLM) -> None:
+    assistant, early_exit = reading(llama), SpecDecPPAssistant.from_early_exit(llama, 2)
     llama.float()
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     plain = llama.generate(prompt(), **options)
@@ -307,14 +317,18 @@ def test_a_target_that_is_moved_once_attached(llama: CausalLM) -> None:
     assert torch.equal(llama.generate(prompt(), assistant_model=assistant, **options), plain)
 
 
-def test_only_adapter_fusion_and_head_take_memory(llama: CausalLM) -> None:
-    assistant = conditioned(llama)
+def test_what_is_the_targets_takes_no_memory(reading: Making, llama: CausalLM) -> None:
+    """A draft's own are its fusion, or its EAGLE-3 layer, which shares embeddings and LM head."""
+    drafter = reading(llama).ready_drafter()
     own = {tensor.data_ptr() for tensor in (*llama.parameters(), *llama.buffers())}
-    drafter = assistant.ready_drafter()
     tensors = (*drafter.model.parameters(), *drafter.model.buffers(), *drafter.parameters())
     surplus = {t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in own}
     assert drafter.fusion is not None
-    assert sum(surplus.values()) == sum(parameter.nbytes for parameter in drafter.fusion.parameters())
+    trained = [*drafter.fusion.parameters()]
+    if isinstance(drafter.model, Eagle3Model):
+        trained += [*drafter.model.norm.parameters(), *drafter.model.decoder.layers[0].parameters()]
+        trained += [*drafter.model.decoder.buffers()]  # of its rotations
+    assert sum(surplus.values()) == sum(tensor.nbytes for tensor in trained)
 
 
 def test_a_fusion_of_another_target(llama: CausalLM) -> None:

@@ -265,3 +265,9 @@ def test_a_cache_is_what_recomputing_gives(tmp_path: Path) -> None:
     cache = DynamicCache(config=drafter.text_config)
     parts = [drafter.hidden_states(TEXT[:, 1:][:, at], cache, states[:, at]) for at in (slice(0, 5), slice(5, None))]
     close(torch.cat(parts, 1), whole)
+
+
+def test_states_that_are_as_wide_as_the_drafts_own_are_refused(tmp_path: Path) -> None:
+    """Whether they go through fc is told from their width."""
+    with pytest.raises(ValueError, match=r"\(1 x 32\) is as wide as its own state \(32\)"):
+        loaded(Checkpoint(num_reads=1), tmp_path)

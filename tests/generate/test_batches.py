@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.families import model_of
-from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
 from support.stock_rounds import small, target_distribution
 from support.watchers import tokenizer
 from support.zoo import tiny_of
@@ -85,10 +85,14 @@ def drafts() -> dict[str, Any]:
     def conditioned(target: Any) -> Any:
         return SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
 
+    def layer(target: Any) -> Any:
+        return SpecDecPPAssistant.from_eagle3(target, random_layer(target))
+
     return {
         "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, [0, 2]),
         "vocabulary": vocabulary,
         "conditioned": conditioned,
+        "eagle3": layer,
     }
 
 
@@ -246,7 +250,7 @@ def test_records_and_the_cache_are_those_of_plain_generation(
             torch.testing.assert_close(*held, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["independent", "conditioned"])
+@pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3"])
 def test_a_cache_is_carried_on(kind: str) -> None:
     """A second turn after texts of different length, with what stands between the turns masked."""
     target, inputs = quiet_later_layers(tiny("llama")), padded(LENGTHS)

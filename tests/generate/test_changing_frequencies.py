@@ -68,7 +68,7 @@ def differing(target: CausalLM, assistant: Any, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("draft", ["early_exit", "independent", "conditioned"])
+@pytest.mark.parametrize("draft", ["early_exit", "independent", "conditioned", "eagle3"])
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 def test_texts_across_the_change(kind: str, draft: str, speculation: dict[str, Any]) -> None:
     target = target_of(kind)

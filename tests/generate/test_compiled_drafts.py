@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
-KINDS = ("independent", "early_exit", "conditioned")
+KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 LENGTHS = (3, 40, 230)
 
 
@@ -102,12 +102,12 @@ def test_a_roll_back_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert found != expected
 
 
-@pytest.mark.parametrize("kind", ["independent", "conditioned"])
+@pytest.mark.parametrize("kind", ["independent", "conditioned", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_nothing_is_compiled_again(kind: str) -> None:
     """After one text of each size, whatever the lengths, the numbers of rejected candidates and the sampling."""
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of(kind, target, rule="threshold", threshold=0.8, compile=True)
-    for length in (5, 260):
+    for length in (5, 260, 300):
         generate(target, assistant, length)
     before = counters["stats"]["unique_graphs"]
     assert 2 <= before <= 4  # one token and several, in a cache of 256 and in any other

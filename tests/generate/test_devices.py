@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
 from support.repos import save_adapter
 from support.watchers import Collector, Recorder, tokenizer
@@ -88,14 +88,16 @@ def test_a_head(speculation: dict[str, Any]) -> None:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("kind", ["early exit", "conditioned", "vocabulary", "adapter"])
+@pytest.mark.parametrize("kind", ["early exit", "conditioned", "eagle3", "vocabulary", "adapter"])
 @pytest.mark.parametrize("speculation", [RULES[0], TREES[0]], ids=str)
 def test_kinds_of_draft(kind: str, speculation: dict[str, Any], tmp_path: Path) -> None:
     original = quiet_later_layers(tiny("llama"))
     fusion, adapter = random_fusion(original), save_adapter(tiny("llama", num_hidden_layers=2), tmp_path / "adapter")
-    knobs = SpeculationConfig(**speculation)
+    knobs, layer = SpeculationConfig(**speculation), random_layer(original)
 
     def make(target: Any) -> SpecDecPPAssistant:
+        if kind == "eagle3":
+            return SpecDecPPAssistant.from_eagle3(target, layer, speculation=knobs)
         if kind == "conditioned":
             return SpecDecPPAssistant.from_conditioned(target, 2, fusion=on_device(fusion.double()), speculation=knobs)
         options: dict[str, Any] = {
@@ -120,11 +122,11 @@ PLACES = {
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("kind", ["independent", "early exit", "head", "conditioned", "vocabulary"])
+@pytest.mark.parametrize("kind", ["independent", "early exit", "head", "conditioned", "eagle3", "vocabulary"])
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None:
     original, knobs = quiet_later_layers(tiny("llama")), SpeculationConfig(**speculation)
-    fusion = random_fusion(original).double()
+    fusion, layer = random_fusion(original).double(), random_layer(original, (0, 2))
     plain = original.generate(prompt(), do_sample=False, **OPTIONS)
     torch.manual_seed(0)
     head = AcceptanceHead(32, embedding_size=32, inputs="before").double()
@@ -139,6 +141,8 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         on_device(fusion), on_device(head)
         if kind == "independent":
             assistant = with_draft(**speculation)(target)
+        elif kind == "eagle3":  # it reads states on both
+            assistant = SpecDecPPAssistant.from_eagle3(target, layer, speculation=knobs)
         else:
             make = SpecDecPPAssistant.from_conditioned if kind == "conditioned" else SpecDecPPAssistant.from_early_exit
             assistant = make(target, [0, 2], speculation=knobs, **options[kind])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import partly_agreeing, prompt, random_fusion
+from support.models import partly_agreeing, prompt, random_fusion, random_layer
 from support.quantised import SHAPE, ordinary, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ TARGETS: dict[str, Callable[[], CausalLM]] = {
         4, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     ),
 }
-DRAFTS = ["early exit", "merged", "beside", "independent", "quantised", "conditioned"]
+DRAFTS = ["early exit", "merged", "beside", "independent", "quantised", "conditioned", "eagle3"]
 VOCAB = list(range(0, 64, 2))
 
 
@@ -75,6 +75,8 @@ def assistant_of(kind: str, target: CausalLM, build: Any, folder: Path, speculat
     if kind in ("independent", "quantised"):
         draft = partly_agreeing(ordinary()) if kind == "independent" else build()
         return SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
+    if kind == "eagle3":
+        return SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=speculation)
     if kind == "conditioned":
         fusion = random_fusion(target, share=0.02)
         return SpecDecPPAssistant.from_conditioned(target, 1, (0, 1), fusion, speculation=speculation)
@@ -228,12 +230,14 @@ HEADS: dict[str, Callable[[], CausalLM]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["all tokens", "some", "conditioned"])
+@pytest.mark.parametrize("kind", ["all tokens", "some", "conditioned", "eagle3"])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_quantised_lm_head(name: str, kind: str) -> None:
     target = HEADS[name]()
     if kind == "conditioned":
         assistant = SpecDecPPAssistant.from_conditioned(target, 1, speculation=CHAIN)
+    elif kind == "eagle3":
+        assistant = SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=CHAIN)
     else:
         vocab = VOCAB if kind == "some" else None
         assistant = SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=vocab, speculation=CHAIN)
@@ -282,9 +286,11 @@ ACTIVATIONS: dict[str, Callable[[], CausalLM]] = {
 def test_quantised_activations_are_refused(name: str) -> None:
     target = ACTIVATIONS[name]()
     plain = generate(target)
+    layer = random_layer(ordinary())
     for make in (
         lambda: SpecDecPPAssistant.from_early_exit(target, 2),
         lambda: SpecDecPPAssistant.from_conditioned(target, 1),
+        lambda: SpecDecPPAssistant.from_eagle3(target, layer),
         lambda: SpecDecPPAssistant.from_draft(ordinary(), target),
         lambda: generate(target, SpecDecPPAssistant.from_draft(ordinary())),
     ):

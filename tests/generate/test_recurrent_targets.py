@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import informed_draft
-from support.models import VOCAB_SIZE, prompt, random_fusion, tiny
+from support.models import VOCAB_SIZE, prompt, random_fusion, random_layer, tiny
 from support.outputs import RECORDS, assert_same
 from support.zoo import tiny_of
 from torch import Tensor
@@ -173,7 +173,7 @@ def shaken(model: CausalLM) -> CausalLM:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned"])
+@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
     target = tiny_of("granitemoehybrid")
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
@@ -182,6 +182,7 @@ def test_drafts_with_recurrent_layers(kind: str) -> None:
         "independent": lambda: SpecDecPPAssistant.from_draft(shaken(target), target),
         "early exit": lambda: SpecDecPPAssistant.from_early_exit(target, [0, 3]),
         "conditioned": lambda: SpecDecPPAssistant.from_conditioned(target, [0, 3], fusion=random_fusion(target)),
+        "eagle3": lambda: SpecDecPPAssistant.from_eagle3(target, random_layer(target, (0, 3))),
     }[kind]()
     assistant.speculation = speculation
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=80, assistant_model=assistant), plain)

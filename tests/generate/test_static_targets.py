@@ -80,9 +80,9 @@ def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> 
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
 def test_greedy_text(family: str, kind: str, rule: str) -> None:
     """Prompts from one token on; texts longer than the windows, up to the cache's last row."""
@@ -368,10 +368,11 @@ def test_nothing_is_compiled_again(traced_only: CompileConfig) -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
-def test_a_conditioned_draft_leaves_its_target_uncompiled(traced_only: CompileConfig) -> None:
+@pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
+def test_a_draft_that_reads_states_leaves_its_target_uncompiled(kind: str, traced_only: CompileConfig) -> None:
     """It reads the target by hooks, and torch.compile does not look whether they are there."""
     target = quiet_later_layers(tiny("llama"))
-    assistant = attached(target, "conditioned")
+    assistant = attached(target, kind)
     options = {**STATIC, "compile_config": traced_only, "prefill_chunk_size": 5}
     ours = target.generate(prompt(), assistant_model=assistant, **options)
     assert torch.equal(ours, target.generate(prompt(), **STATIC))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.snapshots import FIXED, PROMPT, generate, hash_of, snapshot
 from torch import Tensor
 from transformers import DynamicCache
@@ -23,12 +23,14 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def attached(target: CausalLM, kind: str) -> SpecDecPPAssistant:
+    if kind in ("conditioned", "eagle3"):
+        return assistant_of(kind, target, **FIXED.to_dict())
     if kind == "early exit":
         return SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED)
     return assistant_for(target)
 
 
-@pytest.mark.parametrize("kind", ["independent", "early exit"])
+@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_before_during_and_after(family: str, kind: str) -> None:
     target = tiny(family).train(False)

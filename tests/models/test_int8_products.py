@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
 from torch import nn
 from torch.nn import functional
 
@@ -79,11 +79,13 @@ def assistant_of(kind: str, target: Any, **speculation: Any) -> SpecDecPPAssista
         return SpecDecPPAssistant.from_draft(partly_agreeing(target, 0.9), target, speculation=knobs)
     if kind == "early exit":
         return SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46), speculation=knobs)
+    if kind == "eagle3":
+        return SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=knobs)
     return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=knobs)
 
 
 @pytest.mark.usefixtures("small_layers")
-@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned"])
+@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)
 def test_the_output_is_the_targets(kind: str, speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama")).float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.target_states import StateReader, TargetStates
+from hf_specdecpp.training.distillation import initial_layer
 
 VOCAB_SIZE = 48
 WINDOW = 8  # of the models with sliding-window attention
@@ -115,6 +119,54 @@ def random_fusion(target: CausalLM, reads: Sequence[int] = (0, 1), share: float 
     return fusion
 
 
+@torch.no_grad()
+def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor | None = None) -> Eagle3Model:
+    """An EAGLE-3 layer that guesses some of the target's tokens.
+
+    Each token attends to itself above all, so that the layer's state after it is about s' = norm(s) + M e: s is the
+    state before it, e the token's embedding. M, and the fc that makes the target's last state of those that are read,
+    are fitted by least squares on random text. What MLP and earlier rows add is random, and small.
+    """
+    config = target.config.get_text_config(decoder=True)
+    size, device = config.hidden_size, input_device(target)
+    catching = StateReader()
+    catching.hidden_size, catching.reads, catching.reads_final = size, [*reads, config.num_hidden_layers - 1], False
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        settings = initial_layer.settings_for(target, reads, vocab)
+        heads = {"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": size // 4}
+        settings = replace(settings, norm_before_residual=True, layer={**settings.layer, **heads})
+        model = initial_layer.untrained(settings, target, vocab).cpu()
+        texts = torch.randint(1, config.vocab_size, (40, 50)).to(device)
+        noise = 0.05 * torch.randn(size, size)
+    with TargetStates(target, catching) as caught:
+        target(texts)
+        states: Any = caught.take()
+    read, last = states.cpu().float().split((len(reads) * size, size), -1)
+    layer: tuple[Any, Any] = model.get_submodule("decoder.layers.0"), model.get_submodule("reader.fc")
+    first, fc = layer
+    fc.weight.copy_(_solution(read, last))
+    first.hidden_norm.weight.fill_(0.6 * float(last.std()))
+    before = first.hidden_norm(fc(read))[:, :-1]
+    tokens = first.input_layernorm(target.get_input_embeddings()(texts).cpu().float())[:, 1:]
+    attention = first.self_attn
+    for product, of_embedding in (
+        (attention.q_proj, 1.5 * torch.eye(size)),
+        (attention.k_proj, 1.5 * torch.eye(size)),
+        (attention.v_proj, _solution(tokens, last[:, 1:] - before)),
+    ):
+        product.weight.copy_(torch.cat((of_embedding, noise), 1))
+    attention.o_proj.weight.copy_(torch.eye(size))
+    return model.eval().requires_grad_(False)
+
+
+def _solution(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The linear map `[outputs, inputs]` of least squares, but for a ridge."""
+    x, y = inputs.flatten(0, 1), outputs.flatten(0, 1)
+    squares = x.T @ x
+    return torch.linalg.solve(squares + 1e-4 * squares.diagonal().mean() * torch.eye(len(squares)), x.T @ y).T
+
+
 def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **speculation: Any) -> Any:
     """An assistant with a partly agreeing draft. `fixed` rounds of 4 candidates unless told otherwise."""
     knobs = SpeculationConfig(**(speculation or {"rule": "fixed", "num_tokens": 4}))
@@ -123,13 +175,15 @@ def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **
 
 
 def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
-    """An attached assistant with a draft that is `"independent"`, an `"early_exit"` or `"conditioned"`."""
+    """An attached assistant with a draft that is `"independent"`, an `"early_exit"`, `"conditioned"` or `"eagle3"`."""
     if kind == "independent":
         made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
         return made
     config = SpeculationConfig(**speculation)
     if kind == "early_exit":
         return SpecDecPPAssistant.from_early_exit(target, 2, speculation=config)
+    if kind == "eagle3":
+        return SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=config)
     return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=config)
 
 

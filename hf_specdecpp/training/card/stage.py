@@ -54,7 +54,7 @@ def run(config: TrainingConfig) -> Path:
     card = make_card(assistant.contents().described(), assistant.head, training)
     data: Any = card.data
     data.base_model = [name for name in data.base_model or () if name not in folders] or None
-    data.base_model_relation = data.base_model_relation if data.base_model else None
+    data.base_model_relation = data.get("base_model_relation") if data.base_model else None
     save_text(str(card), output / CARD)
     return output
 
@@ -128,8 +128,8 @@ def settings(config: TrainingConfig) -> str:
     for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
         chosen.pop(name, None)
     chosen["target"] = config.target_id or public_name(config.target)
-    if config.independent_draft is not None:
-        chosen["draft"] = config.draft_id or public_name(config.independent_draft)
+    if config.named_draft is not None:
+        chosen["draft"] = config.draft_id or public_name(config.named_draft)
         chosen.pop("layers", None)
     chosen.setdefault("rollouts", {})["data"] = _names(config.rollouts.data)
     chosen["rollouts"].pop("server", None)

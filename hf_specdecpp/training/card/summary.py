@@ -17,7 +17,7 @@ def summary(config: TrainingConfig) -> str:
     made = read_json(Path(config.output) / CONFIG)
     evaluation = read_json(config.work / "evaluation" / "evaluation.json")
     temperature, report = next(iter(evaluation["sets"]["heldout"].items()))
-    draft = config.independent_draft or describe(SpecDecPPConfig.from_dict(made))
+    draft = config.named_draft or describe(SpecDecPPConfig.from_dict(made))
     adapter = " with an adapter" if made["adapter"] else ""
     best = report["equal_verification"]["at_best"]
     fixed = f"drafting {best['length']} candidates every time, with as many target passes"
@@ -30,8 +30,8 @@ def summary(config: TrainingConfig) -> str:
         share = "" if fewer is None else f" ({number(abs(fewer), percent=True)} {'fewer' if fewer >= 0 else 'more'})"
         compared = f"{number(discards)} candidates a generated token, {number(best['discard_rate'])}{share} by {fixed}"
     arguments = "target=model"
-    if config.independent_draft is not None:
-        arguments += f", draft={config.draft!r}"
+    if config.named_draft is not None:
+        arguments += f", draft={config.named_draft!r}"
     return "\n".join(
         (
             f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",

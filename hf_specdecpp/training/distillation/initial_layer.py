@@ -42,11 +42,12 @@ def settings_for(
     config = target.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
-    layer = {name: getattr(config, name) for name in COPIED if getattr(config, name, None) is not None}
+    layer = {name: size for name in COPIED if (size := _size(config, name)) is not None}
     return Eagle3Settings(
         layer={
             "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size, "max_position_embeddings": config.max_position_embeddings, **layer,
+            "hidden_size": config.hidden_size, "max_position_embeddings": config.max_position_embeddings,
+            "intermediate_size": 4 * config.hidden_size, **layer,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
         },
         state_size=config.hidden_size,
@@ -57,6 +58,14 @@ def settings_for(
         fc_norm=fc_norm,
         norm_output=norm_output,
     )  # fmt: skip
+
+
+def _size(config: Any, name: str) -> Any:
+    """A number of a target's config, if it is there; of layers that differ, as in Gemma 4, the last one's."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to name one for all
+        return getattr(config.per_layer_config[-1], name)
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ TRAINED_COPY, ORIGINAL = "modules_to_save.default", "original_module"  # PEFT's 
 
 
 def run(config: TrainingConfig) -> None:
-    """Distil the draft, or only measure it where `distill.enabled` is off; build the draft vocabulary before.
+    """Distil the draft, or only measure it where it stays as it is; build the draft vocabulary before.
 
     Done if the report in `work` is of the same settings; a killed run goes on from its newest checkpoint.
 

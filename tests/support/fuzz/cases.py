@@ -62,7 +62,7 @@ FAMILIES = (
     "cohere2", "gemma4_text", "llama4_text", "deepseek_v3", "qwen2", "starcoder2",
 )  # fmt: skip
 WITH_ADAPTERS = ("llama", "gemma3_text", "gpt2")  # to make them takes time, and families hardly matter to them
-DRAFTS = ("other", "more ids", "fewer ids", "exit", "exit some", "exit lora", "lora", "conditioned")
+DRAFTS = ("other", "more ids", "fewer ids", "exit", "exit some", "exit lora", "lora", "conditioned", "eagle3")
 TREES = ("dyspec", "dyspec wide", "dyspec sparse", "dyspec-exact", "static", "static ragged", "static chain")
 RULES = ("fixed", "fixed one", "threshold", "confidence", "svip", "adaedl", "throughput cheap", "throughput dear")
 PROCESSORS = (
@@ -91,7 +91,7 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
             seed=r.randrange(10**6),
             family=r.choice(families),
             attention=rarely("sdpa", ("eager",), 0.4),
-            draft=r.choice(("close", "close", "close", "other", "more ids", "fewer ids", *DRAFTS[3:], "conditioned")),
+            draft=r.choice(("close", "close", "close", "other", "more ids", "fewer ids", *DRAFTS[3:])),
             draft_vocab=rarely("all", ("most", "few"), 0.3),
             head=rarely("none", ("before", "after"), 0.3),
             rule=r.choice(RULES),
@@ -133,7 +133,7 @@ def settle(case: Case) -> Case:
         turn(True, tree="none", weights="as they are")
         turn(case.draft in ("more ids", "fewer ids"), draft="other")  # it compares the numbers
         turn(case.draft.startswith("exit") and case.door == "unattached", draft="close")
-        turn(case.draft == "conditioned", draft="close")
+        turn(case.draft in ("conditioned", "eagle3"), draft="close")
     if case.door == "generator":  # nothing of ours refuses what that loop gets wrong
         turn(True, cache="none", fault="none", records=tuple(n for n in case.records if n not in RECORDS[2:]))
         turn(case.stop in ("stop strings", "criterion"), stop="max_new_tokens")

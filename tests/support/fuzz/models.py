@@ -17,7 +17,7 @@ from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from support.fuzz.cases import Case
-from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion
+from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion, random_layer
 from support.repos import save_adapter
 from support.zoo import tiny_of
 
@@ -121,6 +121,10 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
     elif case.draft == "conditioned":
         head = head_of(case.head, target)
         assistant = SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), head=head, **common)
+    elif case.draft == "eagle3":
+        vocab = DRAFT_VOCABS[case.draft_vocab]
+        layer = random_layer(target, vocab=None if vocab is None else torch.tensor(vocab))
+        assistant = SpecDecPPAssistant.from_eagle3(target, layer, head_of(case.head, target), speculation)
     else:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
         adapter = adapter_of(case.family, case.attention, "lora") if case.draft == "lora" else None
