@@ -53,7 +53,7 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
     if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:  # of ours, or a damaged one of ours
         return False
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
-    marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads", "dflash_config"}
+    marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads"}
     is_small_llama = raw.get("model_type") in LAYER_CONFIGS and raw.get("num_hidden_layers") == 1
     return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra")) or is_small_llama
 
@@ -143,8 +143,6 @@ def _refuse_relatives(raw: Mapping[str, Any]) -> None:
         found = "Medusa heads"
     elif "hydra_num_heads" in raw or "hydra" in names.lower():
         found = "Hydra heads"
-    elif "dflash_config" in raw:
-        found = "a DFlash block draft"
     elif raw.get("parallel_drafting") or "mask_token_id" in raw or "ptd_token_id" in raw or "pard_token" in raw:
         found = "P-EAGLE"
     elif "Deepseek" in names or "kv_lora_rank" in raw or "MLA" in names:
