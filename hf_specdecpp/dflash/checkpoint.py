@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,4 +93,7 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
             "with the target that it was trained for alone: load that one, or a draft of this one."
         )
     model.to(device=input_device(target), dtype=target.dtype)  # type: ignore[call-arg]
+    if settings.scales_as_target:
+        multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
+        model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
     model.reader.meet(settings.reads, depth - 1 if settings.reads_normed else None)

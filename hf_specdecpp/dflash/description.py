@@ -67,6 +67,7 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         embedding_scale=_number(said, "input_embedding_scale", 1.0),
         output_multiplier=_number(said, "output_multiplier", 1.0),
         logit_cap=_number(said, "final_logit_softcapping", 0.0) or None,
+        scales_as_target=is_theirs,
         is_causal=None if causal is None else bool(causal),
         includes_window=is_theirs,
         samples_anchor=bool(said.get("sample_from_anchor")),

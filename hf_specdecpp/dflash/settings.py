@@ -23,6 +23,7 @@ class DFlashSettings:
         embedding_scale: what the target's embeddings are multiplied with.
         output_multiplier: what the logits are multiplied with.
         logit_cap: then they are capped to this: cap * tanh(logits / cap).
+        scales_as_target: the two are the target's own, if it has them (Muse Glimmer).
         is_causal: whether a row of a block sees no later rows; `None`: in layers with a window only.
         includes_window: whether a window reaches back as many tokens as its size, the token itself not counted.
         samples_anchor: whether the row of the last token proposes the first candidate, so that no row is unused.
@@ -40,6 +41,7 @@ class DFlashSettings:
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     logit_cap: float | None = None
+    scales_as_target: bool = False
     is_causal: bool | None = None
     includes_window: bool = False
     samples_anchor: bool = False

@@ -18,7 +18,6 @@ from support.dflash_files import (
 from support.models import prompt
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.reading import Reading
@@ -26,7 +25,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.tree import DraftTree
 
-TEXT = prompt(17) % VOCAB
+TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
 ROUNDS = (9, 10, 14, 17)  # lengths of the text, its last token included, as rounds begin
 NOT_SAID = {  # what a dialect has no word for
     "transformers": ("causal", "windows, not causal", "scaled", "samples the anchor"),
@@ -260,12 +259,31 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def muse_target() -> CausalLM:
-    """transformers' own target of such drafts, whose embeddings are normed where it reads them itself."""
-    pytest.importorskip("transformers.models.muse_glimmer")
-    layer = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": DEPTH, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None,
-             "pad_token_id": 0, "initializer_range": 0.2}  # fmt: skip
-    config = AutoConfig.for_model("muse_glimmer_text", **layer)
+    """transformers' own target of such drafts: it norms embeddings, which the draft takes bare, and scales logits."""
+    muse = pytest.importorskip("transformers.models.muse_glimmer")
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": DEPTH, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None,
+            "pad_token_id": 0, "initializer_range": 0.6}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = muse.MuseGlimmerConfig(text_config=text, vision_config=vision, projector_hidden_size=16)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).double().eval()
+        target = muse.MuseGlimmerForConditionalGeneration(config).double().eval()
+    return target
+
+
+def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as its generator, whose logits lack the target's scale: so q is flatter here, as p is."""
+    theirs, target = VARIANTS["windows"].theirs(), muse_target()
+    heard, options = Heard(monkeypatch), {"max_new_tokens": 20, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **options)
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target)
+    draft, text = assistant.ready_drafter(), target.config.get_text_config()
+    assert torch.equal(output, target.generate(TEXT, assistant_model=assistant, **options))
+    assert assistant.stats.drafted > 0
+    for ids, candidates, logits in heard.rounds:
+        session = draft.chain_session(VOCAB)
+        session.begin_round(ids, 0, states_of(target, draft, ids[:, :-1]))
+        ours, cap = rows(session, 4), text.final_logit_softcapping
+        close(ours, torch.tanh(logits * text.output_multiplier / cap) * cap)
+        assert ours.argmax(-1).tolist() == candidates
