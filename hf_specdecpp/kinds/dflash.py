@@ -59,12 +59,13 @@ class DFlash(Kind):
     def read_config(self, raw: dict[str, Any], source: Repository, commit: str | None) -> SpecDecPPConfig:
         if not looks_like_one(raw):
             return super().read_config(raw, source, commit)
-        read_settings(raw)
+        settings = read_settings(raw)
         return SpecDecPPConfig(
             draft_kind=self.name,
             draft_id=str(Path(source.name, source.subfolder or "")) if source.is_local else source.name,
             draft_revision=commit,
             target_id=target_of(raw),
+            vocab_size=settings.layer.get("vocab_size"),  # which transformers compares
             speculation=SpeculationConfig(rule="throughput").to_dict(),
         )
 

@@ -93,7 +93,12 @@ class Checkpoint:
         if dialect == "transformers":
             names = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
             return {**names, **layer, **rope, **block, **reads}
-        qwen3 = {"model_type": "qwen3", "vocab_size": VOCAB, "use_sliding_window": WINDOWED in self.layer_types, **layer}
+        qwen3 = {
+            "model_type": "qwen3",
+            "vocab_size": VOCAB,
+            "use_sliding_window": WINDOWED in self.layer_types,
+            **layer,
+        }
         if dialect == "speculators":
             return {
                 "speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"], "draft_vocab_size": VOCAB,
