@@ -55,8 +55,8 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         raise ValueError(f"The draft reads layers {ids!r} of its target; they must be listed as whole numbers.")
     if is_nested and raw.get("draft_vocab_size") not in (None, layers.get("vocab_size")):
         raise ValueError(
-            f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) with an "
-            f"LM head of its own, which hf_specdecpp does not read in DFlash drafts. {INSTEAD}."
+            f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) "
+            f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {INSTEAD}."
         )
     causal = False if is_theirs or raw.get("sliding_window_non_causal") else raw.get("is_causal")
     return DFlashSettings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
 
 
@@ -63,8 +64,15 @@ class DFlashSettings:
         return self.block_size - (not self.samples_anchor)
 
     def layer_config(self) -> Qwen3Config:
-        """The transformers config of its layers."""
-        config = Qwen3Config(**self.layer)
+        """The transformers config of its layers.
+
+        Raises:
+            ValueError: it makes no sense.
+        """
+        try:
+            config = Qwen3Config(**self.layer)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise ValueError(f"No DFlash draft can be built as its config describes it: {error}") from None
         kinds = set(config.layer_types or []) - {"full_attention", "sliding_attention"}
         if kinds or len(config.layer_types or []) != config.num_hidden_layers:
             raise ValueError(

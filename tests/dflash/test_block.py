@@ -13,7 +13,18 @@ import pytest
 import torch
 import transformers
 from support.dflash_files import (
-    DEPTH, DIALECTS, EPSILON, HEAD_DIM, HEADS, KV_HEADS, MASK, VARIANTS, VOCAB, WINDOWED, Checkpoint, target_for,
+    DEPTH,
+    DIALECTS,
+    EPSILON,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    MASK,
+    VARIANTS,
+    VOCAB,
+    WINDOWED,
+    Checkpoint,
+    target_for,
 )  # fmt: skip
 from support.models import prompt
 from torch import Tensor
@@ -268,8 +279,7 @@ def muse_target() -> CausalLM:
     config = muse.MuseGlimmerConfig(text_config=text, vision_config=vision, projector_hidden_size=16)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        target = muse.MuseGlimmerForConditionalGeneration(config).double().eval()
-    return target
+        return muse.MuseGlimmerForConditionalGeneration(config).double().eval()
 
 
 def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

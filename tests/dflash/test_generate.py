@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Stoppin
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.dflash.checkpoint import read_model
+from hf_specdecpp.files import Repository
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.kinds.known import DFLASH
@@ -36,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Twice(StoppingCriteria):
     """Ends where the last two tokens stood before, as a stop string would: it looks at the whole text."""
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         text = input_ids[0].tolist()
         pairs = list(zip(text, text[1:], strict=False))
         return torch.tensor([len(text) > TEXT.shape[1] + 6 and pairs[-1] in pairs[:-1]])
@@ -54,15 +55,11 @@ def assisted(target: CausalLM, checkpoint: Checkpoint | None = None, **settings:
     """An assistant with a checkpoint in memory, as `from_draft` makes it of transformers' class."""
     checkpoint = checkpoint or VARIANTS["windows"]
     module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
-    config = DFLASH.read_config(checkpoint.config(), _NoRepository(), None)
+    config = DFLASH.read_config(checkpoint.config(), Repository("org/draft"), None)
     chosen = SpeculationConfig(**(settings or SETTINGS["fixed"]))
     assistant = SpecDecPPAssistant(config, None, None, Parts(module=module), chosen)
     assistant.attach(target)
     return assistant
-
-
-class _NoRepository:
-    is_local, name, subfolder = False, "org/draft", None
 
 
 class Ear:

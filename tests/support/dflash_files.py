@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.models import tiny
 from torch import Tensor
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.models import tiny
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, EPSILON, DEPTH = 32, 4, 2, 8, 48, 12, 1e-6, 4
 MASK = 11
