@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -227,7 +227,8 @@ def test_the_class_of_transformers(name: str, as_folder: bool, tmp_path: Path) -
     embeds = target.get_input_embeddings()(ids)
     cache = transformers.cache_utils.DFlashCache(config=theirs.config)
     cache.set_previous_accepted_tokens(context.shape[1])
-    final = theirs(noise_embeds=embeds, context_hidden_states=context, cache=cache).last_hidden_state
+    kwargs = {cache_argument(theirs): cache}
+    final = theirs(noise_embeds=embeds, context_hidden_states=context, **kwargs).last_hidden_state
     expected = target.get_output_embeddings()(final)[0, 1:]
     session = begun(draft, states_of(target, draft, TEXT), ROUNDS)
     close(rows(session, 4), expected)
