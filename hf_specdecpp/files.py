@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import cached_assets_path, hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
+CHECKPOINT = "model.safetensors"
 INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # of weights in several files
 
 
@@ -115,6 +117,30 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     check_finite(tensors, path)
     return tensors
+
+
+def find_weights(source: Repository) -> Path | None:
+    """The file with a model's weights, or the index of several, all of them downloaded if need be; `None` without any.
+
+    Raises:
+        huggingface_hub errors: one may be there, but cannot be reached.
+    """
+    for name in (CHECKPOINT, INDEX):
+        try:
+            path = source.file(name)
+        except LocalEntryNotFoundError:
+            raise
+        except (FileNotFoundError, EntryNotFoundError):
+            continue
+        for shard in shards_of(path) if name == INDEX else []:
+            source.file(shard)
+        return path
+    return None
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, or of those that an index names."""
+    return load_shards(path) if path.name == INDEX else load_tensors(path)
 
 
 def load_shards(index: Path) -> dict[str, Tensor]:

@@ -76,8 +76,8 @@ def is_marked(raw: Mapping[str, Any]) -> bool:
     if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:
         return False
     names = " ".join(map(str, _listed(raw.get("architectures")))).lower()
-    marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads", "dflash_config"}
-    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra", "dflash"))
+    marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads"}
+    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra"))
 
 
 def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Description:
@@ -217,8 +217,6 @@ def _refuse_relatives(raw: Mapping[str, Any], inner: Mapping[str, Any], eagle: M
         found = "Medusa heads"
     elif "hydra_num_heads" in has or "hydra" in names.lower():
         found = "Hydra heads"
-    elif "dflash_config" in has or "dflash" in names.lower():
-        found = "a DFlash block draft"
     elif has & {"parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token"}:
         found = "P-EAGLE"
     elif "Deepseek" in names or "MLA" in names or "kv_lora_rank" in has:

@@ -32,6 +32,11 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
             f"one continuation of one sequence. Set num_beams=1, or generate without assistant_model=."
         )
+    if (kind := getattr(config, "speculation_type", None)) is not None:
+        raise ValueError(
+            f"speculation_type={kind!r} is transformers' own speculation, and this assistant drafts and verifies by "
+            "itself. Leave it out. Such a draft works here by SpecDecPPAssistant.from_draft(draft, target=model)."
+        )
     if config.use_cache is False:
         raise ValueError(
             "use_cache=False, given to generate() or in the model's own config: verifying candidates needs the "

@@ -25,7 +25,7 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-MODULES = [name for kind in KINDS for name in kind.module_files]
+MODULES = list(dict.fromkeys(name for kind in KINDS for name in kind.module_files))
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLE = "pytorch_model.bin"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

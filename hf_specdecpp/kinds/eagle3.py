@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,27 +20,35 @@ from hf_specdecpp.eagle3.flat_config import flat_config, notes
 from hf_specdecpp.eagle3.layer_ids import readings
 from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
-from hf_specdecpp.eagle3.repository import CHECKPOINT, find_weights, read_weights
 from hf_specdecpp.eagle3.self_check import GOOD, TEXT, better, compare
 from hf_specdecpp.eagle3.settings import Eagle3Settings
-from hf_specdecpp.files import INDEX, SHARDS, Repository, load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.files import (
+    CHECKPOINT,
+    Repository,
+    find_weights,
+    load_tensors,
+    read_json,
+    read_weights,
+    save_tensors,
+    save_text,
+)
 from hf_specdecpp.kinds.conditioned import Conditioned
-from hf_specdecpp.kinds.kind import Feat, Kind, Loading, Parts, SelfCheck
+from hf_specdecpp.kinds.kind import Feat, Parts, SelfCheck
+from hf_specdecpp.kinds.ready_made import ReadyMade, is_model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving.commands import eagle3_commands
 from hf_specdecpp.serving.destination import Destination, Exported
 
-WEIGHTS = "eagle3.safetensors"  # of a draft that was trained here
+WEIGHTS, PICKLE = "eagle3.safetensors", "pytorch_model.bin"  # of a draft that was trained here; of EAGLE's own
 
 
-class Eagle3(Kind):
+class Eagle3(ReadyMade):
     """A draft of the world's most common kind; `config.draft_id` names the repository that others trained it in."""
 
     name = "eagle3"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
+    title = "EAGLE-3"
     module_files = (WEIGHTS,)
-    foreign_files = (CHECKPOINT, INDEX, SHARDS)
     can_be_misread = True
     own_layer = True
     cannot: ClassVar[Mapping[Feat, str]] = {
@@ -59,15 +67,9 @@ class Eagle3(Kind):
         if not looks_like_one(raw):
             return super().read_config(raw, source, commit)
         description = read_description(raw)
-        if source.subfolder and not source.is_local:
-            raise ValueError(
-                f"The EAGLE-3 draft is in the folder {source.subfolder!r} of {source.name!r}, which an assistant could "
-                f"not name. Download it (hf download {source.name} --include '{source.subfolder}/*' --local-dir "
-                "FOLDER), then load its folder."
-            )
         return SpecDecPPConfig(
             draft_kind=self.name,
-            draft_id=str(Path(source.name, source.subfolder or "")) if source.is_local else source.name,
+            draft_id=self.id_of(source),
             draft_revision=commit,
             target_id=description.target_id,
             draft_vocab_size=None,
@@ -78,31 +80,12 @@ class Eagle3(Kind):
         if config.draft_id is None:
             return f"an EAGLE-3 layer, which reads states of {target}"
         otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
-        pinned = f" at {config.draft_revision}" if config.draft_revision else ""
-        return f"EAGLE-3 {config.draft_id}{pinned}{f', read with {otherwise}' if otherwise else ''}"
+        return f"{self.pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
 
     def override(self, config: SpecDecPPConfig, values: Any) -> None:
         if config.draft_id is None:
             super().override(config, values)
         config.eagle3 = dict(check_overrides(values))
-
-    def is_foreign(self, config: SpecDecPPConfig) -> bool:
-        return config.draft_id is not None
-
-    def check_shareable(self, config: SpecDecPPConfig) -> None:
-        if config.draft_id is not None and Path(config.draft_id).exists():
-            raise ValueError(
-                f"The EAGLE-3 draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. "
-                "Push the draft first, and load it from its Hub id."
-            )
-
-    def module_file(self, config: SpecDecPPConfig) -> str | None:
-        if config.draft_id is None:
-            return WEIGHTS
-        if config.draft_id != config.name_or_path:
-            return None
-        folder = Path(config.draft_id)
-        return INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> Eagle3Model:
         if config.draft_id is not None:
@@ -117,15 +100,20 @@ class Eagle3(Kind):
     ) -> Eagle3Model:
         if config.draft_id is None:
             return self.read_module(config, repository.file(WEIGHTS))
-        if draft is not None and not isinstance(draft, str | Path):
+        if is_model(draft):
             raise ValueError(
                 f"draft={type(draft).__name__} is a model, and an EAGLE-3 draft is none by itself. Give the folder or "
                 f"Hub id of a copy of {config.draft_id!r}."
             )
-        named, pinned = (config.draft_id, config.draft_revision) if draft is None else (str(draft), None)
-        source = Repository(named, pinned, None, repository.hub_kwargs)
+        source = self.source(config, repository, draft)
         source.file("config.json")
-        return self.read_module(config, find_weights(source))
+        if (path := find_weights(source)) is None:
+            raise ValueError(
+                f"{source.name!r} has no {CHECKPOINT}. EAGLE's own repositories have {PICKLE}, a pickle, which could "
+                "run code and is never opened here. Convert it once, tensors only: "
+                f"specdecpp inspect {source.name} --convert FOLDER. Then load FOLDER."
+            )
+        return self.read_module(config, path)
 
     def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
         if config.draft_id is None:
@@ -134,9 +122,6 @@ class Eagle3(Kind):
     def save_module(self, config: SpecDecPPConfig, module: Any, folder: Path) -> None:
         if config.draft_id is None:
             save_tensors(tensors_of(module), folder / WEIGHTS)
-
-    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:
-        """It is made of a target."""
 
     def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Eagle3Drafter:
         meet(parts.module, target, self.describe(config))

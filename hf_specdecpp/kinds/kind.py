@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.serving.destination import Destination, Exported
 
-Feat = Literal["replays", "stays untrained", "late verdicts"]
+Feat = Literal["replays", "training", "stays untrained", "late verdicts"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,9 @@ class Kind:
         own_layer: whether it drafts with a layer of its own, all of which is trained, and no adapter.
         foreign_files: patterns of the files of a repository that others trained such a draft in.
         can_be_misread: whether what others trained may mean several drafts, so that `self_check` is of use.
-        cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), `"stays
-            untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it).
+        cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once),
+            `"training"`, `"stays untrained"`, `"late verdicts"` (a head that judges a candidate after the
+            draft has read it).
     """
 
     name: ClassVar[str]
@@ -175,7 +175,7 @@ class Kind:
         """The draft of an assistant that is loaded; `None` where it is made of a target (`make`)."""
         raise NotImplementedError
 
-    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Drafter:
+    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Draft:
         """The draft, made of the target that the assistant is attached to."""
         raise NotImplementedError(f"{self.name} is a model of its own.")
 

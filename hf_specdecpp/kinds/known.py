@@ -8,6 +8,7 @@ from typing import Any
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.files import Repository, read_json
 from hf_specdecpp.kinds.conditioned import Conditioned
+from hf_specdecpp.kinds.dflash import DFlash
 from hf_specdecpp.kinds.eagle3 import Eagle3
 from hf_specdecpp.kinds.early_exit import EarlyExit
 from hf_specdecpp.kinds.independent import Independent
@@ -15,8 +16,8 @@ from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.lookup import Lookup
 
 INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
-EAGLE3, LOOKUP = Eagle3(), Lookup()
-KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, EAGLE3, LOOKUP)
+DFLASH, EAGLE3, LOOKUP = DFlash(), Eagle3(), Lookup()
+KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 

@@ -309,6 +309,8 @@ class TrainingConfig:
     def _validate_distill(self) -> None:
         distill = self.distill
         cannot = self.kind.cannot
+        if (reason := cannot.get("training")) is not None:
+            raise ValueError(f"draft={self.draft!r}: {reason}.")
         if (reason := cannot.get("stays untrained")) is not None and not distill.enabled and not self.ready_made:
             raise ValueError(f"distill.enabled=False: {reason}.")
         if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":

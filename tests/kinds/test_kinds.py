@@ -30,6 +30,7 @@ ALLOWED = {
     ("benchmark/contestants.py", "lookup"),
     ("config/assistant.py", "eagle3"),
     ("eagle3/description.py", "eagle3"),
+    ("dflash/description.py", "dflash"),
     ("serving/commands.py", "eagle3"),
 }
 
@@ -66,6 +67,7 @@ def test_a_config_is_recognised_by_the_kind_itself() -> None:
     assert recognise({"model_type": "specdecpp"}) is BY_NAME["independent"], "as older repositories have it"
     assert recognise({"model_type": "llama"}) is None
     assert recognise({"model_type": "llama", "draft_vocab_size": 9}) is BY_NAME["eagle3"]
+    assert recognise({"model_type": "qwen3", "dflash_config": {}}) is BY_NAME["dflash"]
     assert recognise({"model_type": "specdecpp", "draft_kind": "medusa"}) is None
     with pytest.raises(ValueError, match="draft_kind='medusa' must be one of"):
         kind_of(SpecDecPPConfig(draft_kind="medusa"))
@@ -79,9 +81,10 @@ def test_what_training_asks_for() -> None:
 def test_only_drafts_of_others_can_be_misread() -> None:
     for kind in KINDS:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
-        is_of_others = kind.name == "eagle3"
-        assert kind.can_be_misread == kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
-        if is_of_others:
+        is_of_others = kind.name in ("eagle3", "dflash")
+        assert kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
+        assert kind.can_be_misread == (kind.name == "eagle3")
+        if kind.can_be_misread:
             kind.override(config, {"norm_output": True})
             assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
             config.draft_id = None
@@ -99,6 +102,7 @@ def test_only_drafts_of_others_can_be_misread() -> None:
         ("early_exit", "layers 0, 2 of the target"),
         ("conditioned", "layers 0, 2 of the target, which read its states"),
         ("eagle3", "EAGLE-3 org/draft at abc"),
+        ("dflash", "DFlash org/draft at abc"),
         ("lookup", "text that was seen before"),
     ],
 )

@@ -1,0 +1,99 @@
+"""Make a DFlash draft of the tensors of a checkpoint, whose names differ by dialect, and bring it to its target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from hf_specdecpp.dflash.description import INSTEAD, read_settings, refuse_relatives
+from hf_specdecpp.dflash.model import DFlashModel
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_embeddings
+from hf_specdecpp.models.quantised import sizes_of
+
+RENAMED = (
+    (r"^model\.", ""),
+    (r"^(encoder\.)?fc\.", "reader.fc."),
+    (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
+)
+# Buffers, and what speculators keeps of the target for training.
+IGNORED = re.compile(r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$")
+
+
+def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
+    """The draft that a config and its tensors make. The tensors are taken as they are, not copied.
+
+    Args:
+        source: where they are from, for messages.
+
+    Raises:
+        ValueError: they are of a relative, or a tensor is missing, unknown or of another shape.
+    """
+    refuse_relatives(raw, tensors)
+    settings = read_settings(raw)
+    named = {_renamed(name): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
+    with torch.device("meta"):
+        model = DFlashModel(settings)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for what, names in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
+        if names:
+            raise ValueError(
+                f"{source} {what} {', '.join(sorted(names)[:9])}. Its tensors are those of a variant of DFlash that "
+                f"config.json does not describe, or that hf_specdecpp does not know. {INSTEAD}."
+            )
+    for name, shape in expected.items():
+        if tuple(named[name].shape) != shape:
+            raise ValueError(
+                f"{source}: {name} has shape {list(named[name].shape)}, and config.json makes it {list(shape)}. The "
+                "two do not belong together: download the repository again."
+            )
+    model.load_state_dict(named, assign=True)
+    model.rotary_emb = Qwen3RotaryEmbedding(settings.layer_config())  # its buffers are in no file
+    return model.eval().requires_grad_(False)
+
+
+def _renamed(name: str) -> str:
+    """The name here of a tensor of a checkpoint. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`."""
+    for pattern, here in RENAMED:
+        name = re.sub(pattern, here, name)
+    return name
+
+
+def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
+    """Bring a draft to its target, in the target's dtype.
+
+    Args:
+        name: of the draft, for messages.
+
+    Raises:
+        ValueError: the draft was made for another target.
+    """
+    config, settings = target.config.get_text_config(decoder=True), model.settings
+    depth, width = config.num_hidden_layers, model.reader.hidden_size
+    theirs = target.get_input_embeddings().weight.shape[1], sizes_of(target.get_output_embeddings())[0]
+    wrong = None
+    if not width == theirs[0] == theirs[1] == config.hidden_size:
+        wrong = (
+            f"is {width} wide, and embeddings, states and LM head are {theirs[0]}, {config.hidden_size}, {theirs[1]}"
+        )
+    elif settings.num_target_layers not in (None, depth):
+        wrong = f"was made for {settings.num_target_layers} layers, and there are {depth}"
+    elif max(settings.reads) >= depth:
+        wrong = f"reads layers {settings.reads}, counted from 0, and there are {depth}"
+    elif settings.mask_token_id >= num_embeddings(target):
+        wrong = f"has the mask token {settings.mask_token_id}, and there are {num_embeddings(target)} embeddings"
+    if wrong is not None:
+        raise ValueError(
+            f"{name} {wrong} in {type(target).__name__}. It takes the target's own embeddings and LM head, so it works "
+            "with the target that it was trained for alone: load that one, or a draft of this one."
+        )
+    model.to(device=input_device(target), dtype=target.dtype)  # type: ignore[call-arg]
+    if settings.scales_as_target:
+        multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
+        model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
+    model.reader.meet(settings.reads, depth - 1 if settings.reads_normed else None)

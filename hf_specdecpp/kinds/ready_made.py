@@ -1,0 +1,77 @@
+"""What drafts have in common that others trained for a target: `ReadyMade`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts
+from hf_specdecpp.models.causal_lm import CausalLM
+
+
+class ReadyMade(Kind):
+    """A draft that reads the target's states. `config.draft_id` names the repository that others trained it in.
+
+    Attributes:
+        title: what the world calls such drafts.
+    """
+
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
+    foreign_files = (CHECKPOINT, INDEX, SHARDS)
+    title: ClassVar[str]
+
+    def id_of(self, source: Repository) -> str:
+        """What an assistant names a draft's repository.
+
+        Raises:
+            ValueError: it is a folder in a repository of the Hub.
+        """
+        if source.subfolder and not source.is_local:
+            raise ValueError(
+                f"The {self.title} draft is in the folder {source.subfolder!r} of {source.name!r}, which an assistant "
+                f"could not name. Download it (hf download {source.name} --include '{source.subfolder}/*' --local-dir "
+                "FOLDER), then load its folder."
+            )
+        return str(Path(source.name, source.subfolder or "")) if source.is_local else source.name
+
+    def is_foreign(self, config: SpecDecPPConfig) -> bool:
+        return config.draft_id is not None
+
+    def check_shareable(self, config: SpecDecPPConfig) -> None:
+        if config.draft_id is not None and Path(config.draft_id).exists():
+            raise ValueError(
+                f"The {self.title} draft {config.draft_id!r} is a local folder, so nobody else could load this "
+                "assistant. Push the draft first, and load it from its Hub id."
+            )
+
+    def module_file(self, config: SpecDecPPConfig) -> str | None:
+        if config.draft_id is None:
+            return super().module_file(config)
+        if config.draft_id != config.name_or_path:
+            return None
+        folder = Path(config.draft_id)
+        return INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
+
+    def source(self, config: SpecDecPPConfig, repository: Repository, draft: str | Path | None) -> Repository:
+        """The draft's own repository, at its commit.
+
+        Args:
+            repository: the assistant's.
+            draft: where it is, in the place of what the config names.
+        """
+        named, pinned = (config.draft_id, config.draft_revision) if draft is None else (str(draft), None)
+        return Repository(str(named), pinned, None, repository.hub_kwargs)
+
+    def pinned(self, config: SpecDecPPConfig) -> str:
+        """The draft and its commit, for messages."""
+        return f"{self.title} {config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"
+
+    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:
+        """It is made of a target."""
+
+
+def is_model(draft: CausalLM | str | Path | None) -> bool:
+    """Whether a draft is given as an object."""
+    return draft is not None and not isinstance(draft, str | Path)

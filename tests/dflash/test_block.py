@@ -1,0 +1,300 @@
+"""The block of a DFlash draft beside its formulas (arXiv 2602.06036), written out here on plain tensors.
+
+And beside transformers' own class and generator, with the same weights, where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.dflash_files import (
+    DEPTH,
+    DIALECTS,
+    EPSILON,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    MASK,
+    VARIANTS,
+    VOCAB,
+    WINDOWED,
+    Checkpoint,
+    target_for,
+)  # fmt: skip
+from support.models import prompt
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument
+from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.trees.tree import DraftTree
+
+TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
+ROUNDS = (9, 10, 14, 17)  # lengths of the text, its last token included, as rounds begin
+NOT_SAID = {  # what a dialect has no word for
+    "transformers": ("causal", "windows, not causal", "scaled", "samples the anchor"),
+    "speculators": ("causal", "scaled", "the last layer read"),
+    "original": (),
+}
+CASES = [(name, dialect) for dialect in DIALECTS for name in VARIANTS if name not in NOT_SAID[dialect]]
+
+
+def loaded(checkpoint: Checkpoint, folder: Path, dialect: str, **options: Any) -> tuple[Any, CausalLM]:
+    target = target_for(**options)
+    assistant = SpecDecPPAssistant.from_pretrained(checkpoint.save(folder, dialect), target=target)
+    return assistant.ready_drafter(), target
+
+
+@torch.no_grad()
+def states_of(target: CausalLM, draft: Any, text: Tensor) -> Tensor:
+    with TargetStates(target, draft.reads) as caught:
+        target(text)
+        states = caught.take()
+    assert states is not None
+    return states
+
+
+def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
+    """A session that has drafted at these lengths of the text but for the last, where a round has begun."""
+    session: Reading = draft.chain_session(VOCAB)
+    before = 0
+    for length in lengths:
+        if before:
+            session.step([])
+        session.begin_round(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
+        before = length
+    return session
+
+
+# The formulas. --------------------------------------------------------------------------------------------------------
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    """As Qwen3's: in float32, the weight after that."""
+    single = x.float()
+    return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x)
+
+
+def rotated(x: Tensor, places: Tensor, theta: float) -> Tensor:
+    """`x` is `[rows, heads, size]`."""
+    frequencies = theta ** -(torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
+    angles = places[:, None].float() * frequencies
+    cos, sin = (torch.cat((turn, turn), -1).to(x)[:, None] for turn in (angles.cos(), angles.sin()))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@torch.no_grad()
+def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int) -> Tensor:
+    """Logits `[places, vocab]` after `length` tokens of the text: everything computed anew from the target's own
+    `output_hidden_states`."""
+    t = checkpoint.tensors()
+    hidden = target(TEXT[:, : length - 1], output_hidden_states=True).hidden_states
+    context = torch.cat([hidden[read + 1][0] for read in checkpoint.reads], -1)
+    context = rms(context @ t["fc.weight"].T, t["hidden_norm.weight"])
+    ids = torch.tensor([int(TEXT[0, length - 1])] + [MASK] * (checkpoint.block_size - 1))
+    state = target.get_input_embeddings().weight[ids] * checkpoint.scale
+    places = torch.arange(length - 1 + len(ids))
+    for layer, kind in enumerate(checkpoint.layer_types):
+        name = f"layers.{layer}."
+        x = rms(state, t[name + "input_layernorm.weight"])
+        seen = torch.cat((context, x))
+        q = (x @ t[name + "self_attn.q_proj.weight"].T).view(-1, HEADS, HEAD_DIM)
+        k = (seen @ t[name + "self_attn.k_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
+        v = (seen @ t[name + "self_attn.v_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
+        q = rotated(rms(q, t[name + "self_attn.q_norm.weight"]), places[length - 1 :], checkpoint.theta)
+        k = rotated(rms(k, t[name + "self_attn.k_norm.weight"]), places, checkpoint.theta)
+        k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
+        back = places[length - 1 :, None] - places
+        visible = torch.ones_like(back, dtype=torch.bool)
+        if not checkpoint.sees_later_rows(kind, dialect):
+            visible &= back >= 0
+        if kind == WINDOWED:
+            visible &= back.abs() <= checkpoint.reach(dialect)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        state = state + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ t[name + "self_attn.o_proj.weight"].T
+        x = rms(state, t[name + "post_attention_layernorm.weight"])
+        gate = F.silu(x @ t[name + "mlp.gate_proj.weight"].T)
+        state = state + (gate * (x @ t[name + "mlp.up_proj.weight"].T)) @ t[name + "mlp.down_proj.weight"].T
+    logits = rms(state, t["norm.weight"]) @ target.get_output_embeddings().weight.T * checkpoint.multiplier
+    if checkpoint.cap is not None:
+        logits = torch.tanh(logits / checkpoint.cap) * checkpoint.cap
+    return logits if checkpoint.samples_anchor else logits[1:]
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=3e-6, atol=3e-6)
+
+
+def rows(session: Reading, places: int) -> Tensor:
+    found = [session.step([torch.tensor(0)] * place) for place in range(places)]
+    assert session.step([torch.tensor(0)] * places) is None
+    assert session.passes == 1
+    return torch.stack([each[0] for each in found if each is not None])
+
+
+@pytest.mark.parametrize(("name", "dialect"), CASES)
+@torch.no_grad()
+def test_every_round(name: str, dialect: str, tmp_path: Path) -> None:
+    """Cached from round to round, as a generation drafts them, beside formulas that compute everything anew."""
+    checkpoint = VARIANTS[name]
+    draft, target = loaded(checkpoint, tmp_path, dialect)
+    states = states_of(target, draft, TEXT)
+    for count in range(1, len(ROUNDS) + 1):
+        session = begun(draft, states, ROUNDS[:count])
+        close(rows(session, draft.places), formulas(checkpoint, dialect, target, ROUNDS[count - 1]))
+
+
+def test_the_formulas_differ() -> None:
+    """The control: each variant is another distribution."""
+    target = target_for()
+    found = [formulas(VARIANTS[name], "original", target, 14)[:2] for name in VARIANTS if "anchor" not in name]
+    assert all(float((a - b).abs().max()) > 1e-2 for i, a in enumerate(found) for b in found[:i])
+    window = VARIANTS["windows, not causal"]
+    both = [formulas(window, dialect, target, 14) for dialect in ("original", "transformers")]
+    assert float((both[0] - both[1]).abs().max()) > 1e-3, "the window of transformers is a token longer"
+
+
+@torch.no_grad()
+def test_a_pause_is_read_at_once(tmp_path: Path) -> None:
+    """A round that drafts nothing leaves its states for the next one, and the text's positions go on."""
+    checkpoint = VARIANTS["windows"]
+    draft, target = loaded(checkpoint, tmp_path, "original")
+    states = states_of(target, draft, TEXT)
+    session = draft.chain_session(VOCAB)
+    session.begin_round(TEXT[:, :9], 0, states[:, :8])
+    session.step([])
+    for before, length in ((9, 12), (12, 14)):
+        session.begin_round(TEXT[:, before:length], 0, states[:, before - 1 : length - 1])
+    assert session.unread == 5
+    close(rows(session, 4), formulas(checkpoint, "original", target, 14))
+
+
+@torch.no_grad()
+def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
+    draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
+    states = states_of(target, draft, TEXT)
+    chain, session = rows(begun(draft, states, ROUNDS), 4), begun(draft, states, ROUNDS)
+    tree = DraftTree(3)
+    path = [0]
+    for depth in range(4):
+        nodes = [tree.add(path[-1], token) for token in (1, 2)]
+        path.append(nodes[0])
+        logits, hidden = session.expand(tree, nodes if depth else [0, *nodes])
+        wanted = chain[depth + 1] if depth < 3 else torch.full((VOCAB,), float("-inf"))
+        assert all(torch.equal(row, wanted) for row in logits[-2:])
+        assert len(hidden) == len(logits)
+        if not depth:
+            assert torch.equal(logits[0], chain[0])
+    assert session.passes == 1
+
+
+def test_a_head_that_is_narrower_than_the_targets_logits(tmp_path: Path) -> None:
+    draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
+    session = draft.chain_session(VOCAB + 3)
+    session.begin_round(TEXT[:, :3], 0, states_of(target, draft, TEXT[:, :2]))
+    found = session.step([])
+    assert found[0].shape == (VOCAB + 3,)
+    assert bool(found[0][VOCAB:].isinf().all())
+
+
+# transformers' own. ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_folder", [False, True], ids=["object", "folder"])
+@pytest.mark.parametrize("name", ["plain", "windows", "windows alone", "the last layer read"])
+@torch.no_grad()
+def test_the_class_of_transformers(name: str, as_folder: bool, tmp_path: Path) -> None:
+    """Its own forward over the whole text, with the very weights."""
+    theirs, target = VARIANTS[name].theirs(), target_for()
+    given: Any = theirs
+    if as_folder:
+        theirs.save_pretrained(tmp_path)
+        given = tmp_path
+    before = {key: tensor.clone() for key, tensor in theirs.state_dict().items()}
+    draft = SpecDecPPAssistant.from_draft(given, target=target).ready_drafter()
+    hidden = target(TEXT[:, :-1], output_hidden_states=True).hidden_states
+    context = torch.cat([hidden[read + 1] for read in VARIANTS[name].reads], -1)
+    ids = torch.tensor([[int(TEXT[0, -1])] + [MASK] * 4])
+    embeds = target.get_input_embeddings()(ids)
+    cache = transformers.cache_utils.DFlashCache(config=theirs.config)
+    cache.set_previous_accepted_tokens(context.shape[1])
+    kwargs = {cache_argument(theirs): cache}
+    final = theirs(noise_embeds=embeds, context_hidden_states=context, **kwargs).last_hidden_state
+    expected = target.get_output_embeddings()(final)[0, 1:]
+    session = begun(draft, states_of(target, draft, TEXT), ROUNDS)
+    close(rows(session, 4), expected)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in theirs.state_dict().items())
+
+
+class Heard:
+    """What transformers' generator proposed in each round: the text, the candidates, the logits of their places."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds: list[tuple[Tensor, list[int], Tensor]] = []
+        kind = pytest.importorskip("transformers.generation.candidate_generator").DFlashTokenCandidateGenerator
+        theirs = kind.get_candidates
+
+        def hear(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            ids, logits = theirs(generator, input_ids, *args, **kwargs)
+            if logits is not None:
+                self.rounds.append((input_ids.clone(), ids[0, input_ids.shape[1] :].tolist(), logits[0].clone()))
+            return ids, logits
+
+        monkeypatch.setattr(kind, "get_candidates", hear)
+
+
+@pytest.mark.parametrize("name", ["plain", "windows", "windows alone"])
+def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block that transformers drafts in a greedy generation is ours, token for token and in its logits."""
+    theirs, target = VARIANTS[name].theirs(), target_for()
+    heard = Heard(monkeypatch)
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **options)
+    assert torch.equal(output, target.generate(TEXT, **options))
+    draft = SpecDecPPAssistant.from_draft(theirs, target=target).ready_drafter()
+    assert len(heard.rounds) > 5
+    for text, candidates, logits in heard.rounds:
+        session = draft.chain_session(VOCAB)
+        session.begin_round(text, 0, states_of(target, draft, text[:, :-1]))
+        ours = rows(session, 4)
+        close(ours, logits)
+        assert ours.argmax(-1).tolist() == candidates
+
+
+def muse_target() -> CausalLM:
+    """transformers' own target of such drafts: it norms embeddings, which the draft takes bare, and scales logits."""
+    muse = pytest.importorskip("transformers.models.muse_glimmer")
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": DEPTH, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None,
+            "pad_token_id": 0, "initializer_range": 0.6}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = muse.MuseGlimmerConfig(text_config=text, vision_config=vision, projector_hidden_size=16)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return muse.MuseGlimmerForConditionalGeneration(config).double().eval()
+
+
+def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as its generator, whose logits lack the target's scale: so q is flatter here, as p is."""
+    theirs, target = VARIANTS["windows"].theirs(), muse_target()
+    heard, options = Heard(monkeypatch), {"max_new_tokens": 20, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **options)
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target)
+    draft, text = assistant.ready_drafter(), target.config.get_text_config()
+    assert torch.equal(output, target.generate(TEXT, assistant_model=assistant, **options))
+    assert assistant.stats.drafted > 0
+    for ids, candidates, logits in heard.rounds:
+        session = draft.chain_session(VOCAB)
+        session.begin_round(ids, 0, states_of(target, draft, ids[:, :-1]))
+        ours, cap = rows(session, 4), text.final_logit_softcapping
+        close(ours, torch.tanh(logits * text.output_multiplier / cap) * cap)
+        assert ours.argmax(-1).tolist() == candidates
