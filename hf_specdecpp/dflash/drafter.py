@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_specdecpp.dflash.model import DFlashModel, Rows
-from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.draft import Beside, Draft
 from hf_specdecpp.drafting.drafter import NO_STATES
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -34,8 +33,7 @@ class DFlashDraft(Draft):
         self.block = self.places = model.settings.places
         self.embeddings, self.head = target.get_input_embeddings(), target.get_output_embeddings()
         self.num_embeddings = num_embeddings(target)
-        self._target = weakref.ref(target)
-        self.met = _place(target)
+        self.beside = Beside(target)
 
     @property
     def cannot(self) -> Mapping[str, str]:
@@ -69,12 +67,7 @@ class DFlashDraft(Draft):
         return BlockReading(self, vocab_size)
 
     def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
-        target = self._target()
-        if target is not None and _place(target) != self.met:
-            raise ValueError(
-                f"The target was moved to {target.dtype} on {input_device(target)} after this assistant was attached "
-                "to it, and the draft was not. Call assistant.detach() and assistant.attach(model)."
-            )
+        self.beside.check()
 
     def describe(self) -> dict[str, Any]:
         return {"reads": self.settings.to_config(), "draft_vocab": None, "compiled": False}
@@ -168,7 +161,3 @@ class BlockReading(Reading):
             self._found = draft.logits(hidden, self.vocab_size), hidden
             self._pending, self.unread, self.passes = [], 0, 1
         return self._found
-
-
-def _place(model: CausalLM) -> tuple[Any, Any]:
-    return model.dtype, input_device(model)

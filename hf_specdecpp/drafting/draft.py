@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader
 
 
@@ -21,6 +22,22 @@ class RowsAlone:
 
     def select(self, _places: Sequence[int]) -> None:
         """The rows that are left go on as before."""
+
+
+class Beside:
+    """Where a target was when a draft was put beside it."""
+
+    def __init__(self, target: CausalLM) -> None:
+        self._target, self._place = weakref.ref(target), (target.dtype, input_device(target))
+
+    def check(self) -> None:
+        """Raise `ValueError` if the target has been moved since."""
+        target = self._target()
+        if target is not None and (target.dtype, input_device(target)) != self._place:
+            raise ValueError(
+                f"The target was moved to {target.dtype} on {input_device(target)} after this assistant was attached "
+                "to it, and the draft was not. Call assistant.detach() and assistant.attach(model)."
+            )
 
 
 class Draft:

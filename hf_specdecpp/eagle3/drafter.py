@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from hf_specdecpp.drafting.draft import Beside
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.eagle3.model import Eagle3Model
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CausalLM
 
 
 class Eagle3Drafter(Drafter):
@@ -23,8 +23,7 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
-        self._target = weakref.ref(target)
-        self.met = _place(target)
+        self.beside = Beside(target)
 
     @property
     def num_ids(self) -> int:
@@ -52,13 +51,4 @@ class Eagle3Drafter(Drafter):
         """It reads trees: it is a Llama, with attention that takes any mask."""
 
     def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
-        target = self._target()
-        if target is not None and _place(target) != self.met:
-            raise ValueError(
-                f"The target was moved to {target.dtype} on {input_device(target)} after this assistant was attached "
-                "to it, and the draft was not. Call assistant.detach() and assistant.attach(model)."
-            )
-
-
-def _place(model: CausalLM) -> tuple[Any, Any]:
-    return model.dtype, input_device(model)
+        self.beside.check()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.eagle3_files import HIDDEN, VOCAB
 from support.eagle3_files import VARIANTS as CHECKPOINTS
 from support.models import prompt, tiny
+from support.repos import save_model
 from support.speculators_oracle import (
     config_of,
     draft_of,
@@ -24,6 +27,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
 
@@ -86,6 +90,20 @@ def test_our_own_checkpoints(name: str, dialect: str, tmp_path: Path) -> None:
     assert difference(loaded(checkpoint.save(tmp_path, dialect), target), draft) < CLOSE
 
 
+@pytest.mark.parametrize("name", ["plain", "eagle-3.1", "norm_before_fc", "two layers", "theta", "all tokens"])
+def test_what_is_exported(name: str, tmp_path: Path) -> None:
+    """The package computes from an exported folder what we compute from the repository that it was exported from."""
+    checkpoint, target = CHECKPOINTS[name], target_of()
+    tensors = checkpoint.tensors()
+    halves = {key: each.bfloat16().double() if each.is_floating_point() else each for key, each in tensors.items()}
+    folder = checkpoint.save(tmp_path / "theirs")
+    save_file(halves, folder / "model.safetensors")
+    export(folder, tmp_path / "out", save_model(target, tmp_path / "target"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert difference(loaded(folder, target), draft_of(config, exported, target)) < CLOSE
+
+
 def test_a_window(tmp_path: Path) -> None:
     """In further steps the package lets its window end where the round begins, and not at the token that is read."""
     draft = saved(tmp_path, WINDOW, {})
@@ -128,7 +146,7 @@ def test_norms_of_states_need_their_weights(flag: str, part: str, tmp_path: Path
     draft = saved(tmp_path, *VARIANTS[flag])
     assert difference(loaded(tmp_path, eagle3={flag: False}), draft) < CLOSE
     saved(tmp_path, *VARIANTS["plain"])
-    with pytest.raises(ValueError, match=f"lacks reader.{part}"):
+    with pytest.raises(ValueError, match=f"lacks {part}"):
         loaded(tmp_path, eagle3={flag: True})
 
 
