@@ -138,6 +138,11 @@ def test_layers_that_differ() -> None:
     initial_layer.fit(initial_layer.untrained(settings, target, None), target, [prompt(20)])
 
 
+def test_a_target_without_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no attention.*another kind of draft"):
+        initial_layer.settings_for(tiny_of("mamba"), [0], None)
+
+
 def known_and_wanted(target: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     reader = StateReader()
     reader.hidden_size, reader.reads, reader.reads_final = 32, [0, 1, 1], False

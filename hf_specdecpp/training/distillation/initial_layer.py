@@ -27,6 +27,7 @@ NORMS_BEHIND = {
     "mlp.down_proj": "post_feedforward_layernorm",
 }
 LEAST_ROWS = 3  # tokens of a text
+USUAL_LENGTH = 2048  # tokens, where a target does not say for how long texts it was made (Bloom)
 
 
 def settings_for(
@@ -38,16 +39,24 @@ def settings_for(
         reads: the target's layers whose outputs it reads.
         vocab: `[n]` token ids that it may propose; `None` for all.
         fc_norm, norm_output: as in `Eagle3Settings`.
+
+    Raises:
+        ValueError: the target has no attention, whose sizes the layer takes.
     """
     config = target.config.get_text_config(decoder=True)
+    if _size(config, "num_attention_heads") is None:
+        raise ValueError(
+            f"{type(target).__name__} has no attention, and an EAGLE-3 layer takes its sizes from the target's. Train "
+            "another kind of draft for it, or use an independent one."
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
     layer = {name: size for name in COPIED if (size := _size(config, name)) is not None}
     return Eagle3Settings(
         layer={
             "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size, "max_position_embeddings": config.max_position_embeddings,
-            "intermediate_size": 4 * config.hidden_size, **layer,
+            "hidden_size": config.hidden_size, "intermediate_size": 4 * config.hidden_size,
+            "max_position_embeddings": _size(config, "max_position_embeddings") or USUAL_LENGTH, **layer,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
         },
         state_size=config.hidden_size,
