@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
-CHECKPOINT = "model.safetensors"
+CHECKPOINT, PICKLE = "model.safetensors", "pytorch_model.bin"  # of weights; only `hub/conversion.py` opens the latter
 INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # of weights in several files
 
 

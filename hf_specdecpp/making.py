@@ -243,8 +243,6 @@ class Making(ModelInterface):
         """
         config = SpecDecPPConfig(draft_kind=EAGLE3.name)
         assistant = cls(config, None, head, Parts(module=draft), speculation)
-        if head is not None:
-            head.to(target.device)
         assistant.attach(target)
         return assistant.eval()
 
@@ -260,8 +258,6 @@ class Making(ModelInterface):
             config, module = DFLASH.of_model(draft)
         assistant = cls(config, None, head, Parts(module=module), speculation)
         if target is not None:
-            if head is not None:
-                head.to(target.device)
             assistant.attach(target)
         return assistant.eval()
 
@@ -298,8 +294,6 @@ class Making(ModelInterface):
         chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=chosen)
         assistant = cls(config, None, head, parts, speculation)
-        if head is not None:
-            head.to(target.device)
         assistant.attach(target)
         return assistant.eval()
 

@@ -8,14 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from hf_specdecpp.dflash.description import INSTEAD, read_settings, refuse_relatives
+from hf_specdecpp.config.foreign import check_tensors, renamed
+from hf_specdecpp.dflash.description import read_settings, refuse_relatives
 from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_embeddings
 from hf_specdecpp.models.quantised import sizes_of
 
+# What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
 RENAMED = (
     (r"^model\.", ""),
     (r"^(encoder\.)?fc\.", "reader.fc."),
@@ -36,32 +38,13 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     """
     refuse_relatives(raw, tensors)
     settings = read_settings(raw)
-    named = {_renamed(name): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
+    named = {renamed(name, RENAMED): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
     with torch.device("meta"):
         model = DFlashModel(settings)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for what, names in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
-        if names:
-            raise ValueError(
-                f"{source} {what} {', '.join(sorted(names)[:9])}. Its tensors are those of a variant of DFlash that "
-                f"config.json does not describe, or that hf_specdecpp does not know. {INSTEAD}."
-            )
-    for name, shape in expected.items():
-        if tuple(named[name].shape) != shape:
-            raise ValueError(
-                f"{source}: {name} has shape {list(named[name].shape)}, and config.json makes it {list(shape)}. The "
-                "two do not belong together: download the repository again."
-            )
+    check_tensors(named, model.state_dict(), source, "of DFlash ")
     model.load_state_dict(named, assign=True)
     model.rotary_emb = Qwen3RotaryEmbedding(settings.layer_config())  # its buffers are in no file
     return model.eval().requires_grad_(False)
-
-
-def _renamed(name: str) -> str:
-    """The name here of a tensor of a checkpoint. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`."""
-    for pattern, here in RENAMED:
-        name = re.sub(pattern, here, name)
-    return name
 
 
 def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
@@ -92,7 +75,7 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
             f"{name} {wrong} in {type(target).__name__}. It takes the target's own embeddings and LM head, so it works "
             "with the target that it was trained for alone: load that one, or a draft of this one."
         )
-    model.to(device=input_device(target), dtype=target.dtype)  # type: ignore[call-arg]
+    nn.Module.to(model, device=input_device(target), dtype=target.dtype)
     if settings.scales_as_target:
         multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
         model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)

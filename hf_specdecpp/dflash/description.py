@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_specdecpp.config.foreign import SPECULATORS, is_ours, rotary_parameters
 from hf_specdecpp.dflash.settings import DFlashSettings
 
-SPECULATORS, TRANSFORMERS = "speculators_model_type", "muse_glimmer_assistant"
+TRANSFORMERS = "muse_glimmer_assistant"
 COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "layer_types",
@@ -20,7 +21,7 @@ INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of th
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is of a DFlash checkpoint, or of a relative that is refused by name."""
-    if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:  # of ours, or a damaged one of ours
+    if is_ours(raw):
         return False
     names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
     return "dflash_config" in raw or "dflash" in names or "dspark" in names or set(raw) >= OF_TRANSFORMERS
@@ -76,13 +77,6 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     )
 
 
-def target_of(raw: Mapping[str, Any]) -> str | None:
-    """The target that a config names, if it does."""
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path")
-    return name if isinstance(name, str) else None
-
-
 def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
     """The layers that are read where a config names none: one for each of the draft's, evenly from 1 to depth - 3.
 
@@ -105,7 +99,7 @@ def _number(said: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def _layer(layers: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
-    """The config of the draft's layers. Their frequencies are its own, and its positions those of text."""
+    """The config of the draft's layers."""
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
         raise ValueError(
@@ -114,15 +108,7 @@ def _layer(layers: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
     layer = {name: layers[name] for name in COPIED if layers.get(name) is not None}
     if has_windows:
         layer["use_sliding_window"] = True
-    rope = dict(layers.get("rope_parameters") or layers.get("rope_scaling") or {})
-    if (rope.get("partial_rotary_factor") or layers.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("The draft rotates a part of each head only (partial_rotary_factor), which is not supported.")
-    theta = rope.pop("rope_theta", None) or layers.get("rope_theta") or 10000.0
-    variant = rope.pop("type", None) or rope.pop("rope_type", None) or "default"
-    rope.pop("rope_type", None)
-    if variant == "mrope" or "mrope_section" in rope:
-        rope, variant = {}, "default"
-    return {**layer, "rope_parameters": {"rope_type": variant, "rope_theta": theta, **rope}}
+    return {**layer, "rope_parameters": rotary_parameters(layers, f"{INSTEAD}.")}
 
 
 def refuse_relatives(raw: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> None:

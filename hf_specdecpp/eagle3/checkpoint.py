@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.config.foreign import check_tensors, renamed
 from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.eagle3.description import TRAIN, Description
 from hf_specdecpp.eagle3.model import Eagle3Model
@@ -18,6 +19,7 @@ from hf_specdecpp.eagle3.settings import NUM_USUAL, Eagle3Settings
 logger = logging.get_logger("hf_specdecpp")
 
 # Names that mean the same, in order: what stands in the file, what it is called here.
+# Example: `midlayer.self_attn.q_proj.weight` is `decoder.layers.0.self_attn.q_proj.weight`.
 RENAMED = (
     (r"^model\.", ""),
     (r"^midlayer\.", "layers.0."),
@@ -51,23 +53,13 @@ def _named(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if IGNORED.search(name):
             continue
-        if (here := renamed(name)) in named:
+        if (here := renamed(name, RENAMED)) in named:
             raise ValueError(
                 f"{source} has {original(here)} twice, once as {name}, so it is not known which of them is meant. The "
                 "file is damaged or of a variant that hf_specdecpp does not know."
             )
         named[here] = tensor
     return named
-
-
-def renamed(name: str) -> str:
-    """The name here of a tensor of a checkpoint.
-
-    Example: `midlayer.self_attn.q_proj.weight` is `decoder.layers.0.self_attn.q_proj.weight`.
-    """
-    for pattern, here in RENAMED:
-        name = re.sub(pattern, here, name)
-    return name
 
 
 def settings_of(description: Description, named: Mapping[str, Tensor]) -> Eagle3Settings:
@@ -112,35 +104,12 @@ def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) 
     token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
     with as_described("EAGLE-3 draft"), torch.device("meta"):
         model = Eagle3Model(settings)
-    _check_tensors(named, {name: list(tensor.shape) for name, tensor in model.state_dict().items()}, source)
+    check_tensors(named, model.state_dict(), source, "", original)
     model.load_state_dict(named, assign=True)
     rotary = model.decoder.rotary_emb
     model.decoder.rotary_emb = type(rotary)(config=model.config)  # its buffers are in no file
     model.token_ids = token_ids
     return model.eval().requires_grad_(False)
-
-
-def _check_tensors(named: Mapping[str, Tensor], expected: Mapping[str, list[int]], source: str) -> None:
-    """Raise `ValueError` unless these are the tensors of a draft, by name and shape."""
-    for what, names in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
-        if names:
-            raise ValueError(
-                f"{source} {what} {', '.join(sorted(map(original, names))[:9])}, so what the draft computes is not "
-                "known. The file is incomplete (download it again), or of a variant that config.json does not describe "
-                "or hf_specdecpp does not know: look for another head of the target."
-            )
-    for name, shape in expected.items():
-        tensor = named[name]
-        if list(tensor.shape) != shape:
-            raise ValueError(
-                f"{source}: {original(name)} has shape {list(tensor.shape)}, and config.json makes it {shape}. The "
-                "two do not belong together: download the repository again."
-            )
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"{source}: {original(name)} holds {str(tensor.dtype)[6:]}, and weights are floating point. Quantised "
-                "drafts cannot be loaded: look for the head in bfloat16."
-            )
 
 
 def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | None, source: str) -> Tensor | None:
@@ -207,9 +176,18 @@ def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:
         raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
 
 
-def tensors_of(model: Eagle3Model) -> dict[str, Tensor]:
-    """The tensors of a draft as a checkpoint of the original dialect has them, which every engine reads."""
-    tensors = {original(name): tensor for name, tensor in model.state_dict().items()}
+def tensors_of(
+    model: Eagle3Model, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a draft as a checkpoint of the original dialect has them, which every engine reads.
+
+    Args:
+        state: of the model, where other processes have parts of it.
+        dtype: of its weights; as they are by default.
+    """
+    tensors = {original(name): tensor for name, tensor in (state or model.state_dict()).items()}
+    if dtype is not None:
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if (ids := model.token_ids) is not None:
         ids = ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -218,6 +196,6 @@ def tensors_of(model: Eagle3Model) -> dict[str, Tensor]:
 
 
 def original(name: str) -> str:
-    """The name in a file of what is called `name` here: `renamed` undone."""
+    """The name in a file of what is called `name` here: `RENAMED` undone."""
     name = re.sub(r"^(decoder|reader)\.", "", name)
     return re.sub(r"^layers\.0\.", "midlayer.", name)

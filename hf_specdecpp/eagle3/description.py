@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_specdecpp.config.foreign import (
+    DEFAULT_THETA,
+    SPECULATORS,
+    is_ours,
+    mapping,
+    rotary_parameters,
+    target_of,
+)
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.eagle3.settings import LAYER_CONFIGS
 
-SPECULATORS = "speculators_model_type"
-DEFAULT_THETA = 10000.0  # of the original code, whatever the target's is
 COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias",
@@ -65,15 +71,13 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
 
     Of EAGLE's own first drafts it says nothing but that a Llama has one layer.
     """
-    if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:  # of ours, or a damaged one of ours
-        return False
-    is_small_llama = raw.get("model_type") in LAYER_CONFIGS and raw.get("num_hidden_layers") == 1
-    return is_small_llama or is_marked(raw)
+    is_small_llama = raw.get("model_type") in tuple(LAYER_CONFIGS) and raw.get("num_hidden_layers") == 1
+    return is_marked(raw) or (is_small_llama and not is_ours(raw))
 
 
 def is_marked(raw: Mapping[str, Any]) -> bool:
     """The same where a config says so itself; a causal LM of one layer does not."""
-    if raw.get("model_type") == "specdecpp" or "draft_kind" in raw:
+    if is_ours(raw):
         return False
     names = " ".join(map(str, _listed(raw.get("architectures")))).lower()
     marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads"}
@@ -92,8 +96,8 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     """
     overrides = check_overrides(overrides or {})
     is_nested = SPECULATORS in raw
-    inner = _mapping(raw, "transformer_layer_config") if is_nested else raw
-    eagle = _mapping(raw, "eagle_config")
+    inner = mapping(raw, "transformer_layer_config") if is_nested else raw
+    eagle = mapping(raw, "eagle_config")
     _refuse_relatives(raw, inner, eagle)
     _check_sizes(raw, inner, "its transformer_layer_config" if is_nested else "it")
     said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
@@ -114,7 +118,6 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     reads = overrides.get("reads")
     if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
         reads = [each - 1 for each in ids]
-    verifier = _mapping(_mapping(raw, "speculators_config"), "verifier").get("name_or_path")
     return Description(
         layer=_layer(inner, "qwen3" if is_nested else "llama", overrides.get("rope_theta")),
         ids=ids,
@@ -123,7 +126,7 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
         flags=flags,
         state_size=raw.get("target_hidden_size") or inner["hidden_size"],
         draft_vocab_size=raw.get("draft_vocab_size"),
-        target_id=verifier if isinstance(verifier, str) else None,
+        target_id=target_of(raw),
     )
 
 
@@ -138,13 +141,6 @@ def check_overrides(overrides: Any) -> Mapping[str, Any]:
     if (reads := overrides.get("reads")) is not None and (not reads or min(reads) < 0):
         raise ValueError(f"eagle3.reads={reads} must list layers of the target, counted from 0.")
     return overrides
-
-
-def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = raw.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{name}={str(found)[:200]!r} of config.json must be a mapping. Download it again.")
-    return found
 
 
 def _listed(value: Any) -> list[Any]:
@@ -166,7 +162,7 @@ def _check_sizes(raw: Mapping[str, Any], inner: Mapping[str, Any], where: str) -
 
 
 def _layer(inner: Mapping[str, Any], default: str, theta: float | None) -> dict[str, Any]:
-    """The config of the draft's layers. Its frequencies are its own: a target's would be wrong."""
+    """The config of the draft's layers."""
     kind = inner.get("model_type") or default
     if kind not in LAYER_CONFIGS:
         raise ValueError(
@@ -180,29 +176,8 @@ def _layer(inner: Mapping[str, Any], default: str, theta: float | None) -> dict[
             "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
             f"so it would see too much. {TRAIN}."
         )
-    return {"model_type": kind, **layer, "rope_parameters": _rope(inner, theta)}
-
-
-def _rope(inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """The rotary parameters, as transformers takes them."""
-    rope = dict(_mapping(inner, "rope_parameters") or _mapping(inner, "rope_scaling"))
-    older, kind = rope.pop("type", None), rope.pop("rope_type", None)
-    found = rope.pop("rope_theta", None) or inner.get("rope_theta") or DEFAULT_THETA
-    found, kind = theta or found, kind or older or "default"
-    share = rope.pop("partial_rotary_factor", None) or inner.get("partial_rotary_factor") or 1.0
-    if share != 1.0:
-        raise ValueError(
-            f"The draft rotates a part of each head only (partial_rotary_factor={share}), which is not supported: it "
-            f"would guess wrongly. {TRAIN}."
-        )
-    if type(found) not in (int, float) or found <= 0 or any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(
-            f"The draft's rotary parameters make no sense: rope_theta={found!r}, {rope}. Say what rope_theta it was "
-            "trained with: eagle3={'rope_theta': 10000.0}."
-        )
-    if kind in ("mrope", "default") or "mrope_section" in rope:
-        rope, kind = {}, "default"  # a draft's positions are those of text
-    return {"rope_type": kind, "rope_theta": found, **rope}
+    cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
+    return {"model_type": kind, **layer, "rope_parameters": rotary_parameters(inner, cure, theta)}
 
 
 def _refuse_relatives(raw: Mapping[str, Any], inner: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:

@@ -43,10 +43,6 @@ class Eagle3Drafter(Drafter):
     def _check_logits(self) -> None:
         """How states become logits is known: the model is ours."""
 
-    def describe(self) -> dict[str, Any]:
-        settings = self.model.settings.to_config()
-        return {"reads": settings, "draft_vocab": self.model.settings.draft_vocab_size, "compiled": self.is_compiled}
-
     def check_tree(self) -> None:
         """It reads trees: it is a Llama, with attention that takes any mask."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_specdecpp.eagle3.description import FLAGS
 from hf_specdecpp.eagle3.layer_ids import usual_reads
 from hf_specdecpp.eagle3.settings import Eagle3Settings
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 WRITTEN = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",

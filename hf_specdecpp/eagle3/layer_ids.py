@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hf_specdecpp.eagle3.settings import Eagle3Settings
+
 
 def usual_reads(depth: int) -> list[int]:
     """The layers whose outputs are read where a checkpoint names none, of so many: a low, a middle and a high one.
@@ -42,3 +44,10 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
         )
     usual = usual_reads(depth)
     return [usual] if usual in found else found
+
+
+def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
+    """The layers whose outputs a draft may read of a target of so many, the likelier ones first; errors as above."""
+    if settings.reads is not None:
+        return [settings.reads]
+    return readings(settings.layer_ids, depth) if settings.num_reads else [[]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.eagle3.layer_ids import readings
+from hf_specdecpp.eagle3.layer_ids import meanings
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.self_check import TEXT, choose
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
@@ -25,20 +26,17 @@ def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | N
         ValueError: the draft was made for another target.
     """
     _check_fits(model, target, name)
-    model.to(device=input_device(target), dtype=dtype or target.dtype)  # type: ignore[call-arg]
+    nn.Module.to(model, device=input_device(target), dtype=dtype or target.dtype)
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    known = model.settings.reads
-    meanings = [known] if known is not None else [[]]
-    if known is None and model.settings.num_reads:
-        meanings = readings(model.settings.layer_ids, depth)
-    if max(meanings[0], default=0) >= depth:
+    found = meanings(model.settings, depth)
+    if max(found[0], default=0) >= depth:
         raise ValueError(
-            f"{name} reads the outputs of layers {meanings[0]}, counted from 0, and {type(target).__name__} has "
+            f"{name} reads the outputs of layers {found[0]}, counted from 0, and {type(target).__name__} has "
             f"{depth} layers. It was trained for another target, or read wrongly."
         )
-    model.meet(target, meanings[0])
-    if len(meanings) > 1:
-        _settle(model, target, meanings)
+    model.meet(target, found[0])
+    if len(found) > 1:
+        _settle(model, target, found)
 
 
 def _check_fits(model: Eagle3Model, target: CausalLM, name: str) -> None:
@@ -63,17 +61,17 @@ def _check_fits(model: Eagle3Model, target: CausalLM, name: str) -> None:
         )
 
 
-def _settle(model: Eagle3Model, target: CausalLM, meanings: list[list[int]]) -> None:
+def _settle(model: Eagle3Model, target: CausalLM, found: list[list[int]]) -> None:
     """Read the layers with which the draft guesses best, where its config may mean several."""
     ids = model.settings.layer_ids
     tokenizer = tokenizer_of(target.config.name_or_path)
     if tokenizer is None:
         logger.warning(
-            f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, meanings))}; "
-            f"the former are read. If little is accepted, say otherwise: eagle3={{'reads': {meanings[1]}}}."
+            f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, found))}; "
+            f"the former are read. If little is accepted, say otherwise: eagle3={{'reads': {found[1]}}}."
         )
         return
     text = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    chosen = choose(model, target, meanings, text)
+    chosen = choose(model, target, found, text)
     model.meet(target, chosen)
     logger.info(f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {chosen}: these agree best.")

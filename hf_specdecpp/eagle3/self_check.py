@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_specdecpp.config.foreign import DEFAULT_THETA
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.eagle3.checkpoint import build, tensors_of
-from hf_specdecpp.eagle3.description import DEFAULT_THETA
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.models.target_states import StateReader, TargetStates
 
 STEPS = 2  # candidates of a round that are looked at: the state that the second reads tells `norm_output`
 BETTER_BY = 0.1  # of all places, so that chance does not decide
@@ -44,26 +44,34 @@ class Reading:
     agreement: list[float]
 
 
-@torch.no_grad()
-def agreement(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[float]:
-    """How often the likeliest first and second candidate is what the target chooses there.
+class Heard:
+    """What a target says of a text, and its states there: one pass, for all readings of a draft.
 
     Args:
-        model: a draft that has met its target.
         text: `[1, n]` token ids.
     """
-    drafter, reader = Eagle3Drafter(model, target), Reader(target)
-    text = text.to(input_device(target))
-    with TargetStates(target, model.reader) as caught:
-        final = reader.hidden_states(text)
-        states: Any = caught.take()
-    width = target.config.get_text_config().vocab_size
-    chosen = reader.logits(final, width).argmax(-1)[0]
-    found = []
-    for step, hidden in enumerate(unrolled(drafter, text.to(states.device), states, STEPS), 1):
-        drafted = drafter.logits(hidden, width).argmax(-1)[0]
-        found.append(float((drafted.to(chosen.device) == chosen)[step:].float().mean()))
-    return found
+
+    @torch.no_grad()
+    def __init__(self, target: CausalLM, text: Tensor) -> None:
+        config, reader, everything = target.config.get_text_config(decoder=True), Reader(target), StateReader()
+        everything.reads = list(range(config.num_hidden_layers))
+        with TargetStates(target, everything) as caught:
+            final = reader.hidden_states(text.to(input_device(target)))
+            states: Any = caught.take()
+        self.target, self.width = target, target.config.get_text_config().vocab_size
+        self.chosen = reader.logits(final, self.width).argmax(-1)[0]
+        self.text, self.states = text.to(states.device), states.split(config.hidden_size, dim=-1)
+
+    @torch.no_grad()
+    def agreement(self, model: Eagle3Model) -> list[float]:
+        """How often the likeliest first and second candidate of a draft that has met it is what the target chooses."""
+        drafter, found = Eagle3Drafter(model, self.target), []
+        final, *outputs = self.states
+        read = [final] * model.reader.reads_final + [outputs[layer] for layer in model.reader.reads]
+        for step, hidden in enumerate(unrolled(drafter, self.text, torch.cat(read, dim=-1), STEPS), 1):
+            drafted = drafter.logits(hidden, self.width).argmax(-1)[0]
+            found.append(float((drafted.to(self.chosen.device) == self.chosen)[step:].float().mean()))
+        return found
 
 
 def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -98,13 +106,14 @@ def changed(settings: Eagle3Settings, overrides: dict[str, Any]) -> Eagle3Settin
 
 def compare(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[Reading]:
     """The draft as it is read, then its likely misreadings, each with what it guesses right of a text `[1, n]`."""
-    found = [Reading("as read", {}, agreement(model, target, text))]
+    heard = Heard(target, text)
+    found = [Reading("as read", {}, heard.agreement(model))]
     tensors = tensors_of(model)
     for name, overrides in variants(model.settings, target.config.get_text_config(decoder=True)):
         other = build(changed(model.settings, overrides), tensors, "The draft")
-        other.to(device=model.device, dtype=model.dtype)  # type: ignore[call-arg]
+        nn.Module.to(other, device=model.device, dtype=model.dtype)
         other.meet(target, other.settings.reads or [])
-        found.append(Reading(name, overrides, agreement(other, target, text)))
+        found.append(Reading(name, overrides, heard.agreement(other)))
     return found
 
 
@@ -116,8 +125,8 @@ def better(readings: list[Reading]) -> Reading | None:
 
 def choose(model: Eagle3Model, target: CausalLM, candidates: list[list[int]], text: Tensor) -> list[int]:
     """Of several lists of layers that a checkpoint may mean, that with which it guesses best."""
-    rated = []
+    heard, rated = Heard(target, text), []
     for reads in candidates:
         model.meet(target, reads)
-        rated.append(agreement(model, target, text)[0])
+        rated.append(heard.agreement(model)[0])
     return candidates[rated.index(max(rated))]

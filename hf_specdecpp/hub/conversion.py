@@ -20,14 +20,14 @@ from hf_specdecpp import files as repository
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
+from hf_specdecpp.files import CHECKPOINT, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import recognise
 from hf_specdecpp.models.adapters import MOST_CONFIG_BYTES
 from hf_specdecpp.version import __version__
 
-WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
-PATTERNS = [CONFIG, WEIGHTS, PICKLE]  # what to download
+PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # what to download
 
 
 def convert(
@@ -97,7 +97,7 @@ def _convert_draft(kind: Kind, folder: Path, out: Path) -> None:
     repository.check_finite(tensors, path)
     kind.check_foreign(repository.read_json(folder / CONFIG), tensors, str(path))
     out.mkdir(parents=True, exist_ok=True)
-    repository.save_tensors(tensors, out / WEIGHTS)
+    repository.save_tensors(tensors, out / CHECKPOINT)
     repository.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)
 
 
@@ -144,7 +144,7 @@ def _read_sizes(path: Path) -> tuple[int, int]:
 
 def _find_weights(folder: Path) -> Path:
     found = sorted(folder.glob("*.safetensors"))
-    weights = [path for path in found if path.name == WEIGHTS] or found or [folder / PICKLE]
+    weights = [path for path in found if path.name == CHECKPOINT] or found or [folder / PICKLE]
     if len(weights) > 1:
         names = ", ".join(path.name for path in weights)
         raise ValueError(f"{folder} has several safetensors files ({names}); a head is one. Keep only the head's.")

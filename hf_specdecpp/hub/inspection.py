@@ -15,7 +15,7 @@ from torch import nn
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.files import Repository
+from hf_specdecpp.files import PICKLE, Repository
 from hf_specdecpp.hub import repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, load_config
 from hf_specdecpp.kinds.kind import SelfCheck
@@ -27,7 +27,6 @@ from hf_specdecpp.models.loading import load_model, load_tokenizer
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
 MODULES = list(dict.fromkeys(name for kind in KINDS for name in kind.module_files))
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
-PICKLE = "pytorch_model.bin"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 

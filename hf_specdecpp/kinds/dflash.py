@@ -9,14 +9,14 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.foreign import target_of
 from hf_specdecpp.dflash.checkpoint import meet, read_model
-from hf_specdecpp.dflash.description import looks_like_one, read_settings, target_of
+from hf_specdecpp.dflash.description import looks_like_one, read_settings
 from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.files import CHECKPOINT, INDEX, Repository, find_weights, read_json, read_weights
 from hf_specdecpp.kinds.kind import Parts
-from hf_specdecpp.kinds.ready_made import ReadyMade, is_model
+from hf_specdecpp.kinds.ready_made import ReadyMade, is_model, raw_config
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.serving.destination import Destination, Exported
@@ -35,16 +35,16 @@ class DFlash(ReadyMade):
     def owns(self, raw: Mapping[str, Any]) -> bool:
         return super().owns(raw) or looks_like_one(raw)
 
+    def is_ready_made(self, raw: Mapping[str, Any]) -> bool:
+        return looks_like_one(raw)
+
     def names_one(self, draft: Any) -> bool:
         """Whether this is a DFlash draft: a model object, or a folder or Hub id whose `config.json` is of one."""
         if not isinstance(draft, str | Path):
             config = getattr(draft, "config", None)
             return isinstance(config, PreTrainedConfig) and looks_like_one(config.to_dict())
-        try:
-            raw = read_json(Repository(str(draft)).file("config.json"))
-        except (OSError, ValueError):  # whoever loads it says what is wrong
-            return False
-        return isinstance(raw, dict) and looks_like_one(raw)
+        raw = raw_config(draft)
+        return raw is not None and looks_like_one(raw)
 
     def of_model(self, draft: CausalLM) -> tuple[SpecDecPPConfig, DFlashModel]:
         """The config of an assistant with a model object, and the draft, which shares its tensors."""
@@ -57,14 +57,8 @@ class DFlash(ReadyMade):
         if not looks_like_one(raw):
             return super().read_config(raw, source, commit)
         settings = read_settings(raw)
-        return SpecDecPPConfig(
-            draft_kind=self.name,
-            draft_id=self.id_of(source),
-            draft_revision=commit,
-            target_id=target_of(raw),
-            vocab_size=settings.layer.get("vocab_size"),  # which transformers compares
-            speculation=SpeculationConfig(rule="throughput").to_dict(),
-        )
+        # The size is what transformers compares.
+        return self.config_of(source, commit, target_id=target_of(raw), vocab_size=settings.layer.get("vocab_size"))
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         if config.draft_id is None:

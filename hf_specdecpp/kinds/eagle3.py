@@ -7,23 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.modules import as_described
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.eagle3.checkpoint import build, read_model, tensors_of
 from hf_specdecpp.eagle3.description import FLAGS, check_overrides, is_marked, looks_like_one, read_description
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.flat_config import flat_config, notes
-from hf_specdecpp.eagle3.layer_ids import readings
+from hf_specdecpp.eagle3.layer_ids import meanings
 from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.self_check import GOOD, TEXT, better, compare
 from hf_specdecpp.eagle3.settings import Eagle3Settings
 from hf_specdecpp.files import (
     CHECKPOINT,
+    PICKLE,
     Repository,
     find_weights,
     load_tensors,
@@ -40,7 +41,7 @@ from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving.commands import eagle3_commands
 from hf_specdecpp.serving.destination import Destination, Exported
 
-WEIGHTS, PICKLE = "eagle3.safetensors", "pytorch_model.bin"  # of a draft that was trained here; of EAGLE's own
+WEIGHTS = "eagle3.safetensors"  # of a draft that was trained here
 
 
 class Eagle3(ReadyMade):
@@ -66,15 +67,7 @@ class Eagle3(ReadyMade):
     def read_config(self, raw: dict[str, Any], source: Repository, commit: str | None) -> SpecDecPPConfig:
         if not looks_like_one(raw):
             return super().read_config(raw, source, commit)
-        description = read_description(raw)
-        return SpecDecPPConfig(
-            draft_kind=self.name,
-            draft_id=self.id_of(source),
-            draft_revision=commit,
-            target_id=description.target_id,
-            draft_vocab_size=None,
-            speculation=SpeculationConfig(rule="throughput").to_dict(),
-        )
+        return self.config_of(source, commit, target_id=read_description(raw).target_id)
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         if config.draft_id is None:
@@ -158,14 +151,10 @@ class Eagle3(ReadyMade):
                 "The config of this draft names no target, and what it reads depends on it. Name it: --target ID."
             )
         target = load_model_config(to.target).get_text_config(decoder=True)
-        depth, reads = target.num_hidden_layers, model.settings.reads
-        if reads is None:
-            reads = readings(model.settings.layer_ids, depth)[0] if model.settings.num_reads else []
+        depth = target.num_hidden_layers
+        reads = meanings(model.settings, depth)[0]
         described = flat_config(model.settings, reads, target)
-        tensors = {
-            name: each.bfloat16() if each.is_floating_point() else each for name, each in tensors_of(model).items()
-        }
-        save_tensors(tensors, to.folder / CHECKPOINT)
+        save_tensors(tensors_of(model, dtype=torch.bfloat16), to.folder / CHECKPOINT)
         save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
         return Exported(eagle3_commands(to), notes(model.settings, reads, depth))
 

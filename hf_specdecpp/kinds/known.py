@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.files import Repository, read_json
 from hf_specdecpp.kinds.conditioned import Conditioned
 from hf_specdecpp.kinds.dflash import DFlash
 from hf_specdecpp.kinds.eagle3 import Eagle3
@@ -14,6 +13,7 @@ from hf_specdecpp.kinds.early_exit import EarlyExit
 from hf_specdecpp.kinds.independent import Independent
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.lookup import Lookup
+from hf_specdecpp.kinds.ready_made import raw_config
 
 INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
 DFLASH, EAGLE3, LOOKUP = DFlash(), Eagle3(), Lookup()
@@ -44,11 +44,8 @@ def kind_to_train(draft: str | None) -> Kind:
 
 def ready_made(name: str) -> Kind | None:
     """The kind of the draft that others trained in a repository, if one is there and can be reached."""
-    try:
-        raw = read_json(Repository(name).file("config.json"))
-    except (OSError, ValueError):
-        return None
-    return next((kind for kind in KINDS if kind.is_ready_made(raw)), None)
+    raw = raw_config(name)
+    return None if raw is None else next((kind for kind in KINDS if kind.is_ready_made(raw)), None)
 
 
 def describe(config: SpecDecPPConfig) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository, read_json
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -22,11 +23,14 @@ class ReadyMade(Kind):
     foreign_files = (CHECKPOINT, INDEX, SHARDS)
     title: ClassVar[str]
 
-    def id_of(self, source: Repository) -> str:
-        """What an assistant names a draft's repository.
+    def config_of(self, source: Repository, commit: str | None, **more: Any) -> SpecDecPPConfig:
+        """The config of an assistant that drafts with what is in a repository.
+
+        Args:
+            more: of its fields.
 
         Raises:
-            ValueError: it is a folder in a repository of the Hub.
+            ValueError: the draft is in a folder of a repository of the Hub.
         """
         if source.subfolder and not source.is_local:
             raise ValueError(
@@ -34,7 +38,13 @@ class ReadyMade(Kind):
                 f"could not name. Download it (hf download {source.name} --include '{source.subfolder}/*' --local-dir "
                 "FOLDER), then load its folder."
             )
-        return str(Path(source.name, source.subfolder or "")) if source.is_local else source.name
+        return SpecDecPPConfig(
+            draft_kind=self.name,
+            draft_id=str(Path(source.name, source.subfolder or "")) if source.is_local else source.name,
+            draft_revision=commit,
+            speculation=SpeculationConfig(rule="throughput").to_dict(),
+            **more,
+        )
 
     def is_foreign(self, config: SpecDecPPConfig) -> bool:
         return config.draft_id is not None
@@ -70,6 +80,15 @@ class ReadyMade(Kind):
 
     def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:
         """It is made of a target."""
+
+
+def raw_config(name: str | Path) -> dict[str, Any] | None:
+    """The `config.json` of a folder or a Hub id; `None` if it is not there, or is none: whoever loads it says so."""
+    try:
+        raw = read_json(Repository(str(name)).file("config.json"))
+    except (OSError, ValueError):
+        return None
+    return raw if isinstance(raw, dict) else None
 
 
 def is_model(draft: CausalLM | str | Path | None) -> bool:

@@ -80,9 +80,8 @@ class DistillConfig:
         start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layer, training
             goes on with: for more answers, or more epochs. For an EAGLE-3 draft also the repository of one that others
             trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets a
-            head, where `enabled` is off. Of two runs' draft vocabularies
-            the one that covers more of the held-out answers is kept. By default training begins with an adapter that
-            changes nothing.
+            head, where `enabled` is off. Of two runs' draft vocabularies the one that covers more of the held-out
+            answers is kept. By default training begins with an adapter that changes nothing.
     """
 
     enabled: bool = True

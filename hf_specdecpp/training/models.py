@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -179,9 +179,9 @@ def load_fusion(work: Path) -> Fusion:
     return read_fusion(read_json(work / FUSION_CONFIG), work / FUSION)
 
 
-def save_layer(model: Eagle3Model, dtype: torch.dtype, work: Path) -> None:
-    """Write a trained layer in half precision, and last its description."""
-    tensors = {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors_of(model).items()}
+def save_layer(model: Eagle3Model, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path) -> None:
+    """Write a trained layer, whose tensors are in `state`, in half precision, and last its description."""
+    tensors = tensors_of(model, state, dtype)
     check_finite(tensors, work / WEIGHTS)
     save_tensors(tensors, work / WEIGHTS)
     save_text(json.dumps(model.settings.to_config(), indent=2) + "\n", work / LAYER_CONFIG)

@@ -191,6 +191,10 @@ def test_what_it_is_not_for(tmp_path: Path) -> None:
         export(folder, tmp_path / "out", str(tmp_path))
     with pytest.raises(ValueError, match="loaded, not trained"):
         TrainingConfig(target="org/model", output=str(tmp_path), draft=DFLASH.name)._validate_distill()
+    named = TrainingConfig(target="org/model", output=str(tmp_path), draft=str(folder))
+    named.find_ready_made()
+    with pytest.raises(ValueError, match="loaded, not trained"):
+        named._validate_distill()
 
 
 def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_agreement_settles_ids_that_may_mean_either(
 ) -> None:
     folder = PLAIN.save(tmp_path / "draft", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 2, 1]})
     monkeypatch.setattr(
-        "hf_specdecpp.eagle3.self_check.agreement", lambda model, *_: [float(model.reader.reads == better), 0.0]
+        "hf_specdecpp.eagle3.self_check.Heard.agreement", lambda _, model: [float(model.reader.reads == better), 0.0]
     )
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
     with caplog.at_level("INFO", "hf_specdecpp"):

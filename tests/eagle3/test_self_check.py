@@ -124,7 +124,7 @@ def test_places_without_a_round_are_not_counted(pair: tuple[Path, Path]) -> None
     model = SpecDecPPAssistant.from_pretrained(pair[1], target=target).ready_drafter().model
     for count in (3, 4):
         text = letter_tokenizer()(TEXT[:count], return_tensors="pt")["input_ids"]
-        for step, share in enumerate(self_check.agreement(model, target, text), 1):
+        for step, share in enumerate(self_check.Heard(target, text).agreement(model), 1):
             places = text.shape[1] - step
             assert share * places == pytest.approx(round(share * places), abs=1e-6)
 

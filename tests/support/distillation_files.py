@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader, TargetStates
+from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
@@ -92,6 +95,28 @@ def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> float:
     return float(torch.cat(chances).mean())
 
 
+def check_that_training_helps(config: TrainingConfig, repo: Path) -> tuple[SpecDecPPAssistant, CausalLM]:
+    """Run the stage: three steps of a round get better, and what was measured is what is loaded, saved, loaded again.
+
+    Returns:
+        The assistant of `repo`, into which it was saved, and its target, which is untouched.
+    """
+    distillation.run(config)
+    report = json.loads((config.work / "distillation.json").read_text())
+    before, after = report["before"]["all"], report["after"]["all"]
+    for step in ("", "_2", "_3"):
+        assert after[f"acceptance{step}"] > before[f"acceptance{step}"] + 0.01, report
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    expected = {name: parameter.clone() for name, parameter in target.named_parameters()}
+    assistant = models.load_assistant(config, target)
+    assert measured(assistant, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in target.named_parameters())
+    assistant.save_pretrained(repo)
+    again = SpecDecPPAssistant.from_pretrained(repo, target=target)
+    assert measured(again, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    return again, target
+
+
 class Killed(BaseException):
     pass
 
@@ -128,6 +153,4 @@ def adapter_of(config: TrainingConfig) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":  # what `accelerate launch` starts
-    import json
-
     distillation.run(TrainingConfig.from_dict(json.loads(Path(sys.argv[1]).read_text())))

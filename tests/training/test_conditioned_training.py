@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import be_killed, measured, prepare, states_of
+from support.distillation_files import be_killed, check_that_training_helps, measured, prepare, states_of
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -69,19 +69,7 @@ def test_a_step_off_is_noticed() -> None:
 
 def test_training_helps_and_is_what_is_stored(tmp_path: Any) -> None:
     config = prepare(tmp_path, "conditioned", draft_vocab_size=40, unroll=3, epochs=6)
-    distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
-    before, after = report["before"]["all"], report["after"]["all"]
-    for step in ("", "_2", "_3"):
-        assert after[f"acceptance{step}"] > before[f"acceptance{step}"] + 0.01, report
-    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
-    expected = {name: parameter.clone() for name, parameter in target.named_parameters()}
-    assistant = models.load_assistant(config, target)
-    assert measured(assistant, target) == pytest.approx(after["acceptance"], abs=2e-3)
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in target.named_parameters())
-    assistant.save_pretrained(tmp_path / "repo")
-    again = SpecDecPPAssistant.from_pretrained(tmp_path / "repo", target=target)
-    assert measured(again, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    check_that_training_helps(config, tmp_path / "repo")
     stored = load_file(config.work / "adapter" / "adapter_model.safetensors")
     assert stored
     assert not any("fusion" in name for name in stored)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import be_killed, measured, prepare
+from support.distillation_files import be_killed, check_that_training_helps, prepare
 from support.eagle3_files import Checkpoint
 from support.models import prompt, quiet_later_layers, tiny
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import inner_decoder
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training import models
@@ -32,19 +31,7 @@ WEIGHTS = "eagle3.safetensors"
 def test_training_helps_and_is_what_is_stored(family: str, flags: dict[str, bool], tmp_path: Path) -> None:
     vocab = 40 if family == "llama" else None
     config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6, **flags)
-    distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
-    before, after = report["before"]["all"], report["after"]["all"]
-    for step in ("", "_2", "_3"):
-        assert after[f"acceptance{step}"] > before[f"acceptance{step}"] + 0.01, report
-    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
-    expected = {name: parameter.clone() for name, parameter in target.named_parameters()}
-    assistant = models.load_assistant(config, target)
-    assert measured(assistant, target) == pytest.approx(after["acceptance"], abs=2e-3)
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in target.named_parameters())
-    assistant.save_pretrained(tmp_path / "repo")
-    again = SpecDecPPAssistant.from_pretrained(tmp_path / "repo", target=target)
-    assert measured(again, target) == pytest.approx(after["acceptance"], abs=2e-3)
+    again, target = check_that_training_helps(config, tmp_path / "repo")
     ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
     assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
     assert again.stats.drafted > 0

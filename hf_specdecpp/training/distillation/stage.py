@@ -59,17 +59,14 @@ from hf_specdecpp.training.trackers import LOGS, tensorboard_in
 logger = logging.get_logger("hf_specdecpp")
 
 REPORT = "distillation.json"
-
 STATES = "target-states"
 OWN = (CHECKPOINTS, STATES, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG, WEIGHTS, LAYER_CONFIG)
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
 SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
-
 NOTHING = "0.00"
-
-FUSION_PREFIX = ".fusion."
+FUSION_PREFIX, LAYER_PREFIX = ".fusion.", "model."  # of the names of their tensors
 TRAINED_COPY, ORIGINAL = "modules_to_save.default", "original_module"  # PEFT's names of the fusion's parameters
 
 
@@ -308,7 +305,8 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
         return
     student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if config.trains_layer:
-        save_layer(student.model, dtype, config.work)
+        own = {name.removeprefix(LAYER_PREFIX): tensor for name, tensor in state.items()}
+        save_layer(student.model, own, dtype, config.work)
         return
     tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
