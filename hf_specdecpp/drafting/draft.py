@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.target_states import StateReader
 
 
@@ -25,9 +25,18 @@ class RowsAlone:
 
 
 class Beside:
-    """Where a target was when a draft was put beside it."""
+    """Where a target was when a draft was put beside it.
+
+    Raises:
+        ValueError: it is spread over several processes.
+    """
 
     def __init__(self, target: CausalLM) -> None:
+        if (processes := num_processes(target)) > 1:
+            raise ValueError(
+                f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
+                "together, since the draft uses its embeddings. Use an independent draft."
+            )
         self._target, self._place = weakref.ref(target), (target.dtype, input_device(target))
 
     def check(self) -> None:

@@ -27,10 +27,11 @@ class Conditioned(EarlyExit):
     name = "conditioned"
     module_files = (FUSION,)
     cannot = {
-        "replays": "a recorded text has one q a place, but a conditioned draft's depends on where the round began",
+        "replays": "a recorded text has one q a place, but that of a draft that reads the target's states "
+        "depends on where the round began",
         "stays untrained": "a conditioned draft has to be trained, so leave it on",
-        "late verdicts": "reads a text that mixes the draft's tokens in, where the target of a conditioned draft has "
-        "no states",
+        "late verdicts": "reads a text that mixes the draft's tokens in, where a draft that reads the target's "
+        "states finds none",
     }
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import informed_draft
+from support.models import random_layer
 from support.multimodal import MODELS, multimodal
 from support.outputs import assert_same, assert_same_cache
 
@@ -36,7 +37,7 @@ def models(*left_out: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", models())
 def test_images_and_sound(name: str) -> None:
-    """With a draft of text, in chains and trees, and with an early exit of the language model."""
+    """With a draft of text, in chains and trees, with an early exit of the language model and with an EAGLE-3 layer."""
     target, inputs = multimodal(name)
     plain = target.generate(**inputs, **OPTIONS)
     assistant = SpecDecPPAssistant.from_draft(informed_draft(plain.sequences), target, speculation=CHAIN)
@@ -48,6 +49,10 @@ def test_images_and_sound(name: str) -> None:
     assistant.detach()
     early = SpecDecPPAssistant.from_early_exit(target, [0, 3], speculation=CHAIN)
     assert_equal(target, inputs, early, plain)
+    early.detach()
+    layer = SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=TREE)
+    assert_equal(target, inputs, layer, plain)
+    assert layer.stats.drafted > 0
 
 
 @pytest.mark.parametrize("name", models())

@@ -48,6 +48,7 @@ def test_both_say_what_one_process_says(tmp_path: Path) -> None:
     assert "trees are for targets in one process" in first["tree"]
     assert "ranks cannot measure passes in step" in first["measured"]
     assert "is spread over 2 processes" in first["early exit"]
+    assert "is spread over 2 processes" in first["eagle3"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from support.models import partly_agreeing, prompt
+from support.models import partly_agreeing, prompt, random_layer
 
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 3},
@@ -49,10 +49,14 @@ def texts(target: Any, draft: Any, rank: int) -> dict[str, Any]:
         torch.manual_seed(rank)
         found[f"{name} sampled"] = target.generate(prompt(), assistant_model=assistant, **SAMPLED).tolist()
         found[f"{name} random state"] = torch.rand(1).item()
-    try:
-        SpecDecPPAssistant.from_early_exit(target, 2)
-    except ValueError as refused:
-        found["early exit"] = str(refused)
+    for name, make in {
+        "early exit": lambda: SpecDecPPAssistant.from_early_exit(target, 2),
+        "eagle3": lambda: SpecDecPPAssistant.from_eagle3(target, random_layer(target)),
+    }.items():
+        try:
+            make().detach()
+        except ValueError as refused:
+            found[name] = str(refused)
     return found
 
 
