@@ -155,7 +155,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._time_round()
         row = self.drafting(input_ids, max_tokens, states)
         read = self.session.unread - 1
-        if self.lookup is not None and (count := self.lookup.count()):
+        if self.lookup is not None and ((count := self.lookup.count()) or self.lookup.waits):
             chain, passes = self.lookup.take(count), 0
             self._time_draft(None)
         else:
@@ -206,7 +206,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         read = self.session.unread - 1
         has_room = max_tokens is None or max_tokens >= self.trees.most_nodes
         count = 0 if self.lookup is None else self.lookup.count()
-        depth = 0 if count or not has_room else self._room(input_ids.shape[1])
+        waits = self.lookup is not None and self.lookup.waits
+        depth = 0 if count or waits or not has_room else self._room(input_ids.shape[1])
         tree = self.trees.draft(input_ids, depth)
         self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes) if tree.passes else None)
         if self.lookup is not None:
@@ -306,7 +307,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.plan.follow(length)
         if self.lookup is not None:
             room = self._text_room(length) if max_tokens is None else min(self._text_room(length), max_tokens)
-            self.lookup.begin_round(new_tokens[0].tolist(), room)
+            unread = self.session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
+            self.lookup.begin_round(new_tokens[0].tolist(), room, unread)
 
     def _new_tokens(self, input_ids: Tensor) -> Tensor:
         new = input_ids[:, self._seen_length :]

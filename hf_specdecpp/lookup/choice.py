@@ -42,13 +42,16 @@ class Choice:
         """Tokens a second where nothing is looked up."""
         return self.drafted[0] / self.drafted[1]
 
-    def length(self, estimates: Sequence[Sequence[float]], seconds: Floats, catching_up: float = 0.0) -> int:
+    def length(
+        self, estimates: Sequence[Sequence[float]], seconds: Floats, catching_up: float = 0.0, drafts: bool = True
+    ) -> int:
         """How many candidates a round looks up; 0 leaves it to the draft.
 
         Args:
             estimates: of the candidates of each row, in order; of one text one row.
             seconds: `[n + 1]`, a row's share of a round with 0, 1, ... candidates and without a draft.
             catching_up: seconds that the draft takes later for each token that it has not read.
+            drafts: whether there is drafting to compare with.
         """
         rows, most = len(estimates), len(seconds) - 1
         tokens = np.zeros(most + 1)
@@ -57,7 +60,8 @@ class Choice:
         tokens = rows + tokens.cumsum()
         rates = tokens / (rows * seconds + catching_up * tokens)
         best = int(rates.argmax())
-        return best if rates[best] > max(self.rate, LEAST_GAIN / float(seconds[0])) else 0
+        least = max(self.rate if drafts else 0.0, LEAST_GAIN / float(seconds[0]))
+        return best if rates[best] > least else 0
 
     def further(self, survival: float, estimates: Sequence[float], seconds: Floats) -> int:
         """How many candidates go on after those that were drafted, which all stand with chance `survival`.

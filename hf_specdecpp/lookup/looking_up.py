@@ -40,6 +40,7 @@ class LookingUp:
     Attributes:
         found: what the round could propose now.
         estimates: of these candidates.
+        waits: whether the round does without the draft, which has much to read (`_must_wait`).
         verify: `[most + 1]` seconds of a row's share of a pass over 0, 1, ... candidates, all but drafting included.
     """
 
@@ -56,14 +57,19 @@ class LookingUp:
         self.plan, self.choice = plan, choice
         self.found = Continuation()
         self.estimates: list[float] = []
+        self.waits, self._missed = False, 0.0  # the latter: seconds that drafting would have saved
         self.has_draft, self._room = has_draft, 0  # the latter: candidates that the round may have
         self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # candidates of the draft
         self._costs: Costs | None = None
         self._rounds: Floats = np.zeros(1)
         self.verify: Floats = np.zeros(1)
 
-    def begin_round(self, new_tokens: Sequence[int], room: int) -> None:
-        """Take note of what the target has said, and find what may follow: at most `room` candidates."""
+    def begin_round(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
+        """Take note of what the target has said, and find what may follow: at most `room` candidates.
+
+        Args:
+            unread: tokens that the draft has not read.
+        """
         most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)
@@ -80,6 +86,20 @@ class LookingUp:
             self._costs = self.plan.costs
             self.verify = self._costs.verify_seconds(self.most) + self._costs.overhead
             self._rounds = self._costs.round_seconds(self.most)
+        self.waits = self._must_wait(unread, room)
+
+    def _must_wait(self, unread: int, room: int) -> bool:
+        """Whether reading costs the draft more than it could have saved in this text, or can save in what is left.
+
+        So a text that repeats itself never needs the draft, and any other pays for its reading twice at most.
+
+        Example: the draft takes 2 s to read a prompt, a plain pass 0.45 s, and drafting brings three tokens a second.
+        Each plain pass then misses 0.12 s, so the draft reads after 17 of them; with 16 tokens left it never does.
+        """
+        if self.choice is None or not self.has_draft:
+            return False
+        reading, saving = self.catching_up * unread, float(self.verify[0]) - 1.0 / self.choice.rate
+        return saving > 0.0 and reading > min(self._missed, room * saving)  # else the draft's own rule decides
 
     def take(self, count: int) -> Chain:
         """The first `count` of what was found, as the candidates of the round."""
@@ -138,6 +158,8 @@ class LookingUp:
             drafting: seconds of drafting; `None` for what a chain of `drawn` costs.
         """
         if not drawn:
+            if self.choice is not None:
+                self._missed += max(float(self.verify[min(width, self.most)]) - kept / self.choice.rate, 0.0)
             return
         self._accepted += accepted_of_drawn
         self._tested += min(accepted_of_drawn + 1, drawn)
@@ -160,4 +182,6 @@ def count_together(rows: Sequence[LookingUp]) -> int:
     widest = max(len(row.found) for row in rows)
     if not widest:
         return 0
-    return first.choice.length([row.estimates for row in rows], first.verify[: widest + 1], first.catching_up)
+    reading = 0.0 if first.waits else first.catching_up
+    estimates = [row.estimates for row in rows]
+    return first.choice.length(estimates, first.verify[: widest + 1], reading, drafts=not first.waits)
