@@ -24,6 +24,10 @@ BATCH_KWARGS = {
 }  # fmt: skip
 
 
+class LateRefusalError(ValueError):
+    """What cannot be assisted, found only as the prompt has been read. Nothing has been emitted then."""
+
+
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if this kind of generation cannot be assisted."""
     check_lossless(config)

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """For commands: no bars of loading, and of transformers' words only errors, among what the command itself says."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            show_bars()
+
+
+def show_bars() -> None:
+    """Show bars again, without a word where the user's environment forbids huggingface_hub's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        logging.enable_progress_bar()
 
 
 def load_draft(
