@@ -61,13 +61,15 @@ class SpecDecPPAssistant(Making):
                 alive. Attaching again changes this, and the latest default of a target is its only one.
 
         Raises:
-            ValueError: the target cannot be assisted, or speaks other tokens than the draft.
+            TypeError: the target is no model.
+            ValueError: it cannot be assisted, or speaks other tokens than the draft.
         """
         target = causal_lm.base_model(target)
         check_hash(target, self.config.vocab_hash, self.config.target_id)
         warn_of_drift(target, self.config.target_id, self.config.target_revision)
         if self.kind.rests_on == "target":
-            self._draft_with(target)
+            with self._made_for(target):
+                self._draft_with(target)
         elif (model := self.ready_drafter().model) is not None:
             check_same_tokenizer(target, model)
         attached.attach(self, target)
@@ -207,6 +209,17 @@ class SpecDecPPAssistant(Making):
         return publishing.push(self.contents(calibration), repo_id, **kwargs)
 
     # Details ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _made_for(self, target: CausalLM) -> Iterator[None]:
+        """What does not fit a target within is said together with whose assistant it is."""
+        made_for, name = self.config.target_id, target.config.name_or_path
+        try:
+            yield
+        except ValueError as error:
+            if made_for in (None, name):
+                raise
+            raise ValueError(f"{error} This assistant was made for {made_for!r}, and the target is {name!r}.") from None
 
     def _draft_with(self, target: CausalLM) -> None:
         """Make the draft of this target."""

@@ -155,7 +155,7 @@ def inspect(
         with quiet_loading():
             found = inspection.self_check(repository, name, commit) if name is not None and report.sound else None
     except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(str(error) + ("" if repository.is_local else f" There is no folder {repo!r} either."))
+        _fail(_about(error, repo))
     _show(report, _console())
     if found is not None:
         _show_readings(found, _console())
@@ -185,7 +185,7 @@ def export(
         with quiet_loading():
             exported = write(assistant, output, target)
     except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(str(error) + ("" if Path(assistant).is_dir() else f" There is no folder {assistant!r} either."))
+        _fail(_about(error, assistant))
     _show_commands(exported, output, _console())
 
 
@@ -193,6 +193,12 @@ def _fail(message: str) -> NoReturn:
     """One line to stderr and exit code 1: these errors have a cause outside the program."""
     _console(stderr=True).print(_text(f"Error: {' '.join(message.split())}"), soft_wrap=True)
     raise typer.Exit(1) from None
+
+
+def _about(error: Exception, name: str) -> str:
+    """An error in reading a repository; of one that the Hub does not know, that it is no folder either."""
+    is_said = isinstance(error, FileNotFoundError) or Path(name).is_dir()
+    return str(error) if is_said else f"{error} There is no folder {name!r} either."
 
 
 def _pin(model: str | None) -> tuple[str | None, str | None]:

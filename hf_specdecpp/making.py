@@ -64,12 +64,25 @@ class Making(ModelInterface):
         self.kind = kind_of(config)
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
-        self.speculation = speculation or SpeculationConfig.from_dict(config.speculation)
+        self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.stats = SpeculationStats()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """The settings of a run."""
+        return self._speculation
+
+    @speculation.setter
+    def speculation(self, value: SpeculationConfig) -> None:
+        if not isinstance(value, SpeculationConfig):
+            raise TypeError(
+                f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
+            )
+        self._speculation = value
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -107,10 +120,11 @@ class Making(ModelInterface):
 
         Raises:
             ValueError: a file is damaged, something does not fit, or the assistant was trained for other tokens.
-            TypeError: an argument is not known.
+            TypeError: an argument is not known, or of another type.
             OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
         """
         hub_kwargs = check_hub_kwargs(hub_kwargs)
+        target = None if target is None else causal_lm.base_model(target)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
         if eagle3 is not None:
@@ -156,6 +170,7 @@ class Making(ModelInterface):
             if adapter is not None or draft_vocab is not None:
                 raise ValueError("A DFlash draft is taken as it is: leave adapter and draft_vocab out.")
             return cls._from_blocks(draft_model_or_id, target, head, speculation, default)
+        target = None if target is None else causal_lm.base_model(target)
         draft = load_draft(draft_model_or_id, None, target)
         config = SpecDecPPConfig(
             draft_id=draft.config.name_or_path or None, draft_revision=commit_of(draft), **special_tokens(draft)

@@ -190,7 +190,7 @@ def test_a_repository_cannot_write_to_the_terminal(folder: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    assert_error(run("inspect", missing), f"There is no folder '{missing}' either.")
+    assert_error(run("inspect", missing), f"There is no folder '{missing}', and it cannot be a Hub id")
 
 
 def test_no_such_subfolder(folder: Path) -> None:

@@ -108,7 +108,7 @@ def test_demo_shows_a_tree(target: str, tmp_path: Path, monkeypatch: pytest.Monk
     [
         (["--layers", "9"], "must be a number from 1 to 2"),
         (["--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
-        (["--assistant", "/nowhere/at/all"], "Repo id must be in the form"),
+        (["--assistant", "/nowhere/at/all"], "There is no folder '/nowhere/at/all', and it cannot be"),
     ],
 )
 def test_bad_arguments_are_one_line(target: str, arguments: list[str], says: str) -> None:

@@ -23,7 +23,7 @@ from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode
+from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -143,6 +143,7 @@ class AttachedMixin:
     ) -> None:
         original: Any = super()
         assistant: Any = mode_kwargs.get("assistant_model")
+        check_object(assistant)
         if is_attached(assistant, self):
             check_target(self, recurrent=True)
             check_states(self)

@@ -268,7 +268,6 @@ class ModelInterface(PreTrainedModel):
 
     drafter: Any
     head: Any
-    speculation: Any
     ready_drafter: Any
     start_generation: Any
 

@@ -126,6 +126,8 @@ def test_static_caches(static: str, target: CausalLM, assistant: Any) -> None:
 class Ends(StoppingCriteria):
     """As evaluation harnesses have them: a criterion of their own."""
 
+    reads_prefix_only = True
+
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
 
@@ -219,12 +221,26 @@ class Counts(LogitsProcessor):
         return scores
 
 
+class Notes(StoppingCriteria):
+    """As lm-eval's: which rows have ended."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.ended = getattr(self, "ended", [False] * len(input_ids))
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            self.ended[row] |= token < 9
+        return torch.tensor(self.ended)
+
+
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "beams": (lambda: {"num_beams": 2}, "num_beams=2, and it proposes one continuation"),
     "sampled beams": (lambda: {"num_beams": 2, "do_sample": True}, "num_beams=2"),
     "no cache": (lambda: {"use_cache": False}, "use_cache=False"),
     "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
     "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counts()]}, "Counts may keep state"),
+    "criterion in a batch": (
+        lambda: {"input_ids": BATCH, "stopping_criteria": [Notes()], "pad_token_id": 0},
+        "Notes may keep state",
+    ),
     "ends in a batch": (
         lambda: {"input_ids": BATCH, "stopping_criteria": [Ends(torch.arange(9))], "eos_token_id": None},
         "there is no pad_token_id",
