@@ -7,7 +7,7 @@ Importing this package makes `model_type="specdecpp"` known to the Auto classes.
 before a name of it is used (PEP 562).
 """
 
-from importlib import import_module
+import sys
 from typing import TYPE_CHECKING, Any
 
 from hf_specdecpp.registration import register, register_later
@@ -44,8 +44,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    register()
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    register()  # imports all of them, with the assistant
+    value = getattr(sys.modules[f"{__name__}.{_MODULES[name]}"], name)
     globals()[name] = value
     return value
 

@@ -58,9 +58,11 @@ class Repository:
                     f"{path} is missing, so {self.name!r} is not a complete assistant. Download or save it again."
                 )
             return path
+        place = subfolder or None
         with found(self.name):
-            place = {"subfolder": subfolder or None, "revision": self.revision}
-            return Path(hf_hub_download(self.name, filename, **place, **self.hub_kwargs))
+            return Path(
+                hf_hub_download(self.name, filename, subfolder=place, revision=self.revision, **self.hub_kwargs)
+            )
 
     def folder(self, patterns: list[str]) -> Path:
         """Local folder with at least the files that match `patterns`, downloaded if need be.

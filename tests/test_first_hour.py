@@ -141,10 +141,10 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         "assistant_model=SpecDecPPAssistant is not an assistant but its name or class",
     ),
     "the constructor": (
-        lambda p: SpecDecPPAssistant(p / "head"),
+        lambda p: SpecDecPPAssistant(p / "head"),  # type: ignore[arg-type]
         TypeError,
         r"use `model = SpecDecPPAssistant.from_pre",
-    ),  # type: ignore[arg-type]
+    ),
     # without its target
     "target= forgotten": (
         lambda p: p.generate(p.early()),
@@ -196,7 +196,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         "speculation='fixed' must be a SpeculationConfig",
     ),
     "a rule that there is not": (
-        lambda p: p.with_one(lambda a: [setattr(a.speculation, "rule", "fix"), p.generate(a)]),
+        lambda p: p.with_one(lambda a: (vars(a.speculation).update(rule="fix"), p.generate(a))),
         ValueError,
         "rule='fix' is not a stopping rule. Choose one of threshold, throughput",
     ),

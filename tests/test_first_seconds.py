@@ -66,6 +66,12 @@ def test_every_name_is_there_and_no_other() -> None:
         _ = hf_specdecpp.Assistant
 
 
+@pytest.mark.every(5)
+@pytest.mark.parametrize("name", hf_specdecpp.__all__)
+def test_each_name_may_be_the_first(name: str) -> None:
+    assert python(f"from hf_specdecpp import {name}\nprint('true')")
+
+
 def test_checkers_and_the_interpreter_see_the_same_names() -> None:
     """Type checkers read imports, which the interpreter does not make."""
     tree = ast.parse(Path(hf_specdecpp.__file__).read_text(encoding="utf-8"))

@@ -268,6 +268,7 @@ class ModelInterface(PreTrainedModel):
 
     drafter: Any
     head: Any
+    speculation: Any
     ready_drafter: Any
     start_generation: Any
 

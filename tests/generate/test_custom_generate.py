@@ -6,6 +6,7 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,13 +90,12 @@ def test_without_one_candidates_are_looked_up(target: PreTrainedModel, ran: list
 
 
 def test_it_is_loaded_once(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    load = SpecDecPPAssistant.from_pretrained
-    monkeypatch.setattr(SpecDecPPAssistant, "from_pretrained", lambda *a, **k: calls.append(a) or load(*a, **k))
+    load = Mock(side_effect=SpecDecPPAssistant.from_pretrained)
+    monkeypatch.setattr(SpecDecPPAssistant, "from_pretrained", load)
     head = str(save_assistant(tmp_path / "head"))
     for _ in range(2):
         generate(target, assistant=head)
-    assert len(calls) == 1
+    assert load.call_count == 1
 
 
 def test_the_model_is_let_go(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
@@ -448,13 +449,13 @@ def test_constructors(tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
     plain = target.generate(PROMPT, **GREEDY)
     draft = save_model(partly_agreeing(target), tmp_path / "draft")
-    layer = assistant_of("eagle3", target).parts.module
+    layer: Any = assistant_of("eagle3", target).parts.module
     ways = (
         lambda: SpecDecPPAssistant.from_pretrained(save_assistant(tmp_path / "a"), target=target, default=True),
         lambda: SpecDecPPAssistant.from_draft(draft, target, default=True),
         lambda: SpecDecPPAssistant.from_early_exit(target, 2, default=True),
         lambda: SpecDecPPAssistant.from_conditioned(target, 1, default=True),
-        lambda: SpecDecPPAssistant.from_eagle3(target, layer, default=True),  # type: ignore[arg-type]
+        lambda: SpecDecPPAssistant.from_eagle3(target, layer, default=True),
         lambda: SpecDecPPAssistant.from_lookup(target, default=True),
     )
     for make in ways:
@@ -469,3 +470,38 @@ def test_a_default_of_nothing() -> None:
         ValueError, match="default=True makes this the default assistant of a model, and none was given"
     ):
         SpecDecPPAssistant.from_draft(tiny("llama"), default=True)
+
+
+# --- `transformers serve` ---
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_server_of_transformers(streams: bool, target: CausalLM, assistant: Any) -> None:
+    """What answers its requests, on a thread of its own."""
+    serving = pytest.importorskip("transformers.cli.serving.utils", exc_type=ImportError)
+    words, inputs = tokenizer(), {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    async def ask(manager: Any) -> list[str]:
+        if not streams:
+            text, *_ = await manager.generate_non_streaming(target, words, inputs, config, "request")
+            return [text]
+        queue, _ = manager.generate_streaming(target, words, inputs, config, "request")
+        parts = []
+        while (part := await asyncio.wait_for(queue.get(), 60)) is not None:
+            parts.append(part)
+        return parts
+
+    def answer() -> list[str]:
+        manager = serving.GenerateManager()
+        try:
+            return asyncio.run(ask(manager))
+        finally:
+            manager.stop()
+
+    ours = answer()
+    assert assistant.stats.drafted > 0
+    with assistant.paused():
+        plain = answer()
+    assert "".join(ours) == "".join(plain)  # streamed, several accepted tokens come at once
+    assert len(ours) <= len(plain)

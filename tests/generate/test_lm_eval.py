@@ -68,9 +68,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The statistics of each text that our loop made."""
     seen: list[Any] = []
     run = decoding.AssistedDecoding.run
-    monkeypatch.setattr(
-        decoding.AssistedDecoding, "run", lambda self, ids: [run(self, ids), seen.append(self.stats)][0]
-    )
+
+    def noted(self: Any, input_ids: Any) -> Any:
+        result = run(self, input_ids)
+        seen.append(self.stats)
+        return result
+
+    monkeypatch.setattr(decoding.AssistedDecoding, "run", noted)
     return seen
 
 
