@@ -186,9 +186,11 @@ def next_step(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant],
     """How to keep the fastest of ours, by the rows of one set and temperature, fastest first; or what else to try."""
     by_name = {each.name: each for each in contestants}
     ours = ((row["speedup"], by_name[row["contestant"]]) for row in rows)
-    speedup, best = next(((speed, each) for speed, each in ours if each.speculation and not each.alone), (0.0, PLAIN))
+    speedup, best = next(((speed, each) for speed, each in ours if each.speculation is not None), (0.0, PLAIN))
     if best.speculation is None or speedup < PAYS:
-        return "other drafts: --lookup needs none, docs/choosing.md lists the rest"
+        return "another draft, or none (--lookup): docs/choosing.md"
+    if best.alone:
+        return "assistant = SpecDecPPAssistant.from_lookup(model)"
     passes = {name: getattr(assistant.speculation, name) for name in PASSES}
     chosen, usual = asdict(replace(best.speculation, **passes)), asdict(SpeculationConfig())
     told = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != usual[name])
