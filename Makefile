@@ -5,6 +5,7 @@ FLOOR  := .venv-floor
 NEWEST := .venv-newest
 QUANTS := .quantised
 FORMATS := .formats
+HARNESS := .lm-eval
 BIN    := $(VENV)/bin
 MODELS := .models
 ARGS   ?=
@@ -12,7 +13,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats lint format types docs bench-overhead clean
+.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-lm-eval lint format types docs bench-overhead clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -57,6 +58,13 @@ $(FORMATS)/.installed: $(VENV)/.installed
 		speculators hs-connectors loguru pydantic-settings python-dotenv
 	@touch $@
 
+# What it imports, without what would change versions of ours.
+$(HARNESS)/.installed: $(VENV)/.installed
+	@echo "Installing into $(HARNESS): lm-eval"
+	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(HARNESS) \
+		lm_eval sacrebleu portalocker tabulate colorama lxml
+	@touch $@
+
 demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
@@ -78,6 +86,9 @@ test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, wit
 
 test-formats: $(FORMATS)/.installed  ## Run the tests beside the package speculators, which writes EAGLE-3 drafts
 	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/eagle3/test_speculators.py $(ARGS)
+
+test-lm-eval: $(HARNESS)/.installed  ## Run the tests with lm-eval, an assistant among its arguments or by default
+	@$(PYTEST) PYTHONPATH=$(HARNESS) $(BIN)/pytest tests/generate/test_lm_eval.py $(ARGS)
 
 lint: install  ## Check style and format
 	@$(BIN)/ruff check

@@ -3,19 +3,23 @@
     assistant = SpecDecPPAssistant.from_pretrained("org/head", target=model)
     model.generate(**inputs, assistant_model=assistant)
 
-Importing this package registers `model_type="specdecpp"` with the Auto classes.
+Importing this package makes `model_type="specdecpp"` known to the Auto classes. It loads neither torch nor transformers
+before a name of it is used (PEP 562).
 """
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.registration import register
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hf_specdecpp.registration import register, register_later
 from hf_specdecpp.version import __version__
 
-register()
+if TYPE_CHECKING:
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+    from hf_specdecpp.config.assistant import SpecDecPPConfig
+    from hf_specdecpp.config.speculation import SpeculationConfig
+    from hf_specdecpp.estimation.head import AcceptanceHead
+    from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+    from hf_specdecpp.generation.stats import SpeculationStats
 
 __all__ = [
     "AcceptanceHead",
@@ -26,3 +30,28 @@ __all__ = [
     "SpeculationStats",
     "__version__",
 ]
+
+_MODULES = {
+    "AcceptanceHead": "estimation.head",
+    "SpecDecPPAssistant": "assistant",
+    "SpecDecPPCandidateGenerator": "generation.candidate_generator",
+    "SpecDecPPConfig": "config.assistant",
+    "SpeculationConfig": "config.speculation",
+    "SpeculationStats": "generation.stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    register()  # imports all of them, with the assistant
+    value = getattr(sys.modules[f"{__name__}.{_MODULES[name]}"], name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))
+
+
+register_later()

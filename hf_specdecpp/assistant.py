@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,22 +49,31 @@ class SpecDecPPAssistant(Making):
 
     # Using one -------------------------------------------------------------------------------------------------------
 
-    def attach(self, target: CausalLM) -> None:
+    def attach(self, target: CausalLM, default: bool = False) -> None:
         """Make `target.generate(assistant_model=self)` use our decoding loop. May be called for several targets.
 
         Nothing else about the target changes, and `detach` restores it exactly.
 
+        Args:
+            target: the model to draft for.
+            default: whether `target.generate()` without an assistant uses it, too. A call that it cannot help with is
+                a plain one, and says so once, with the reason (`stats.refusal`). The target keeps its default assistant
+                alive. Attaching again changes this, and the latest default of a target is its only one.
+
         Raises:
-            ValueError: the target cannot be assisted, or speaks other tokens than the draft.
+            TypeError: the target is no model.
+            ValueError: it cannot be assisted, or speaks other tokens than the draft.
         """
         target = causal_lm.base_model(target)
         check_hash(target, self.config.vocab_hash, self.config.target_id)
         warn_of_drift(target, self.config.target_id, self.config.target_revision)
         if self.kind.rests_on == "target":
-            self._draft_with(target)
+            with self._made_for(target):
+                self._draft_with(target)
         elif (model := self.ready_drafter().model) is not None:
             check_same_tokenizer(target, model)
         attached.attach(self, target)
+        attached.set_default(self, target, default)
         self.config.note_target(target)
 
     def detach(self, target: CausalLM | None = None) -> None:
@@ -74,6 +84,22 @@ class SpecDecPPAssistant(Making):
                 attached.detach(self, model)
                 self.packed.clear()
                 self.int8.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, calls without an assistant are plain ones, though this is a target's default assistant.
+
+        `assistant_model=None` says nothing to transformers, so a single call cannot leave its default out.
+        """
+        targets = [target for target in attached.targets_of(self) if attached.is_default(self, target)]
+        for target in targets:
+            attached.set_default(self, target, False)
+        try:
+            yield
+        finally:
+            for target in targets:
+                if attached.is_attached(self, target):
+                    attached.set_default(self, target, True)
 
     @property
     def estimator(self) -> Estimator:
@@ -183,6 +209,17 @@ class SpecDecPPAssistant(Making):
         return publishing.push(self.contents(calibration), repo_id, **kwargs)
 
     # Details ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _made_for(self, target: CausalLM) -> Iterator[None]:
+        """What does not fit a target within is said together with whose assistant it is."""
+        made_for, name = self.config.target_id, target.config.name_or_path
+        try:
+            yield
+        except ValueError as error:
+            if made_for in (None, name):
+                raise
+            raise ValueError(f"{error} This assistant was made for {made_for!r}, and the target is {name!r}.") from None
 
     def _draft_with(self, target: CausalLM) -> None:
         """Make the draft of this target."""

@@ -58,9 +58,11 @@ def demo(
 ) -> None:
     """Answer prompts with and without the assistant, and compare tokens and times."""
     from hf_specdecpp.demo import run
+    from hf_specdecpp.models.loading import quiet_loading
 
     try:
-        run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup)
+        with quiet_loading():
+            run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup)
     except (ValueError, OSError) as error:
         _fail(str(error))
 
@@ -100,10 +102,12 @@ def bench(**options: Any) -> None:
     """Time plain generation, its rivals and every rule on the same prompts (exit code 1 if a text is wrong)."""
     try:
         from hf_specdecpp.benchmark.command import run
+        from hf_specdecpp.models.loading import quiet_loading
     except ImportError as error:
         _fail(f"The benchmark needs {error.name}. Install the extra: pip install 'hf-specdecpp[bench]'.")
     try:
-        lossless = run(settings_from(BenchmarkConfig, options), _console())
+        with quiet_loading():
+            lossless = run(settings_from(BenchmarkConfig, options), _console())
     except (ValueError, OSError) as error:
         _fail(str(error))
     if not lossless:
@@ -138,6 +142,7 @@ def inspect(
 
     from hf_specdecpp.files import Repository
     from hf_specdecpp.hub import conversion, inspection
+    from hf_specdecpp.models.loading import quiet_loading
 
     repository = Repository(repo, revision, subfolder)
     try:
@@ -147,14 +152,19 @@ def inspect(
             repository, target = Repository(str(convert)), None
         report = inspection.inspect(repository)
         name, commit = _pin(target)
-        found = inspection.self_check(repository, name, commit) if name is not None and report.sound else None
+        with quiet_loading():
+            found = inspection.self_check(repository, name, commit) if name is not None and report.sound else None
     except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(str(error) + ("" if repository.is_local else f" There is no folder {repo!r} either."))
+        _fail(_about(error, repo))
     _show(report, _console())
     if found is not None:
         _show_readings(found, _console())
     if not report.sound:
         raise typer.Exit(1)
+    place = {"revision": repository.revision, "subfolder": repository.subfolder}
+    further = "".join(f", {name}={value!r}" for name, value in place.items() if value)
+    use = f"SpecDecPPAssistant.from_pretrained({repository.name!r}, target=model{further})"
+    _console().print(_text(f"next      {use}"))
 
 
 @app.command()
@@ -167,15 +177,15 @@ def export(
 ) -> None:
     """Write the draft of an assistant as vLLM, SGLang and llama.cpp serve it, and say with which commands."""
     from huggingface_hub.errors import EntryNotFoundError
-    from transformers.utils import logging
 
     from hf_specdecpp.hub.exporting import export as write
+    from hf_specdecpp.models.loading import quiet_loading
 
-    logging.disable_progress_bar()
     try:
-        exported = write(assistant, output, target)
+        with quiet_loading():
+            exported = write(assistant, output, target)
     except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(str(error) + ("" if Path(assistant).is_dir() else f" There is no folder {assistant!r} either."))
+        _fail(_about(error, assistant))
     _show_commands(exported, output, _console())
 
 
@@ -183,6 +193,12 @@ def _fail(message: str) -> NoReturn:
     """One line to stderr and exit code 1: these errors have a cause outside the program."""
     _console(stderr=True).print(_text(f"Error: {' '.join(message.split())}"), soft_wrap=True)
     raise typer.Exit(1) from None
+
+
+def _about(error: Exception, name: str) -> str:
+    """An error in reading a repository; of one that the Hub does not know, that it is no folder either."""
+    is_said = isinstance(error, FileNotFoundError) or Path(name).is_dir()
+    return str(error) if is_said else f"{error} There is no folder {name!r} either."
 
 
 def _pin(model: str | None) -> tuple[str | None, str | None]:

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
-from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli_options import parse_layers
@@ -62,7 +61,6 @@ def run(
     Raises:
         typer.Exit: code 1 if a greedy answer differs with the assistant.
     """
-    logging.disable_progress_bar()
     with console.status(f"loading {target}"):
         model, tokenizer = load_model(target), load_tokenizer(target)
     _print("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
@@ -92,7 +90,9 @@ def run(
         _show_tree(helper.last_tree, tokenizer)
     elif tree:
         console.print(f"\nNo tree to show: no round of rule={helper.speculation.rule!r} was worth a candidate.")
-    if differing:
+    if not differing:
+        _show_next(target, assistant, layers, lookup)
+    else:
         _print(f"{differing} answers differ: please report this.", style="bold red")
         raise typer.Exit(1)
 
@@ -171,6 +171,20 @@ def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) ->
     )
     if sample:
         console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
+
+
+def _show_next(target: str, assistant: str | None, layers: str, lookup: bool) -> None:
+    """What to type next: it is measured, an assistant is trained where none was given, and how this one is used."""
+    if assistant is not None:
+        made, ours = f"from_pretrained({assistant!r}, target=model)", f"--assistant {assistant}"
+    elif lookup:
+        made, ours = "from_lookup(model)", "--lookup"
+    else:
+        made, ours = f"from_early_exit(model, layers={parse_layers(layers)})", f"--layers {layers}"
+    _print("\nmeasure it", f"  specdecpp bench --target {target} {ours} --quick")
+    if assistant is None:
+        _print("train one ", f"  specdecpp train --target {target} --data FILE --output DIR")
+    _print("use it    ", f"  assistant = SpecDecPPAssistant.{made}; model.generate(..., assistant_model=assistant)")
 
 
 def _show_tree(drawn: DrawnTree, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import cached_assets_path, hf_hub_download, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -58,9 +58,11 @@ class Repository:
                     f"{path} is missing, so {self.name!r} is not a complete assistant. Download or save it again."
                 )
             return path
-        return Path(
-            hf_hub_download(self.name, filename, subfolder=subfolder or None, revision=self.revision, **self.hub_kwargs)
-        )
+        place = subfolder or None
+        with found(self.name):
+            return Path(
+                hf_hub_download(self.name, filename, subfolder=place, revision=self.revision, **self.hub_kwargs)
+            )
 
     def folder(self, patterns: list[str]) -> Path:
         """Local folder with at least the files that match `patterns`, downloaded if need be.
@@ -73,7 +75,10 @@ class Repository:
             root = Path(self.name)
         else:
             wanted = ["/".join(part for part in (self.subfolder, pattern) if part) for pattern in patterns]
-            root = Path(snapshot_download(self.name, revision=self.revision, allow_patterns=wanted, **self.hub_kwargs))
+            with found(self.name):
+                root = Path(
+                    snapshot_download(self.name, revision=self.revision, allow_patterns=wanted, **self.hub_kwargs)
+                )
         folder = root / (self.subfolder or "")
         if not folder.is_dir():
             raise FileNotFoundError(f"{self.name!r} has no folder {self.subfolder!r} with the files of an assistant.")
@@ -82,6 +87,19 @@ class Repository:
     def commit(self, path: Path) -> str | None:
         """The commit hash that a downloaded file came from; `None` for a folder."""
         return None if self.is_local else extract_commit_hash(str(path), None)
+
+
+@contextmanager
+def found(name: str) -> Iterator[None]:
+    """What goes wrong within, where a Hub id is looked for, says that there is no folder of this name."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise FileNotFoundError(f"There is no folder {name!r}, and it cannot be a Hub id: {error}") from None
+    except LocalEntryNotFoundError as error:
+        raise LocalEntryNotFoundError(
+            f"{name!r} is no folder here, and as a Hub id it is neither in the local cache nor reached: {error}"
+        ) from error
 
 
 def read_json(path: Path, most_bytes: int | None = None) -> Any:

@@ -64,12 +64,25 @@ class Making(ModelInterface):
         self.kind = kind_of(config)
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
-        self.speculation = speculation or SpeculationConfig.from_dict(config.speculation)
+        self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.stats = SpeculationStats()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """The settings of a run."""
+        return self._speculation
+
+    @speculation.setter
+    def speculation(self, value: SpeculationConfig) -> None:
+        if not isinstance(value, SpeculationConfig):
+            raise TypeError(
+                f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
+            )
+        self._speculation = value
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -84,6 +97,7 @@ class Making(ModelInterface):
         draft: CausalLM | str | Path | None = None,
         merge: bool = True,
         eagle3: dict[str, Any] | None = None,
+        default: bool = False,
         **hub_kwargs: Any,
     ) -> Self:
         """Load draft, adapter, head and options from a Hub repo or a folder.
@@ -101,14 +115,16 @@ class Making(ModelInterface):
             eagle3: how to read an EAGLE-3 draft of others where its config is silent or wrong: `norm_before_residual`,
                 `norm_output`, `rope_theta`, or `reads`, the target's layers whose outputs it reads, counted from 0.
                 `specdecpp inspect REPO --target ID` finds out.
+            default: make it the target's default assistant, which calls without one use, too (`attach`).
             hub_kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`: passed to every download.
 
         Raises:
             ValueError: a file is damaged, something does not fit, or the assistant was trained for other tokens.
-            TypeError: an argument is not known.
+            TypeError: an argument is not known, or of another type.
             OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
         """
         hub_kwargs = check_hub_kwargs(hub_kwargs)
+        target = None if target is None else causal_lm.base_model(target)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
         if eagle3 is not None:
@@ -121,8 +137,7 @@ class Making(ModelInterface):
             device = placed.device
         if device is not None:
             assistant.to(device)  # type: ignore[arg-type]
-        if target is not None:
-            assistant.attach(target)
+        assistant._begin_with(target, default)
         return assistant.eval()
 
     @classmethod
@@ -134,6 +149,7 @@ class Making(ModelInterface):
         head: AcceptanceHead | None = None,
         draft_vocab: Tensor | Sequence[int] | None = None,
         speculation: SpeculationConfig | None = None,
+        default: bool = False,
     ) -> Self:
         """Draft with a model of its own.
 
@@ -145,6 +161,7 @@ class Making(ModelInterface):
             head: acceptance head trained for this draft.
             draft_vocab: token ids that the draft may propose, all by default.
             speculation: settings of a run.
+            default: make it the target's default assistant, which calls without one use, too (`attach`).
 
         Raises:
             ValueError: the draft, head or vocabulary does not fit.
@@ -152,7 +169,8 @@ class Making(ModelInterface):
         if DFLASH.names_one(draft_model_or_id):
             if adapter is not None or draft_vocab is not None:
                 raise ValueError("A DFlash draft is taken as it is: leave adapter and draft_vocab out.")
-            return cls._from_blocks(draft_model_or_id, target, head, speculation)
+            return cls._from_blocks(draft_model_or_id, target, head, speculation, default)
+        target = None if target is None else causal_lm.base_model(target)
         draft = load_draft(draft_model_or_id, None, target)
         config = SpecDecPPConfig(
             draft_id=draft.config.name_or_path or None, draft_revision=commit_of(draft), **special_tokens(draft)
@@ -163,8 +181,7 @@ class Making(ModelInterface):
         assistant = cls(config, Drafter(draft, parts.draft_vocab), head, parts, speculation)
         if head is not None:
             head.to(draft.device)
-        if target is not None:
-            assistant.attach(target)
+        assistant._begin_with(target, default)
         return assistant.eval()
 
     @classmethod
@@ -177,20 +194,22 @@ class Making(ModelInterface):
         draft_vocab: Tensor | Sequence[int] | None = None,
         speculation: SpeculationConfig | None = None,
         merge: bool = True,
+        default: bool = False,
     ) -> Self:
         """Draft with some of the target's own layers, and attach to it. Move the target to its device before.
 
         Args:
             target: the model to draft for and with. Its tensors are shared, not copied, and never changed.
             layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
-            adapter, head, draft_vocab, speculation: as in `from_draft`.
+            adapter, head, draft_vocab, speculation, default: as in `from_draft`.
             merge: merge the adapter into copies of the weights that it changes. `False` saves their memory, which is
                 that of `layers`, but a draft step computes the adapter each time and takes about twice as long.
 
         Raises:
             ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
         """
-        return cls._from_layers(EARLY_EXIT, target, layers, _parts(adapter, draft_vocab, merge), head, speculation)
+        parts = _parts(adapter, draft_vocab, merge)
+        return cls._from_layers(EARLY_EXIT, target, layers, parts, head, speculation, default)
 
     @classmethod
     def from_conditioned(
@@ -204,6 +223,7 @@ class Making(ModelInterface):
         draft_vocab: Tensor | Sequence[int] | None = None,
         speculation: SpeculationConfig | None = None,
         merge: bool = True,
+        default: bool = False,
     ) -> Self:
         """Draft with some of the target's own layers that read its hidden states, and attach to it.
 
@@ -214,14 +234,14 @@ class Making(ModelInterface):
             target, layers: as in `from_early_exit`.
             reads: indices of the target's layers whose outputs are read beside its final state.
             fusion: trained, with its own `reads`; by default an untrained one.
-            adapter, head, draft_vocab, speculation, merge: as in `from_early_exit`.
+            adapter, head, draft_vocab, speculation, merge, default: as in `from_early_exit`.
 
         Raises:
             ValueError: the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
         """
         fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
         parts = _parts(adapter, draft_vocab, merge, fusion)
-        return cls._from_layers(CONDITIONED, target, layers, parts, head, speculation)
+        return cls._from_layers(CONDITIONED, target, layers, parts, head, speculation, default)
 
     @classmethod
     def from_eagle3(
@@ -230,26 +250,28 @@ class Making(ModelInterface):
         draft: Eagle3Model,
         head: AcceptanceHead | None = None,
         speculation: SpeculationConfig | None = None,
+        default: bool = False,
     ) -> Self:
         """Draft with an EAGLE-3 layer in memory, and attach to the target; `from_pretrained` loads one.
 
         Args:
             target: the model to draft for.
             draft: trained (`specdecpp train --draft eagle3`), or read by `eagle3.checkpoint.read_model`.
-            head, speculation: as in `from_draft`.
+            head, speculation, default: as in `from_draft`.
 
         Raises:
             ValueError: the draft was made for another target, or the head for another draft.
         """
         config = SpecDecPPConfig(draft_kind=EAGLE3.name)
         assistant = cls(config, None, head, Parts(module=draft), speculation)
-        assistant.attach(target)
+        assistant.attach(target, default)
         return assistant.eval()
 
     @classmethod
     def _from_blocks(
-        cls, draft: Any, target: CausalLM | None, head: AcceptanceHead | None, speculation: SpeculationConfig | None
-    ) -> Self:
+        cls, draft: Any, target: CausalLM | None, head: AcceptanceHead | None, speculation: SpeculationConfig | None,
+        default: bool,
+    ) -> Self:  # fmt: skip
         """`from_draft` with a DFlash draft."""
         if isinstance(draft, str | Path):
             config = load_config(repository := Repository(str(draft)))
@@ -257,12 +279,11 @@ class Making(ModelInterface):
         else:
             config, module = DFLASH.of_model(draft)
         assistant = cls(config, None, head, Parts(module=module), speculation)
-        if target is not None:
-            assistant.attach(target)
+        assistant._begin_with(target, default)
         return assistant.eval()
 
     @classmethod
-    def from_lookup(cls, target: CausalLM, speculation: SpeculationConfig | None = None) -> Self:
+    def from_lookup(cls, target: CausalLM, speculation: SpeculationConfig | None = None, default: bool = False) -> Self:
         """No draft: candidates are what followed in the text before, after the same tokens (`docs/lookup.md`).
 
         They cost nothing, and any target has them at once. Where texts repeat themselves, as in rewriting, summaries,
@@ -271,11 +292,12 @@ class Making(ModelInterface):
         Args:
             target: attach to this model.
             speculation: settings of a run, in which `lookup` is set; by default `rule="throughput"`.
+            default: as in `from_draft`.
         """
         assistant = cls(SpecDecPPConfig(draft_kind=LOOKUP.name), NoDraft(), speculation=speculation)
         chosen = speculation or SpeculationConfig(rule="throughput")
         assistant.speculation = replace(chosen, lookup=True)
-        assistant.attach(target)
+        assistant.attach(target, default)
         return assistant.eval()
 
     @classmethod
@@ -287,6 +309,7 @@ class Making(ModelInterface):
         parts: Parts,
         head: AcceptanceHead | None,
         speculation: SpeculationConfig | None,
+        default: bool,
     ) -> Self:
         """What the two above have in common."""
         target = causal_lm.base_model(target)
@@ -294,8 +317,18 @@ class Making(ModelInterface):
         chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=chosen)
         assistant = cls(config, None, head, parts, speculation)
-        assistant.attach(target)
+        assistant.attach(target, default)
         return assistant.eval()
+
+    def _begin_with(self, target: CausalLM | None, default: bool) -> None:
+        """Attach to a target, if there is one."""
+        if target is not None:
+            self.attach(target, default)
+        elif default:
+            raise ValueError(
+                "default=True makes this the default assistant of a model, and none was given. Pass target=model, or "
+                "call assistant.attach(model, default=True)."
+            )
 
 
 def _parts(

@@ -1,43 +1,76 @@
-"""Make transformers know `model_type="specdecpp"`: Auto classes, and `pipeline(assistant_model="org/repo")`."""
+"""Make transformers know `model_type="specdecpp"`: Auto classes, and `pipeline(assistant_model="org/repo")`.
+
+Every way to an assistant by its name begins with `AutoConfig`. So that alone is told of us as the package is imported,
+or as soon as transformers' module with it is; the rest, which imports torch and the models, follows when the config of
+an assistant is met.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
 from typing import Any
 
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.models.loading import load_tokenizer
+MODEL_TYPE = "specdecpp"  # of `SpecDecPPConfig`, which is not imported for it
+AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 
 
-class DraftTokenizer(PreTrainedTokenizerFast):
-    """`AutoTokenizer.from_pretrained(assistant)`: the tokenizer of the model that the assistant was trained for.
+class ConfigOnDemand:
+    """What `AutoConfig` takes for the class of our config, which answers in its place as soon as it is asked."""
 
-    Pipelines load a tokenizer for every assistant. An assistant's repository has none of its own.
-    """
+    model_type = MODEL_TYPE
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return register()(*args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        passed_on = ("cache_dir", "token", "local_files_only")
-        hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
-        place = {key: kwargs[key] for key in ("revision", "subfolder") if kwargs.get(key) is not None}
-        config = SpecDecPPConfig.from_pretrained(name, **place, **hub_kwargs)
-        model, commit = config.draft_id, config.draft_revision
-        if model is None:
-            model, commit = config.target_id, config.target_revision
-        if model is None:
-            raise ValueError(
-                f"The config.json of {name!r} names no draft_id and no target_id, so no tokenizer is known."
-            )
-        return load_tokenizer(model, commit, **hub_kwargs)
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return register().from_dict(config_dict, **kwargs)
 
 
-def register() -> None:
-    """Called on import of the package; calling it again changes nothing."""
-    AutoConfig.register(SpecDecPPConfig.model_type, SpecDecPPConfig, exist_ok=True)
+class _Watch(MetaPathFinder):
+    """Calls `_announce` once the module with `AutoConfig` has been imported."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        if name != AUTO_CONFIG:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_announce(module: Any) -> None:
+            execute(module)
+            _announce(module)
+
+        spec.loader.exec_module = execute_and_announce
+        return spec
+
+
+def _announce(module: Any) -> None:
+    module.AutoConfig.register(MODEL_TYPE, ConfigOnDemand, exist_ok=True)
+
+
+def register_later() -> None:
+    """Called on import of the package: `AutoConfig` learns of us without anything being imported for it."""
+    if AUTO_CONFIG in sys.modules:
+        _announce(sys.modules[AUTO_CONFIG])
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def register() -> Any:
+    """Tell all Auto classes, and return the class of our config. Calling it again changes nothing."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from hf_specdecpp.assistant import SpecDecPPAssistant
+    from hf_specdecpp.config.assistant import SpecDecPPConfig
+    from hf_specdecpp.hub.tokenizer import DraftTokenizer
+
+    AutoConfig.register(MODEL_TYPE, SpecDecPPConfig, exist_ok=True)
     AutoModelForCausalLM.register(SpecDecPPConfig, SpecDecPPAssistant, exist_ok=True)
     AutoTokenizer.register(SpecDecPPConfig, fast_tokenizer_class=DraftTokenizer, exist_ok=True)
     # Pipelines look the class of an assistant up by name in the transformers module, and nowhere else.
     transformers.SpecDecPPAssistant = SpecDecPPAssistant  # type: ignore[attr-defined]
+    return SpecDecPPConfig

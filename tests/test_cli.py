@@ -78,6 +78,7 @@ def test_sound(folder: Path) -> None:
         "rule=threshold",
         f"hf_specdecpp {__version__}, transformers",
         "All files are sound.",
+        "next SpecDecPPAssistant.from_pretrained(",
     ):
         assert fact in output
     for name in FILES:
@@ -140,6 +141,7 @@ def test_not_sound(folder: Path) -> None:
     assert "PROBLEM acceptance_head.safetensors acceptance_head.safetensors is incomplete" in output
     assert "warning pytorch_model.bin looks like a pickle" in output
     assert "2 of 5 files have problems." in output
+    assert "next" not in output
 
 
 def test_settings_are_words_and_not_python(folder: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_repository_cannot_write_to_the_terminal(folder: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    assert_error(run("inspect", missing), f"There is no folder '{missing}' either.")
+    assert_error(run("inspect", missing), f"There is no folder '{missing}', and it cannot be a Hub id")
 
 
 def test_no_such_subfolder(folder: Path) -> None:

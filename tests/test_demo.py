@@ -40,6 +40,13 @@ def test_demo_compares_and_reports(target: str, mode: list[str]) -> None:
         assert part in result.output
     assert result.output.count("equal: all 12 tokens") == (0 if mode else 2)
     assert "24 in" in result.output
+    assert result.output.splitlines()[-3:] == [
+        f"measure it  specdecpp bench --target {target} --layers 1 --quick",
+        f"train one   specdecpp train --target {target} --data FILE --output DIR",
+        "use it      assistant = SpecDecPPAssistant.from_early_exit(model, layers=1); model.generate(..., "
+        "assistant_model=assistant)",
+    ]
+    assert "Loading weights" not in result.output
 
 
 def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +72,7 @@ def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.Monk
     assert result.exit_code == 1
     assert "different from token" in result.output
     assert "answers differ" in result.output
+    assert "measure it" not in result.output
 
 
 def test_brackets_are_printed_as_they_are(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,7 +116,7 @@ def test_demo_shows_a_tree(target: str, tmp_path: Path, monkeypatch: pytest.Monk
     [
         (["--layers", "9"], "must be a number from 1 to 2"),
         (["--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
-        (["--assistant", "/nowhere/at/all"], "Repo id must be in the form"),
+        (["--assistant", "/nowhere/at/all"], "There is no folder '/nowhere/at/all', and it cannot be"),
     ],
 )
 def test_bad_arguments_are_one_line(target: str, arguments: list[str], says: str) -> None:

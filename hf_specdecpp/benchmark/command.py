@@ -30,12 +30,12 @@ from hf_specdecpp.benchmark.replay.runner import replay, text_sets
 from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
 from hf_specdecpp.benchmark.run_log import BATCHES, RESULTS, ROUNDS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
-from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, speed_table, summarise
+from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, next_step, overall, speed_table, summarise
 from hf_specdecpp.files import save_text
 from hf_specdecpp.kinds.known import describe, kind_of
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.models.loading import load_model, show_bars
 from hf_specdecpp.provenance import command, commit_of
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
@@ -58,7 +58,6 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     read_costs(config.costs, lambda: PAPER)  # a mistake is found now, not after an hour of generations
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    logging.disable_progress_bar()  # of loading; ours come later
     config = _quicker(config) if config.quick else config
     target, assistant = load(config)
     config = _without_replays(config, kind_of(assistant.config).cannot.get("replays"))
@@ -66,7 +65,7 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     questions = _questions(config)
     settings = _settings(config, target, assistant, questions)
     log = RunLog(config.output, settings)
-    logging.enable_progress_bar()
+    show_bars()  # ours, after those of loading
     if config.live:
         live = LiveBenchmark(target, assistant, log, config.max_new_tokens, config.seed, config.attempts)
         live.run(questions, contestants, config.temperatures)
@@ -79,9 +78,12 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     write(results, config.output)
     report.print_report(results, console)
     console.print(f"Written to {config.output}: {RESULTS}, report.md, pictures.")
+    if lossless := report.lossless(results):
+        fastest = overall(results["summary"], config.temperatures[0])
+        console.print(f"next      {next_step(fastest, contestants, assistant)}", soft_wrap=True)
     if config.card is not None:
         save_text(json.dumps(results["speeds"], indent=2) + "\n", config.card)
-    return report.lossless(results)
+    return lossless
 
 
 def write(results: dict[str, Any], folder: Path) -> None:

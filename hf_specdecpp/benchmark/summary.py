@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
-from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, SAME_PASSES, Contestant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.benchmark.contestants import BASELINES, PASSES, PLAIN, SAME_PASSES, Contestant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.intervals import median_of_ratios
 
 ALL = "all"  # the sets together
@@ -177,6 +180,22 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     if gain > LOSES:
         return f"Speculation neither pays nor costs here: the fastest, {runs}.{more}"
     return f"Speculation does not pay here: even the fastest, {runs}.{more} Take a larger target or a cheaper draft."
+
+
+def next_step(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant], assistant: SpecDecPPAssistant) -> str:
+    """How to keep the fastest of ours, by the rows of one set and temperature, fastest first; or what else to try."""
+    by_name = {each.name: each for each in contestants}
+    ours = ((row["speedup"], by_name[row["contestant"]]) for row in rows)
+    speedup, best = next(((speed, each) for speed, each in ours if each.speculation is not None), (0.0, PLAIN))
+    if best.speculation is None or speedup < PAYS:
+        return "another draft, or none (--lookup): docs/choosing.md"
+    if best.alone:
+        return "assistant = SpecDecPPAssistant.from_lookup(model)"
+    passes = {name: getattr(assistant.speculation, name) for name in PASSES}
+    chosen, usual = asdict(replace(best.speculation, **passes)), asdict(SpeculationConfig())
+    told = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != usual[name])
+    without_head = "; assistant.head = None" if assistant.head is not None and not best.with_head else ""
+    return f"assistant.speculation = SpeculationConfig({told}){without_head}"
 
 
 def _over_plain(row: dict[str, Any]) -> tuple[float, float]:

@@ -7,11 +7,14 @@ it. Nothing else of the target is touched, and only calls with an attached assis
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+from transformers.utils import logging
 
 from hf_specdecpp.caches.rollback import check_states
 from hf_specdecpp.caches.static_targets import as_static, forward_of, prepare_static
@@ -20,7 +23,7 @@ from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
-from hf_specdecpp.generation.refusals import check_batch, check_inputs, check_mode
+from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -49,6 +52,9 @@ class Assistant(Protocol):
 # Which assistants are attached to which target. Kept here, so that a target's attributes stay as they are.
 _attached: WeakKeyDictionary[CausalLM, WeakSet[nn.Module]] = WeakKeyDictionary()
 
+logger = logging.get_logger("hf_specdecpp")
+
+BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.GROUP_BEAM_SEARCH)
 # Arguments of transformers' decoding method that are not for the model's forward.
 MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
 
@@ -84,6 +90,7 @@ def detach(assistant: nn.Module, target: CausalLM) -> None:
     if assistants is None or assistant not in assistants:
         return
     assistants.discard(assistant)
+    set_default(assistant, target, False)
     _restore_class(ref(target))
 
 
@@ -99,6 +106,18 @@ def is_attached(assistant: Any, target: CausalLM) -> bool:
     return assistant in _attached.get(target, ())
 
 
+def is_default(assistant: Any, target: CausalLM) -> bool:
+    """Whether calls without an assistant run this one."""
+    return isinstance(target, AttachedMixin) and target.default_assistant is assistant
+
+
+def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
+    """Whether calls without an assistant are to run this attached one, in the place of another one; if not, any other
+    stays."""
+    if value or is_default(assistant, target):
+        type(target).default_assistant = assistant if value else None
+
+
 def targets_of(assistant: nn.Module) -> list[CausalLM]:
     """All targets that an assistant is attached to."""
     return [target for target, assistants in _attached.items() if assistant in assistants]
@@ -110,13 +129,21 @@ def original_class(target: CausalLM) -> type[CausalLM]:
 
 
 class AttachedMixin:
-    """Overrides of an attached target. Calls without an attached assistant go to the original methods."""
+    """Overrides of an attached target. Calls without an attached assistant go to the original methods.
+
+    Attributes:
+        default_assistant: drafts for calls without an assistant. It belongs to the class, which is the target's own, so
+            that neither the target's attributes nor its copies have it, and that it lives as long as the target.
+    """
+
+    default_assistant: ClassVar[Any] = None
 
     def _validate_generation_mode(
         self: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
     ) -> None:
         original: Any = super()
         assistant: Any = mode_kwargs.get("assistant_model")
+        check_object(assistant)
         if is_attached(assistant, self):
             check_target(self, recurrent=True)
             check_states(self)
@@ -126,7 +153,36 @@ class AttachedMixin:
             # Nor are several sequences a matter for it.
             config = copy.copy(config)
             config.num_return_sequences = 1
+        elif self.default_assistant is not None and mode in BEAMS:
+            _leave_out(self, f"num_beams={config.num_beams}, and it proposes one continuation of one sequence.")
         original._validate_generation_mode(mode, config, mode_kwargs)
+
+    def _sample(
+        self: CausalLM,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        original: Any = super()
+        given = input_ids, logits_processor, stopping_criteria, generation_config
+        # As another model's draft it has to say how sure it is of each token.
+        if self.default_assistant is None or generation_config.is_assistant:
+            return original._sample(*given, **kwargs)
+        try:
+            check_target(self, recurrent=True)
+            check_states(self)
+            check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
+            decode = _decoding(self, self.default_assistant, *given, **kwargs)
+        except ValueError as refusal:
+            _leave_out(self, str(refusal))
+        else:
+            try:
+                return decode(input_ids)
+            except LateRefusalError as refusal:
+                _leave_out(self, str(refusal))
+        return original._sample(*given, **kwargs)
 
     # `inputs_tensor` is named because transformers reads from the signature whether to pass it.
     def _assisted_decoding(
@@ -137,45 +193,14 @@ class AttachedMixin:
         generation_config: GenerationConfig,
         inputs_tensor: Tensor | None = None,
         assistant_model: Any = None,
-        streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
         original: Any = super()
+        given = input_ids, logits_processor, stopping_criteria, generation_config
         if not is_attached(assistant_model, self):
-            kwargs |= {"inputs_tensor": inputs_tensor, "assistant_model": assistant_model, "streamer": streamer}
-            return original._assisted_decoding(
-                input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
-            )
-        model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
-        check_inputs(input_ids, model_kwargs)
-        assistant: Assistant = assistant_model
-        prepare_static(self, input_ids, model_kwargs, generation_config, assistant.speculation.tree is not None)
-        mask = model_kwargs.get("attention_mask")
-        count = input_ids.shape[0]
-        if is_spread(self):
-            check_ranks(self, assistant.speculation, Processing(logits_processor), count)
-        if count > 1:
-            has_trees = assistant.speculation.tree is not None
-            check_batch(self, model_kwargs, generation_config, logits_processor, stopping_criteria, streamer, has_trees)
-            masks = [None] * count if mask is None else mask.split(1)
-            generators: list[SpecDecPPCandidateGenerator] = []
-            for row, own in enumerate(masks):
-                processors = for_row(logits_processor, row, count)
-                products = generators[0].products if generators else None
-                generators.append(assistant.start_generation(self, generation_config, processors, own, count, products))
-            try:
-                return BatchDecoding(self, generators, stopping_criteria, generation_config, model_kwargs).run(
-                    input_ids
-                )
-            finally:
-                assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
-        # First, since the layers of a compiled target keep their own products.
-        forward = forward_of(self, model_kwargs, generation_config)
-        known_as = as_static(generation_config, model_kwargs)
-        generator = assistant.start_generation(self, known_as, logits_processor, mask)
-        kind = RankDecoding if is_spread(self) else AssistedDecoding
-        decoding = kind(self, generator, stopping_criteria, generation_config, streamer, model_kwargs, forward)
-        return decoding.run(input_ids)
+            kwargs |= {"inputs_tensor": inputs_tensor, "assistant_model": assistant_model}
+            return original._assisted_decoding(*given, **kwargs)
+        return _decoding(self, assistant_model, *given, **kwargs)(input_ids)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle of an attached target is an ordinary, unattached model. Made by `object.__new__`, since
@@ -183,3 +208,67 @@ class AttachedMixin:
         reduced: Any = super().__reduce_ex__(protocol)
         _, _, *state = reduced
         return (object.__new__, (original_class(self),), *state)
+
+
+def _decoding(
+    target: CausalLM,
+    assistant: Assistant,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: GenerationConfig,
+    streamer: Any = None,
+    **kwargs: Any,
+) -> Callable[[Tensor], Any]:
+    """What runs a `generate()` call with an assistant: a function of `input_ids`. All but its run is done here.
+
+    Raises:
+        ValueError: the call cannot be assisted. Nothing has been read then, and nothing drawn.
+    """
+    model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+    check_inputs(input_ids, model_kwargs)
+    prepare_static(target, input_ids, model_kwargs, config, assistant.speculation.tree is not None)
+    count = input_ids.shape[0]
+    if is_spread(target):
+        check_ranks(target, assistant.speculation, Processing(logits_processor), count)
+    if count > 1:
+        has_trees = assistant.speculation.tree is not None
+        check_batch(target, model_kwargs, config, logits_processor, stopping_criteria, streamer, has_trees)
+        return _batch_decoding(target, assistant, logits_processor, stopping_criteria, config, model_kwargs, count)
+    # First, since the layers of a compiled target keep their own products.
+    forward = forward_of(target, model_kwargs, config)
+    known_as = as_static(config, model_kwargs)
+    generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
+    kind = RankDecoding if is_spread(target) else AssistedDecoding
+    return kind(target, generator, stopping_criteria, config, streamer, model_kwargs, forward).run
+
+
+def _batch_decoding(
+    target: CausalLM, assistant: Assistant, logits_processor: Any, stopping_criteria: Any, config: GenerationConfig,
+    model_kwargs: dict[str, Any], count: int,
+) -> Callable[[Tensor], Any]:  # fmt: skip
+    """The same for a batch of `count` sequences."""
+    mask = model_kwargs.get("attention_mask")
+    generators: list[SpecDecPPCandidateGenerator] = []
+    for row, own in enumerate([None] * count if mask is None else mask.split(1)):
+        processors = for_row(logits_processor, row, count)
+        products = generators[0].products if generators else None
+        generators.append(assistant.start_generation(target, config, processors, own, count, products))
+    decoding = BatchDecoding(target, generators, stopping_criteria, config, model_kwargs)
+
+    def run(input_ids: Tensor) -> Any:
+        try:
+            return decoding.run(input_ids)
+        finally:
+            assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
+
+    return run
+
+
+def _leave_out(target: CausalLM, reason: str) -> None:
+    """Say that a call is plain though its target has a default assistant: to its user once, and in its statistics."""
+    target.default_assistant.stats = SpeculationStats(refusal=reason)
+    logger.warning_once(
+        f"This generate() of {type(target).__name__} is a plain one, without its default assistant, which cannot help "
+        f"here: {reason}"
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, StoppingCriteriaList
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchCache
@@ -24,6 +24,7 @@ from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCand
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
+from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.target_states import TargetStates
@@ -60,7 +61,8 @@ class BatchDecoding:
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as plain generation asks
         self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended
-        self.carries_cache = config.return_dict_in_generate or cache_among(model_kwargs).get_seq_length() > 0
+        self.goes_on = cache_among(model_kwargs).get_seq_length() > 0  # from an earlier turn
+        self.carries_cache = config.return_dict_in_generate or self.goes_on
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate after `input_ids` `[batch, length]`, padded on the left: what `generate()` returns."""
@@ -71,6 +73,11 @@ class BatchDecoding:
             if self.carries_cache:
                 self._restore_cache(sequences)
                 is_restored = True
+        except LateRefusalError:
+            if not self.goes_on:  # the cache is as it was, for whoever generates without an assistant then
+                self.cache.cache.layers = DynamicCache(config=self.target.config.get_text_config(decoder=True)).layers
+                is_restored = True
+            raise
         finally:
             if not is_restored:
                 self.cache.cache.layers = [_UsedUp()]
@@ -220,7 +227,7 @@ class BatchDecoding:
         if not self.config.output_hidden_states:
             return None
         if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
-            raise ValueError(
+            raise LateRefusalError(
                 f"{type(self.target).__name__} returns {several[0]}-dimensional hidden states, several for each token, "
                 "which are not put together for a batch. Leave output_hidden_states out."
             )
@@ -248,10 +255,10 @@ class BatchDecoding:
         return tuple(rows)
 
     def _check_numbers(self, outputs: Any) -> None:
-        """Raise `ValueError` where padding has made a row's logits NaN, as eager attention with windows does."""
+        """Raise `LateRefusalError` where padding has made a row's logits NaN, as eager attention with windows does."""
         spoilt = [row for row, logits in enumerate(outputs.logits) if bool(logits[-1].isnan().any())]
         if padded := [row for row in spoilt if not bool(self.prompt_mask[row].all())]:
-            raise ValueError(
+            raise LateRefusalError(
                 f"Row {padded[0]} of this batch begins with padding, and {type(self.target).__name__} computes NaN in "
                 f"it with attn_implementation={self.target.config._attn_implementation!r}: plain generate() gives a "
                 'wrong text, too. Load the target with attn_implementation="sdpa", or call generate() once a sequence.'

@@ -12,6 +12,7 @@ from hf_specdecpp.caches.paths import PathRows, keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back
 from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.caches.static import StaticRows, most_in, width_of
+from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
@@ -78,11 +79,11 @@ class Prefix:
         return min((room for room in rooms if room is not None), default=None)
 
     def check_rows(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> None:
-        """Raise `ValueError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
+        """Raise `LateRefusalError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
         mask = self.model_kwargs.get("attention_mask")
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
         if (rows := cache.get_seq_length()) != num_tokens:
-            raise ValueError(
+            raise LateRefusalError(
                 f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
                 "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,20 @@ BATCH_KWARGS = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "output_attentions",
     "output_hidden_states", "cache_position",
 }  # fmt: skip
+
+
+class LateRefusalError(ValueError):
+    """What cannot be assisted, found only as the prompt has been read. Nothing has been emitted then."""
+
+
+def check_object(assistant: object) -> None:
+    """Raise `TypeError` for what only names an assistant, or a class, in its place."""
+    if isinstance(assistant, str | Path | type):
+        name = assistant.__name__ if isinstance(assistant, type) else repr(str(assistant))
+        raise TypeError(
+            f"assistant_model={name} is not an assistant but its name or class. Make one: "
+            "SpecDecPPAssistant.from_pretrained('org/head', target=model)."
+        )
 
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -98,7 +113,7 @@ def check_batch(
     has_trees: bool,
 ) -> None:
     """Raise `ValueError` for batches that cannot be assisted. Runs before the first forward."""
-    if in_order := [type(each).__name__ for each in processors if not reads_prefix_only(each)]:
+    if in_order := [type(each).__name__ for each in (*processors, *criteria) if not reads_prefix_only(each)]:
         raise ValueError(
             f"{in_order[0]} may keep state from call to call, for all rows of a batch together. If it depends on its "
             "arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "

@@ -48,6 +48,7 @@ class SpeculationStats:
         suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
+        refusal: why a target's default assistant was left out of a call, which was a plain one.
     """
 
     rounds: int = 0
@@ -78,6 +79,7 @@ class SpeculationStats:
     rows: list[SpeculationStats] = field(default_factory=list, compare=False, repr=False)
     complete: bool = True
     suspect: str | None = None
+    refusal: str | None = None
 
     @classmethod
     def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:
@@ -209,6 +211,10 @@ class SpeculationStats:
     @property
     def _outcome(self) -> str:
         """Did speculation pay, and if not, why not."""
+        if self.refusal is not None:
+            return f"The call was a plain one, without the default assistant: {self.refusal}"
+        if self.target_passes == 0:
+            return "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
         if self.rounds == 0:
             return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
         if 2 * self.rounds_at_change > self.rounds:
@@ -273,12 +279,12 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "state_bytes", "rows", "suspect"):
+            if item.name not in ("last_tree", "state_bytes", "rows", "suspect", "refusal"):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
         total.state_bytes = max(self.state_bytes, other.state_bytes)
         total.complete = self.complete and other.complete
-        total.suspect = self.suspect or other.suspect
+        total.suspect, total.refusal = self.suspect or other.suspect, self.refusal or other.refusal
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))
         return total
@@ -291,6 +297,8 @@ class SpeculationStats:
         return _ratio(weighted, self.generated + other.generated) or own
 
     def __str__(self) -> str:
+        if self.target_passes == 0:
+            return self.verdict
         rows = [
             ("tokens generated", f"{self.generated} in {self.target_passes} target passes"),
             ("tokens per pass", f"{self.tokens_per_pass:.2f}"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Pipeline
 from transformers.generation import GenerateDecoderOnlyOutput
 
 # A `PreTrainedModel` with `GenerationMixin` and an LM head. The annotations of `PreTrainedModel` know neither its
@@ -29,8 +30,11 @@ def base_model(model: CausalLM) -> CausalLM:
     """The transformers model inside the wrappers of PEFT and `torch.compile`; other models as they are.
 
     Raises:
+        TypeError: it is no model, but the name of one, for instance.
         ValueError: the wrapper adds virtual tokens (prompt tuning, P-tuning, prefix tuning).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"A model is needed here, and this is {_what(model)}.")
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     if not isinstance(model, PeftModel):
@@ -42,6 +46,16 @@ def base_model(model: CausalLM) -> CausalLM:
             "without assistant_model=, or use a LoRA adapter."
         )
     return model.get_base_model()
+
+
+def _what(thing: object) -> str:
+    """What was given in the place of a model, and what to do."""
+    if isinstance(thing, str | Path):
+        name = str(thing)
+        return f"the name {name!r}. Load the model that it names: AutoModelForCausalLM.from_pretrained({name!r})"
+    if isinstance(thing, Pipeline):
+        return f"a {type(thing).__name__}. Pass the model that it has: pipe.model"
+    return f"{'None' if thing is None else 'a ' + type(thing).__name__}"
 
 
 def inner_decoder(model: CausalLM) -> CausalLM:

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
 
+from hf_specdecpp.files import found
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """For commands: no bars of loading, and of transformers' words only errors, among what the command itself says."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            show_bars()
+
+
+def show_bars() -> None:
+    """Show bars again, without a word where the user's environment forbids huggingface_hub's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        logging.enable_progress_bar()
 
 
 def load_draft(
@@ -35,7 +62,15 @@ def load_draft(
 def load_model(
     name: str | Path, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu", **hub_kwargs: Any
 ) -> CausalLM:
-    """A causal LM from the Hub or a folder, ready to read: no dropout."""
+    """A causal LM from the Hub or a folder, ready to read: no dropout.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and no such Hub id can be.
+        OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+    """
+    if not Path(name).is_dir():
+        with found(str(name)):
+            validate_repo_id(str(name))
     model: CausalLM = AutoModelForCausalLM.from_pretrained(
         str(name), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **hub_kwargs
     )

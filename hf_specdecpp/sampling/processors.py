@@ -48,10 +48,12 @@ KEEPS_SOME = PREFIX_FREE - {SuppressTokensLogitsProcessor}
 
 
 def reads_prefix_only(processor: object) -> bool:
-    """Whether a processor depends on its arguments alone, so that it may be asked about tokens that are then rejected.
+    """Whether a processor depends on its arguments alone, so that it may be asked about tokens that are then rejected,
+    and whether it or a stopping criterion may be asked about one row of a batch.
 
     Known of those of transformers. Others may count their calls or follow a grammar token by token, as those of
-    xgrammar and outlines do, unless they have an attribute `reads_prefix_only = True`.
+    xgrammar and outlines do, or note which rows have ended, as lm-eval's criterion does, unless they have an attribute
+    `reads_prefix_only = True`.
     """
     return type(processor).__module__.startswith("transformers.") or getattr(processor, "reads_prefix_only", False)
 

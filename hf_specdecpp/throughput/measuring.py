@@ -76,9 +76,11 @@ def costs_of(
         is_static: whether passes are filled up with dummies, as over static caches.
     """
 
+    is_recurrent = keeps_recurrent_state(target)  # before, since what is known of costs must not keep a target alive
+
     def form(costs: Costs) -> Costs:
         """What a rule reckons with."""
-        if keeps_recurrent_state(target):
+        if is_recurrent:
             costs = costs.read_twice(max_tokens)
         if is_static:
             costs = in_widths(costs, max_tokens)

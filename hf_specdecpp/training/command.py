@@ -52,11 +52,13 @@ def run(
     except KeyboardInterrupt:
         console.print(f"\nInterrupted. What is finished is kept in {config.work}: run the same command to go on.")
         raise typer.Exit(INTERRUPTED) from None
-    if process_state().is_main_process and (stages is None or "card" in stages):
-        console.print(f"\n{summary(config)}")
+    if process_state().is_main_process:
+        more = "next        the same command with the other stages, or without --stage"
+        console.print(f"\n{summary(config)}" if stages is None or "card" in stages else more)
     if push_to_hub is not None:
         assistant = SpecDecPPAssistant.from_pretrained(config.output, draft=config.named_draft)
-        assistant.push_to_hub(push_to_hub, card=Path(config.output, CARD).read_text(encoding="utf-8"))
+        uploaded = assistant.push_to_hub(push_to_hub, card=Path(config.output, CARD).read_text(encoding="utf-8"))
+        console.print(f"uploaded    {uploaded.commit_url}")
 
 
 def _hide_what_users_cannot_mend() -> None:

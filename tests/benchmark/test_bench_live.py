@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, prompt, tiny
-from support.repos import TEXT, tokenizer
+from support.repos import TEXT, head_for, tokenizer
 from support.training_files import training_run
 from support.zoo import tiny_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -35,7 +36,7 @@ from hf_specdecpp.benchmark.live.runner import LiveBenchmark, Question, mismatch
 from hf_specdecpp.benchmark.replay import runner as replaying
 from hf_specdecpp.benchmark.report import notes
 from hf_specdecpp.benchmark.run_log import RUNS, RunLog
-from hf_specdecpp.benchmark.summary import comparable, summarise, verdict
+from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import decoding
@@ -303,6 +304,27 @@ def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
     assert "quiet machine" in verdict([{**row, "disturbed": 1}])
 
 
+def test_the_next_step_is_the_fastest_of_ours() -> None:
+    """Also where somebody else is faster, as it may be kept; not where even it is slower than plain generation."""
+    target = tiny("llama")
+    settings = SpeculationConfig(pack_weights=True)
+    assistant: Any = SpecDecPPAssistant.from_early_exit(target, 1, speculation=settings, head=head_for(target))
+    contestants = [
+        Contestant("theirs", "theirs"),
+        Contestant("looked up", "lookup", SpeculationConfig(lookup=True), alone=True),
+        Contestant("q", "q", SpeculationConfig("threshold", threshold=0.5), with_head=False),
+        Contestant("fixed 3", "fixed", SpeculationConfig("fixed", num_tokens=3)),
+    ]
+    rows = [summary_row(each.name, 1.9 - 0.2 * place, 1.2) for place, each in enumerate(contestants)]
+    assert next_step(rows, contestants, assistant) == "assistant = SpecDecPPAssistant.from_lookup(model)"
+    says = "assistant.speculation = SpeculationConfig(threshold=0.5, pack_weights=True); assistant.head = None"
+    assert next_step([rows[0], *rows[2:]], contestants, assistant) == says
+    fixed = "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=3, pack_weights=True)"
+    assert next_step(rows[3:], contestants, assistant) == fixed
+    for slow in ([], rows[:1], [summary_row("fixed 3", 1.0, 1.0)]):
+        assert next_step(slow, contestants, assistant) == "another draft, or none (--lookup): docs/choosing.md"
+
+
 def test_both_ratios_are_paired_by_prompt() -> None:
     seconds = {"plain": [4.0, 8.0], "plain, same passes": [2.0, 8.0], "fixed 3": [1.0, 2.0]}
     rows = [
@@ -388,6 +410,9 @@ def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
     assert max(map(len, result.output.splitlines())) <= 100 or "Written to" in result.output
     assert "> " in result.output
     assert "Speculation" in result.output
+    assert re.search(r"\nnext      (assistant\.speculation = SpeculationConfig\(|another draft, )", result.output)
+    for noise in ("Loading weights", "[transformers]", "is deprecated"):
+        assert noise not in result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())
     assert results["replay_agreement"]["compared"] == results["replay_agreement"]["equal"] > 0
     assert results["environment"]["threads"] == 1

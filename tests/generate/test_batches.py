@@ -162,6 +162,8 @@ def of_row(record: Any, row: int, padding: int = 0) -> list[Tensor]:
 class EndsAt(StoppingCriteria):
     """Ends each row where it says one of these tokens, or for good once it is this long."""
 
+    reads_prefix_only = True
+
     def __init__(self, tokens: list[int], length: int = 10**6) -> None:
         self.tokens, self.length = tokens, length
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,12 +103,13 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
 def check_the_summary(output: str, folder: Path) -> None:
     """What was made, how good it is, and the next steps; no bars of loading, no warnings of libraries."""
     report = json.loads((folder / "out-work" / "evaluation" / "evaluation.json").read_text())
-    lines = [line for line in output.splitlines() if line.strip()][-6:]
+    lines = [line for line in output.splitlines() if line.strip()][-7:]
     assert lines[0].startswith(f"{folder / 'out'}: layer 0 of the target")
     assert f"{report['sets']['heldout']['1']['mean_acceptance']:.3f} of a candidate" in lines[1]
     assert "candidates a generated token" in lines[2]
     assert f"SpecDecPPAssistant.from_pretrained('{folder / 'out'}', target=model)" in lines[3]
     assert "--stage card --push_to_hub" in lines[5]
+    assert re.match(r"uploaded +http.*/tester/trained/commit/", lines[6])
     for noise in ("Loading weights", "Generating train split", "Warning", "mtime"):
         assert noise not in output
 

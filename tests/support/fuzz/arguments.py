@@ -34,6 +34,8 @@ class FaultyProcessor(LogitsProcessor):
 class FaultyCriterion(StoppingCriteria):
     """Raises once the text has `length` tokens."""
 
+    reads_prefix_only = True
+
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -115,6 +117,8 @@ class Nan(LogitsProcessor):
 
 class Criterion(StoppingCriteria):
     """A user's criterion: the text ends after any of these tokens, once it has an even length."""
+
+    reads_prefix_only = True
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return (input_ids[:, -1] % 6 == 1) & (input_ids.shape[1] % 2 == 0)

@@ -1,0 +1,45 @@
+"""`model.generate(..., custom_generate="org/specdecpp")`: faster, with the same output, by hf_specdecpp."""
+
+from weakref import WeakKeyDictionary
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+
+# By model and by name, since loading one takes longer than an answer.
+_assistants = WeakKeyDictionary()
+
+
+def generate(inputs=None, *, model, assistant=None, speculation=None, **arguments):
+    """What `generate()` returns, with an assistant that is attached to the model for this call only.
+
+    Args:
+        inputs, arguments: those of `generate()`.
+        model: what `generate()` was called on.
+        assistant: Hub id or folder of an assistant for this model, or of an EAGLE-3 or DFlash draft. By default nothing
+            drafts, and candidates are looked up in the text.
+        speculation: settings of a run, such as `{"rule": "throughput"}`; by default the assistant's own.
+
+    Where the assistant cannot help, with beams for instance, the call is a plain one, and a warning says why.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if given.get("assistant_model") is not None:
+        raise ValueError(
+            "assistant_model= needs no custom_generate=: leave that out. Here assistant= names what drafts, such as "
+            "'org/head'."
+        )
+    helper = _assistant_for(model, assistant)
+    if speculation is not None:
+        helper.speculation = SpeculationConfig(**speculation)
+    helper.attach(model, default=True)
+    try:
+        # Of the class: a model that was loaded from a repository with this file has this function as its own.
+        return type(model).generate(model, inputs, **given)
+    finally:
+        helper.detach(model)
+
+
+def _assistant_for(model, name):
+    known = _assistants.setdefault(model, {})
+    if name not in known:
+        make = SpecDecPPAssistant.from_lookup
+        known[name] = make(model) if name is None else SpecDecPPAssistant.from_pretrained(name, target=model)
+    return known[name]

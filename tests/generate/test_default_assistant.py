@@ -1,0 +1,507 @@
+"""`attach(model, default=True)`: `generate()` without an assistant uses it, and is plain where it cannot help."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.families import informed_draft, model_of
+from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.repos import TEXT, letter_tokenizer, save_assistant, save_model, tokenizer
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StaticCache,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    pipeline,
+)
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
+from hf_specdecpp.generation import attached, decoding
+from hf_specdecpp.models.causal_lm import CausalLM
+
+PROMPT = prompt(12)
+BATCH = torch.cat((PROMPT, prompt(12, seed=5)))
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return tiny("llama")
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the user is told."""
+    said: list[str] = []
+    monkeypatch.setattr(attached.logger, "warning_once", said.append)
+    return said
+
+
+@pytest.fixture
+def assistant(target: CausalLM) -> Iterator[SpecDecPPAssistant]:
+    made = assistant_for(target)
+    made.attach(target, default=True)
+    yield made
+    made.detach()
+
+
+# --- it is used ---
+
+
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
+@pytest.mark.parametrize("tree", [None, "dyspec"])
+def test_it_drafts_and_the_text_is_the_same(kind: str, tree: Any, warned: list[str]) -> None:
+    target = tiny("llama")
+    plain = target.generate(PROMPT, **GREEDY)
+    made = assistant_of(kind, target, tree=tree)
+    made.attach(target, default=True)
+    assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
+    assert made.stats.drafted > 0
+    assert warned == []
+
+
+@pytest.mark.parametrize("ids", [PROMPT, BATCH], ids=["one", "batch"])
+def test_it_is_the_same_call_as_with_the_assistant(ids: Tensor, target: CausalLM, assistant: Any) -> None:
+    """Sampled with one seed: the same random numbers for the same decisions."""
+    texts = []
+    for arguments in ({}, {"assistant_model": assistant}, {"assistant_model": None}):
+        assistant.memory.clear()
+        torch.manual_seed(0)
+        texts.append(target.generate(ids, do_sample=True, max_new_tokens=24, **arguments))
+        assert assistant.stats.drafted > 0
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[2], texts[1])
+
+
+def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: texts above are those of our loop, so one that accepts everything has to change them."""
+    with assistant.paused():
+        plain = target.generate(PROMPT, **GREEDY)
+    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    assert not torch.equal(target.generate(PROMPT, **GREEDY), plain)
+
+
+def test_outputs_and_a_cache_that_goes_on(target: CausalLM, assistant: Any) -> None:
+    options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    ours = target.generate(PROMPT, **options)
+    with assistant.paused():
+        plain = target.generate(PROMPT, **options)
+        more = target.generate(plain.sequences, past_key_values=plain.past_key_values, **GREEDY)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for own, expected in zip(ours.scores, plain.scores, strict=True):
+        torch.testing.assert_close(own, expected)
+    assert torch.equal(target.generate(ours.sequences, past_key_values=ours.past_key_values, **GREEDY), more)
+
+
+@pytest.mark.parametrize("static", ["name", "object"])
+def test_static_caches(static: str, target: CausalLM, assistant: Any) -> None:
+    def answer() -> Tensor:
+        made = {"past_key_values": StaticCache(target.config, max_cache_len=80)}
+        options = {"cache_implementation": "static"} if static == "name" else made
+        return target.generate(PROMPT, **GREEDY, disable_compile=True, **options)
+
+    with assistant.paused():
+        plain = answer()
+    assert torch.equal(answer(), plain)
+    assert assistant.stats.drafted > 0
+
+
+# --- as those call it who have no place for an assistant ---
+
+
+class Ends(StoppingCriteria):
+    """As evaluation harnesses have them: a criterion of their own."""
+
+    reads_prefix_only = True
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+CALLS: dict[str, Any] = {
+    # lm-eval: HFLM._model_generate
+    "lm-eval": lambda model: model.generate(
+        input_ids=BATCH, attention_mask=torch.ones_like(BATCH), max_length=30,
+        stopping_criteria=[Ends(torch.arange(4))], pad_token_id=0, use_cache=True, do_sample=False,
+    ),
+    # TRL: GRPOTrainer._generate_single_turn
+    "TRL": lambda model: model.generate(
+        input_ids=BATCH, attention_mask=torch.ones_like(BATCH), disable_compile=True,
+        generation_config=GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=3),
+    ),
+    # smolagents: TransformersModel.generate
+    "smolagents": lambda model: model.generate(
+        inputs=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=20, do_sample=False,
+        stopping_criteria=[Ends(torch.arange(4))], use_cache=True,
+    ),
+    # transformers serve: GenerateManager
+    "serve": lambda model: model.generate(
+        input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), tokenizer=tokenizer(),
+        generation_config=GenerationConfig(max_new_tokens=20, do_sample=False),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("caller", CALLS)
+def test_callers_without_a_place_for_an_assistant(
+    caller: str, target: CausalLM, assistant: Any, warned: list[str]
+) -> None:
+    ours = CALLS[caller](target)
+    assert assistant.stats.drafted > 0
+    assert warned == []
+    with assistant.paused():
+        assert torch.equal(CALLS[caller](target), ours)
+
+
+def test_pipelines(target: CausalLM, assistant: Any) -> None:
+    def say() -> Any:
+        return pipeline("text-generation", model=target, tokenizer=tokenizer())(TEXT, **GREEDY)
+
+    ours = say()
+    assert assistant.stats.drafted > 0
+    with assistant.paused():
+        assert say() == ours
+
+
+def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None:
+    def stream() -> str:
+        streamer = TextIteratorStreamer(letter_tokenizer(), skip_prompt=True, timeout=60)
+        thread = threading.Thread(target=target.generate, args=(PROMPT,), kwargs={**GREEDY, "streamer": streamer})
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+        return text
+
+    ours = stream()
+    assert assistant.stats.drafted > 0
+    with assistant.paused():
+        assert stream() == ours
+
+
+def test_through_peft(target: CausalLM) -> None:
+    inner = copy.deepcopy(target)
+    wrapped: Any = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
+    plain = wrapped.generate(input_ids=PROMPT, **GREEDY)
+    made = assistant_for(inner)
+    made.attach(wrapped, default=True)
+    assert torch.equal(wrapped.generate(input_ids=PROMPT, **GREEDY), plain)
+    assert made.stats.drafted > 0
+
+
+# --- it cannot help: a plain call ---
+
+
+class Counts(LogitsProcessor):
+    """Keeps state: it forbids what it has counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.count += 1
+        scores = scores.clone()
+        scores[:, self.count % scores.shape[1]] = -torch.inf
+        return scores
+
+
+class Notes(StoppingCriteria):
+    """As lm-eval's: which rows have ended."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.ended = getattr(self, "ended", [False] * len(input_ids))
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            self.ended[row] |= token < 9
+        return torch.tensor(self.ended)
+
+
+LEFT_OUT: dict[str, tuple[Any, str]] = {
+    "beams": (lambda: {"num_beams": 2}, "num_beams=2, and it proposes one continuation"),
+    "sampled beams": (lambda: {"num_beams": 2, "do_sample": True}, "num_beams=2"),
+    "no cache": (lambda: {"use_cache": False}, "use_cache=False"),
+    "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
+    "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counts()]}, "Counts may keep state"),
+    "criterion in a batch": (
+        lambda: {"input_ids": BATCH, "stopping_criteria": [Notes()], "pad_token_id": 0},
+        "Notes may keep state",
+    ),
+    "ends in a batch": (
+        lambda: {"input_ids": BATCH, "stopping_criteria": [Ends(torch.arange(9))], "eos_token_id": None},
+        "there is no pad_token_id",
+    ),
+    "static batch": (
+        lambda: {"input_ids": BATCH, "cache_implementation": "static", "disable_compile": True},
+        "A static cache cannot be used here",
+    ),
+}
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_where_it_is_refused_the_call_is_plain(
+    name: str, sample: bool, target: CausalLM, assistant: Any, warned: list[str]
+) -> None:
+    arguments, reason = LEFT_OUT[name]
+
+    def answer(**more: Any) -> Tensor:
+        torch.manual_seed(0)
+        own = {"input_ids": PROMPT, "max_new_tokens": 16, "do_sample": sample, **arguments(), **more}
+        return target.generate(**own)
+
+    with assistant.paused():
+        plain = answer()
+    assert warned == []
+    assert torch.equal(answer(), plain)
+    assert assistant.stats.generated == 0
+    assert reason in assistant.stats.refusal
+    assert f"plain one, without the default assistant: {assistant.stats.refusal}" in str(assistant.stats)
+    assert warned == [f"This generate() of LlamaForCausalLM is a plain one, without its default assistant, which "
+                      f"cannot help here: {assistant.stats.refusal}"]  # fmt: skip
+    with pytest.raises(ValueError, match="num_beams=2" if "beams" in name else reason.replace("(", r"\(")):
+        answer(assistant_model=assistant)
+
+
+def test_embeddings_as_the_prompt(target: CausalLM, assistant: Any, warned: list[str]) -> None:
+    embeds = target.get_input_embeddings()(PROMPT)
+    ours = target.generate(inputs_embeds=embeds, **GREEDY)
+    assert "inputs_embeds" in warned[0]
+    with assistant.paused():
+        assert torch.equal(target.generate(inputs_embeds=embeds, **GREEDY), ours)
+
+
+def test_it_is_said_once(target: CausalLM, assistant: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "hf_specdecpp"):
+        for _ in range(2):
+            target.generate(PROMPT, max_new_tokens=4, do_sample=False, num_beams=3)
+    assert caplog.text.count("is a plain one, without its default assistant") == 1
+
+
+def test_what_shows_only_with_the_prompt_s_rows() -> None:
+    """An image whose rows are no tokens: trees are refused once the target has read it."""
+    target = model_of("git")
+    options = {**GREEDY, "input_ids": PROMPT, "pixel_values": torch.rand(1, 3, 16, 16)}
+    plain = target.generate(**options)
+    draft = informed_draft(plain, target.config.vocab_size)
+    made = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(tree="dyspec"), default=True)
+    ours = target.generate(**options)
+    made.detach()
+    assert torch.equal(ours, plain)
+    assert "rows in its cache" in str(made.stats.refusal)
+
+
+@pytest.mark.parametrize("own_cache", [False, True])
+def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
+    """Several hidden states for each token: found as the prompts have been read, with the cache in another form."""
+    target = model_of("gemma3n")
+
+    def answer() -> Any:
+        cache = {"past_key_values": DynamicCache(config=target.config.get_text_config())} if own_cache else {}
+        options = {"return_dict_in_generate": True, "output_hidden_states": True, **cache}
+        output = target.generate(BATCH, **GREEDY, **options)
+        assert not own_cache or output.past_key_values is cache["past_key_values"]
+        return output
+
+    plain = answer()
+    draft = informed_draft(plain.sequences[:1], target.config.get_text_config().vocab_size)
+    made = SpecDecPPAssistant.from_draft(draft, target, default=True)
+    ours = answer()
+    made.detach()
+    assert "hidden states, several for each token" in str(made.stats.refusal)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+def test_errors_of_the_user_are_no_refusals(target: CausalLM, assistant: Any, warned: list[str]) -> None:
+    """What a processor raises is raised, and it is not asked again by a plain call."""
+    calls = []
+
+    def fails(_: int, input_ids: Tensor) -> list[int]:
+        calls.append(len(input_ids))
+        raise ValueError("of the user's own")
+
+    with pytest.raises(ValueError, match="of the user's own"):
+        target.generate(PROMPT, **GREEDY, prefix_allowed_tokens_fn=fails)
+    assert calls == [12]
+    assert warned == []
+
+
+def test_other_ways_to_speculate_are_left_alone(target: CausalLM, assistant: Any, warned: list[str]) -> None:
+    with assistant.paused():
+        plain = target.generate(PROMPT, **GREEDY)
+    other = assistant_for(target)
+    for arguments in (
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": partly_agreeing(target)},
+        {"assistant_model": other},
+    ):
+        assistant.stats = SpeculationStats()
+        assert torch.equal(target.generate(PROMPT, **GREEDY, **arguments), plain)
+        assert assistant.stats.target_passes == 0
+    assert other.stats.drafted > 0
+    assert warned == []
+
+
+def test_as_a_draft_of_another_model_it_is_plain(target: CausalLM, assistant: Any, warned: list[str]) -> None:
+    """transformers asks a draft for its scores, and stops it by them."""
+    larger = partly_agreeing(target)
+    plain = larger.generate(PROMPT, **GREEDY)
+    assert torch.equal(larger.generate(PROMPT, **GREEDY, assistant_model=target), plain)
+    assert assistant.stats.target_passes == 0
+    assert warned == []
+
+
+# --- beginning and end ---
+
+
+def test_paused(target: CausalLM, assistant: Any) -> None:
+    with assistant.paused():
+        target.generate(PROMPT, **GREEDY)
+        assert assistant.stats.target_passes == 0
+        target.generate(PROMPT, **GREEDY, assistant_model=assistant)  # asked for by name
+        assert assistant.stats.drafted > 0
+    assistant.stats = SpeculationStats()
+    with pytest.raises(KeyError), assistant.paused():
+        raise KeyError
+    target.generate(PROMPT, **GREEDY)
+    assert assistant.stats.drafted > 0
+    with assistant.paused():
+        assistant.detach(target)
+    assert type(target).__mro__[1].__name__ != "AttachedMixin"
+
+
+def test_detaching_restores_the_target() -> None:
+    target = tiny("llama")
+    kind, attributes = type(target), set(vars(target))
+    made, other = assistant_for(target), assistant_for(target)
+    made.attach(target, default=True)
+    assert set(vars(target)) == attributes
+    made.detach()
+    target.generate(PROMPT, **GREEDY)
+    assert made.stats.target_passes == other.stats.target_passes == 0
+    target.generate(PROMPT, **GREEDY, assistant_model=other)
+    other.detach()
+    assert type(target) is kind
+    assert set(vars(target)) == attributes
+
+
+def test_the_latest_default_is_the_only_one(target: CausalLM, assistant: Any) -> None:
+    other = assistant_for(target)
+    other.attach(target, default=True)
+    target.generate(PROMPT, **GREEDY)
+    assert (assistant.stats.target_passes, other.stats.drafted > 0) == (0, True)
+    assistant.attach(target)  # says nothing about the other one
+    assert attached.is_default(other, target)
+    other.attach(target)
+    other.stats = SpeculationStats()
+    target.generate(PROMPT, **GREEDY)
+    assert assistant.stats.target_passes == other.stats.target_passes == 0
+    other.detach()
+
+
+def test_copies_and_pickles_are_plain_models(target: CausalLM, assistant: Any) -> None:
+    with assistant.paused():
+        plain = target.generate(PROMPT, **GREEDY)
+    for made in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):  # noqa: S301
+        assert type(made) is type(tiny("llama"))
+        assert torch.equal(made.generate(PROMPT, **GREEDY), plain)
+    assert assistant.stats.target_passes == 0
+
+
+def test_the_target_keeps_it_and_takes_it_along() -> None:
+    """Nobody but the target holds an assistant that was made in passing."""
+    target = tiny("llama", vocab_size=50)  # of no other test, so that costs are measured here
+    kept = weakref.ref(assistant_for(target))
+    gc.collect()
+    assert kept() is None
+    assistant_for(target, rule="throughput").attach(target, default=True)
+    gc.collect()
+    made = weakref.ref(type(target).default_assistant)
+    target.generate(PROMPT, **GREEDY)
+    assert made().stats.generated == 24  # type: ignore[union-attr]
+    lives = weakref.ref(target)
+    del target
+    gc.collect()
+    assert lives() is None
+    assert made() is None
+
+
+# --- every way to an assistant ---
+
+
+def test_constructors(tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
+    plain = target.generate(PROMPT, **GREEDY)
+    draft = save_model(partly_agreeing(target), tmp_path / "draft")
+    layer: Any = assistant_of("eagle3", target).parts.module
+    ways = (
+        lambda: SpecDecPPAssistant.from_pretrained(save_assistant(tmp_path / "a"), target=target, default=True),
+        lambda: SpecDecPPAssistant.from_draft(draft, target, default=True),
+        lambda: SpecDecPPAssistant.from_early_exit(target, 2, default=True),
+        lambda: SpecDecPPAssistant.from_conditioned(target, 1, default=True),
+        lambda: SpecDecPPAssistant.from_eagle3(target, layer, default=True),
+        lambda: SpecDecPPAssistant.from_lookup(target, default=True),
+    )
+    for make in ways:
+        made = make()
+        assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
+        assert made.stats.target_passes > 0
+        made.detach()
+
+
+def test_a_default_of_nothing() -> None:
+    with pytest.raises(
+        ValueError, match="default=True makes this the default assistant of a model, and none was given"
+    ):
+        SpecDecPPAssistant.from_draft(tiny("llama"), default=True)
+
+
+# --- `transformers serve` ---
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_server_of_transformers(streams: bool, target: CausalLM, assistant: Any) -> None:
+    """What answers its requests, on a thread of its own."""
+    serving = pytest.importorskip("transformers.cli.serving.utils", exc_type=ImportError)
+    words, inputs = tokenizer(), {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    async def ask(manager: Any) -> list[str]:
+        if not streams:
+            text, *_ = await manager.generate_non_streaming(target, words, inputs, config, "request")
+            return [text]
+        queue, _ = manager.generate_streaming(target, words, inputs, config, "request")
+        parts = []
+        while (part := await asyncio.wait_for(queue.get(), 60)) is not None:
+            parts.append(part)
+        return parts
+
+    def answer() -> list[str]:
+        manager = serving.GenerateManager()
+        try:
+            return asyncio.run(ask(manager))
+        finally:
+            manager.stop()
+
+    ours = answer()
+    assert assistant.stats.drafted > 0
+    with assistant.paused():
+        plain = answer()
+    assert "".join(ours) == "".join(plain)  # streamed, several accepted tokens come at once
+    assert len(ours) <= len(plain)

@@ -1,0 +1,118 @@
+"""lm-eval with an assistant among `gen_kwargs`, and with a default one: the answers are those of plain generation.
+
+It is no dependency: `make test-lm-eval` installs it beside this package.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_for, tiny
+from support.repos import WORDS, save_model, tokenizer
+from transformers import AutoModelForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.generation import decoding
+
+pytest.importorskip("lm_eval", reason="make test-lm-eval installs it")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+STOP = WORDS[5]
+QUESTIONS = [" ".join(WORDS[1 + (i * 7 + j * j) % 40] for j in range(3 + i)) for i in range(5)]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Any:
+    words = [*WORDS[:-1], "</s>"]
+    model = tiny("llama", eos_token_id=47, pad_token_id=47).float()
+    folder = save_model(model, tmp_path / "target", words)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def evaluate(target: Any, folder: Path, batch_size: int = 1, **gen_kwargs: Any) -> tuple[list[str], Any]:
+    """All answers, and the results, of a task of five questions."""
+    data = folder / "questions.jsonl"
+    data.write_text("\n".join(json.dumps({"question": each, "answer": "w1"}) for each in QUESTIONS))
+    words = tokenizer([*WORDS[:-1], "</s>"])
+    words.eos_token = words.pad_token = "</s>"  # noqa: S105
+    task = ConfigurableTask(
+        config={
+            "task": "questions",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "data")},
+            "test_split": "test",
+            "output_type": "generate_until",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": "{{answer}}",
+            "generation_kwargs": {"until": [STOP], "do_sample": False, "max_gen_toks": 20},
+            "metric_list": [{"metric": "bleu"}],
+        }
+    )
+    lm = HFLM(pretrained=target, tokenizer=words, batch_size=batch_size, device="cpu")
+    none = TaskManager(include_defaults=False)  # of its thousands, which take a quarter of a minute to list
+    found = simple_evaluate(lm, tasks=[task], gen_kwargs=gen_kwargs or None, bootstrap_iters=0, task_manager=none)
+    samples = sorted(found["samples"]["questions"], key=lambda sample: sample["doc_id"])
+    return [sample["resps"][0][0] for sample in samples], found["results"]["questions"]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The statistics of each text that our loop made."""
+    seen: list[Any] = []
+    run = decoding.AssistedDecoding.run
+
+    def noted(self: Any, input_ids: Any) -> Any:
+        result = run(self, input_ids)
+        seen.append(self.stats)
+        return result
+
+    monkeypatch.setattr(decoding.AssistedDecoding, "run", noted)
+    return seen
+
+
+def test_among_the_arguments(target: Any, tmp_path: Path, ran: list[Any]) -> None:
+    """They are copied for every question, and the copy must be attached."""
+    plain = evaluate(target, tmp_path)
+    assert len(set(plain[0])) == len(QUESTIONS)
+    assert evaluate(target, tmp_path, assistant_model=assistant_for(target)) == plain
+    assert len(ran) == len(QUESTIONS)
+    assert sum(stats.accepted for stats in ran) > 0
+
+
+def test_a_default_assistant(target: Any, tmp_path: Path, ran: list[Any]) -> None:
+    plain = evaluate(target, tmp_path)
+    assistant_for(target).attach(target, default=True)
+    assert evaluate(target, tmp_path) == plain
+    assert len(ran) == len(QUESTIONS)
+
+
+def test_batches_are_plain(target: Any, tmp_path: Path, ran: list[Any]) -> None:
+    """lm-eval's criterion notes which rows have ended, so that no row can be asked about by itself."""
+    plain = evaluate(target, tmp_path, batch_size=3)
+    assistant = assistant_for(target)
+    assistant.attach(target, default=True)
+    assert evaluate(target, tmp_path, batch_size=3) == plain
+    assert "MultiTokenEOSCriteria may keep state" in str(assistant.stats.refusal)
+    assert ran == []
+
+
+def test_a_wrong_verification_would_be_seen(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant accepts everything, so answers have to change."""
+    plain = evaluate(target, tmp_path)
+    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    assert evaluate(target, tmp_path, assistant_model=assistant_for(target)) != plain
+
+
+def test_sampled_answers_come_from_it_too(target: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assistant = SpecDecPPAssistant.from_lookup(target, default=True)
+    evaluate(target, tmp_path, do_sample=True, temperature=0.8)
+    assert assistant.stats.generated > 0

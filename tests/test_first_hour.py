@@ -1,0 +1,317 @@
+"""What a new user gets wrong in the first hour, and what is said; and what looks unusual and works."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hub_server import HubServer, point_client_at
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.repos import TEXT, WORDS, save_model, tokenizer
+from transformers import AutoModelForCausalLM, pipeline
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+
+PROMPT = prompt(12)
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@dataclass
+class Place:
+    """A folder with models and assistants in it.
+
+    Attributes:
+        target: for which `head` (an independent draft) and `early` (its own layers) were made.
+        stranger: has the same shape and other tokens; `smaller` has the same tokens and another shape.
+    """
+
+    folder: Path
+    target: Any
+    stranger: Any
+    smaller: Any
+
+    def __truediv__(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def early(self) -> SpecDecPPAssistant:
+        """Without `target=`."""
+        return SpecDecPPAssistant.from_pretrained(self / "early")
+
+    def generate(self, assistant: Any) -> Any:
+        return self.target.generate(PROMPT, assistant_model=assistant, **GREEDY)
+
+    def pipeline(self, name: str) -> Any:
+        return pipeline("text-generation", model=self / "target", assistant_model=self / name)(TEXT, **GREEDY)
+
+    def with_one(self, use: Callable[[Any], Any]) -> Any:
+        """Use an attached assistant."""
+        assistant = assistant_for(self.target)
+        try:
+            return use(assistant)
+        finally:
+            assistant.detach()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("first_hour")
+
+    def saved(name: str, words: Any = WORDS, **sizes: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(save_model(tiny("llama", **sizes), folder / name, words))
+
+    target = saved("target")
+    made = Place(folder, target, saved("stranger", [WORDS[0], *WORDS[:0:-1]]), saved("smaller", num_hidden_layers=2))
+    draft = save_model(partly_agreeing(target), folder / "draft")
+    (folder / "empty").mkdir()
+    for name, assistant in (
+        ("head", SpecDecPPAssistant.from_draft(draft, target)),
+        ("early", SpecDecPPAssistant.from_early_exit(target, 2)),
+    ):
+        assistant.save_pretrained(folder / name)
+        assistant.detach()
+    return made
+
+
+load, draft_with = SpecDecPPAssistant.from_pretrained, SpecDecPPAssistant.from_draft
+
+# What is done, and the error.
+MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
+    # the wrong model
+    "a draft with another tokenizer": (
+        lambda p: draft_with(p / "stranger", p.target),
+        ValueError,
+        r"different tokenizers: 46 ids stand for different tokens, the first being 1 \('w1' against 'w47'\).*Use a "
+        "draft of the target's own family, or an early exit",
+    ),
+    "the assistant of another model": (
+        lambda p: load(p / "head", target=p.stranger),
+        ValueError,
+        r"was trained for '.*target', whose tokenizer differs from that of '.*stranger'.*Load the assistant that",
+    ),
+    "the layers of another model": (
+        lambda p: load(p / "early", target=p.smaller),
+        ValueError,
+        r"keeps all 2 layers.*This assistant was made for '.*target', and the target is '.*smaller'",
+    ),
+    "an ordinary model as an assistant": (
+        lambda p: load(p / "draft", target=p.target),
+        ValueError,
+        r"model_type 'llama' and not 'specdecpp'.*To use an ordinary model as the draft: SpecDecPPAssistant.from_draft",
+    ),
+    # names in the place of objects
+    "the target's name, to load": (
+        lambda p: load(p / "head", target=p / "target"),
+        TypeError,
+        r"A model is needed here, and this is the name '.*target'. Load the model that it names: AutoModelForCausalLM",
+    ),
+    "the target's name, for a draft": (lambda p: draft_with(p / "draft", p / "target"), TypeError, "this is the name"),
+    "the target's folder": (lambda p: SpecDecPPAssistant.from_lookup(p.folder), TypeError, "this is the name"),
+    "the target's name, for its layers": (
+        lambda p: SpecDecPPAssistant.from_early_exit(p / "target", 2),
+        TypeError,
+        "this is the name",
+    ),
+    "the target's name, conditioned": (
+        lambda p: SpecDecPPAssistant.from_conditioned(p / "target", 2),
+        TypeError,
+        "this is the name",
+    ),
+    "a tokenizer": (lambda p: p.early().attach(tokenizer()), TypeError, "this is a (Tokenizers|PreTrainedTokenizer)"),
+    "nothing": (lambda p: p.early().attach(None), TypeError, "A model is needed here, and this is None"),
+    "a pipeline": (
+        lambda p: p.early().attach(pipeline("text-generation", model=p.target, tokenizer=tokenizer())),
+        TypeError,
+        r"this is a TextGenerationPipeline. Pass the model that it has: pipe\.model",
+    ),
+    "the assistant's name, to generate": (
+        lambda p: p.with_one(lambda _: p.generate("org/head")),
+        TypeError,
+        r"assistant_model='org/head' is not an assistant but its name or class.*from_pretrained\('org/head', target=",
+    ),
+    "the assistant's class": (
+        lambda p: p.with_one(lambda _: p.generate(SpecDecPPAssistant)),
+        TypeError,
+        "assistant_model=SpecDecPPAssistant is not an assistant but its name or class",
+    ),
+    "the constructor": (
+        lambda p: SpecDecPPAssistant(p / "head"),  # type: ignore[arg-type]
+        TypeError,
+        r"use `model = SpecDecPPAssistant.from_pre",
+    ),
+    # without its target
+    "target= forgotten": (
+        lambda p: p.generate(p.early()),
+        ValueError,
+        r"drafts with layers 0, 1 of '.*target', so it must be attached to it: .*from_pretrained\(repo, target=model\)",
+    ),
+    "an early exit by name, in a pipeline": (
+        lambda p: p.pipeline("early"),
+        ValueError,
+        "In a pipeline pass the assistant object made in this way, not its name",
+    ),
+    "asked itself": (
+        lambda p: p.early().generate(PROMPT),
+        ValueError,
+        "does not answer by itself. Pass it to its target",
+    ),
+    "loaded as a model and asked": (
+        lambda p: AutoModelForCausalLM.from_pretrained(p / "early").generate(PROMPT),
+        ValueError,
+        "does not answer by itself",
+    ),
+    "a default of nobody": (lambda p: load(p / "head", default=True), ValueError, "none was given. Pass target=model"),
+    # folders that are not there
+    "no such folder": (
+        lambda p: load("./my-head"),
+        FileNotFoundError,
+        r"There is no folder './my-head', and it cannot",
+    ),
+    "no such path": (lambda p: load("/no/such/head"), FileNotFoundError, "There is no folder '/no/such/head'"),
+    "no such draft": (
+        lambda p: draft_with("./my-draft", p.target),
+        FileNotFoundError,
+        "There is no folder './my-draft'",
+    ),
+    "an empty folder": (
+        lambda p: load(p / "empty"),
+        FileNotFoundError,
+        r"empty/config.json is missing, so '.*empty' is not a complete assistant",
+    ),
+    # settings
+    "settings as a dict": (
+        lambda p: draft_with(p / "draft", p.target, speculation={"rule": "fixed"}),  # type: ignore[arg-type]
+        TypeError,
+        r"speculation=\{'rule': 'fixed'\} must be a SpeculationConfig, such as SpeculationConfig\(rule=",
+    ),
+    "settings as a name, later": (
+        lambda p: p.with_one(lambda a: setattr(a, "speculation", "fixed")),
+        TypeError,
+        "speculation='fixed' must be a SpeculationConfig",
+    ),
+    "a rule that there is not": (
+        lambda p: p.with_one(lambda a: (vars(a.speculation).update(rule="fix"), p.generate(a))),
+        ValueError,
+        "rule='fix' is not a stopping rule. Choose one of threshold, throughput",
+    ),
+    "transformers' settings of an assistant": (
+        lambda p: p.with_one(lambda a: setattr(a.generation_config, "num_assistant_tokens", 5)),
+        AttributeError,
+        r"num_assistant_tokens=5 has no effect on this assistant.*SpeculationConfig\(rule='fixed', num_tokens=5\)",
+    ),
+    "another keyword": (
+        lambda p: p.target.generate(PROMPT, assistant=1),
+        ValueError,
+        r"not used by the model: \['assistant'\]",
+    ),
+    # processes
+    "pickled": (
+        lambda p: pickle.dumps(p.early()),
+        TypeError,
+        r"cannot be pickled.*assistant.save_pretrained\(folder\)",
+    ),
+    "saved by torch": (
+        lambda p: torch.save(p.early(), p / "assistant.pt"),
+        TypeError,
+        r"cannot be pickled.*SpecDecPPAssistant.from_pretrained\(folder, target\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str, place: Place) -> None:
+    make, kind, message = MISTAKES[name]
+    original = type(place.target)
+    with pytest.raises(kind, match=f"(?s){message}"):
+        make(place)
+    assert type(place.target) is original, "a mistake leaves the target as it was"
+
+
+def test_no_network(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer() as hub:
+        point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
+        for make in (lambda: load("org/head", target=place.target), lambda: load("org/head")):
+            with pytest.raises(
+                OSError, match="'org/head' is no folder here, and as a Hub id it is neither in the local"
+            ):
+                make()
+        with pytest.raises(OSError, match="couldn't find them in the cached files|offline"):
+            draft_with("org/draft", target=place.target)
+        assistant = load(place / "head", target=place.target)  # from a folder, with a draft in a folder
+    plain = place.target.generate(PROMPT, **GREEDY)
+    assert torch.equal(place.generate(assistant), plain)
+    assistant.detach()
+
+
+def test_statistics_before_any_call(place: Place) -> None:
+    says = "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
+    assert str(place.early().stats) == says
+    assert place.with_one(lambda assistant: assistant.stats.verdict) == says
+    assert "tokens per pass" in place.with_one(lambda assistant: [place.generate(assistant), str(assistant.stats)][1])
+
+
+# --- unusual, and right ---
+
+
+def test_device_map_auto(place: Place) -> None:
+    target = AutoModelForCausalLM.from_pretrained(place / "target", device_map="auto")
+    plain = target.generate(PROMPT, **GREEDY)
+    for name in ("head", "early"):
+        assistant = load(place / name, target=target)
+        assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **GREEDY), plain)
+        assert assistant.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["head", "early"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name: str, dtype: torch.dtype, place: Place) -> None:
+    """The draft takes the target's dtype. Texts may differ at near-ties (`tests/exactness/test_half_precision.py`)."""
+    target = AutoModelForCausalLM.from_pretrained(place / "target", dtype=dtype)
+    assistant = load(place / name, target=target)
+    assert assistant.dtype == dtype
+    assert target.generate(PROMPT, assistant_model=assistant, **GREEDY).shape == (1, 36)
+    assert assistant.stats.drafted > 0
+
+
+def test_chats(place: Place) -> None:
+    """As messages through a pipeline, and as what `apply_chat_template` returns."""
+    chat, words = [{"role": "user", "content": TEXT}], tokenizer()
+    words.chat_template = CHAT
+    encoded: Any = words.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    pipe = pipeline("text-generation", model=place.target, tokenizer=words)
+    plain = place.target.generate(**encoded, **GREEDY), pipe(chat, **GREEDY)
+
+    def answers(assistant: Any) -> Any:
+        named = {"assistant_model": assistant, **GREEDY}
+        return place.target.generate(**encoded, **named), pipe(chat, **named)
+
+    ours = place.with_one(answers)
+    assert torch.equal(ours[0], plain[0])
+    assert ours[1] == plain[1]
+
+
+def test_an_independent_draft_by_name_in_a_pipeline(place: Place) -> None:
+    plain = pipeline("text-generation", model=place / "target")(TEXT, **GREEDY)
+    assert place.pipeline("head") == plain
+
+
+def test_target_forgotten_where_it_is_not_needed(place: Place) -> None:
+    plain = place.target.generate(PROMPT, **GREEDY)
+    assistant = load(place / "head")
+    assert torch.equal(place.generate(assistant), plain)
+    assert "unattached target" in str(assistant.stats)
+
+
+def test_copies(place: Place) -> None:
+    assert place.with_one(lambda assistant: copy.deepcopy(assistant) is assistant)
+
+
+def test_settings_are_taken_as_they_are(place: Place) -> None:
+    mine = SpeculationConfig("fixed", num_tokens=2)
+    assert draft_with(place / "draft", speculation=mine).speculation is mine

@@ -1,0 +1,136 @@
+"""What is imported before anything is done: `specdecpp --help` and `import hf_specdecpp` cost a moment.
+
+Seconds differ between machines, so modules are counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import assistant_for, tiny
+from support.repos import save_model
+from transformers import AutoModelForCausalLM
+
+import hf_specdecpp
+
+HEAVY = {"torch", "transformers", "peft", "numpy", "huggingface_hub", "safetensors", "datasets", "matplotlib", "jinja2"}
+
+
+def python(program: str) -> Any:
+    """What the last line that a new interpreter prints says, as JSON."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def imported_by(statement: str, before: str = "pass") -> list[str]:
+    """The modules that a statement loads beyond those that another one has loaded."""
+    return python(f"""
+import json, sys
+{before}
+known = set(sys.modules)
+{statement}
+print(); print(json.dumps(sorted(set(sys.modules) - known)))""")
+
+
+@pytest.mark.parametrize("words", [[], ["demo"], ["train"], ["bench"], ["inspect"], ["export"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    found = imported_by(f"""
+from typer.testing import CliRunner
+from hf_specdecpp.cli import app
+assert "Usage" in CliRunner().invoke(app, {[*words, "--help"]}).stdout""")
+    assert {"typer", "hf_specdecpp.cli"} <= set(found)
+    assert {name.partition(".")[0] for name in found} & HEAVY == set()
+
+
+@pytest.mark.parametrize("before", ["import transformers", "from transformers import AutoConfig"])
+def test_import_adds_a_handful_of_modules_of_our_own(before: str) -> None:
+    found = imported_by("import hf_specdecpp", before)
+    ours = [name for name in found if name.startswith("hf_specdecpp")]
+    assert ours == ["hf_specdecpp", "hf_specdecpp.registration", "hf_specdecpp.version"]
+    assert {name.partition(".")[0] for name in found} & HEAVY == set()
+    assert len(found) < 10
+
+
+def test_every_name_is_there_and_no_other() -> None:
+    for name in hf_specdecpp.__all__:
+        assert getattr(hf_specdecpp, name) is not None
+    assert set(hf_specdecpp.__all__) <= set(dir(hf_specdecpp))
+    with pytest.raises(AttributeError, match="module 'hf_specdecpp' has no attribute 'Assistant'"):
+        _ = hf_specdecpp.Assistant
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("name", hf_specdecpp.__all__)
+def test_each_name_may_be_the_first(name: str) -> None:
+    assert python(f"from hf_specdecpp import {name}\nprint('true')")
+
+
+def test_checkers_and_the_interpreter_see_the_same_names() -> None:
+    """Type checkers read imports, which the interpreter does not make."""
+    tree = ast.parse(Path(hf_specdecpp.__file__).read_text(encoding="utf-8"))
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    shown = {
+        alias.name: str(node.module).removeprefix("hf_specdecpp.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert shown == hf_specdecpp._MODULES
+    assert {*shown, "__version__"} == set(hf_specdecpp.__all__)
+
+
+# --- transformers knows us, though nothing of ours has been imported yet ---
+
+DOORS = {
+    "config": "found = transformers.AutoConfig.from_pretrained(head)",
+    "model": "found = transformers.AutoModelForCausalLM.from_pretrained(head)",
+    "tokenizer": "found = [transformers.AutoTokenizer.from_pretrained(head)('w1 w2').input_ids]",
+    "pipeline": "found = transformers.pipeline('text-generation', model=target, assistant_model=head).assistant_model",
+    "new config": "found = transformers.AutoConfig.for_model('specdecpp', target_id='x')",
+}
+FIRST = {
+    "ours": "import hf_specdecpp\nimport transformers",
+    "transformers": "import transformers\nimport hf_specdecpp",
+    "Auto classes": "import transformers\nfrom transformers import AutoModelForCausalLM\nimport hf_specdecpp",
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> str:
+    """Python that names the folders of a target and of an assistant for it."""
+    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
+    assistant = assistant_for(target)
+    assistant.config.draft_id = save_model(assistant.drafter.model, tmp_path / "draft")
+    assistant.save_pretrained(tmp_path / "head")
+    return f"target, head = {str(tmp_path / 'target')!r}, {str(tmp_path / 'head')!r}"
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("door", DOORS)
+def test_doors_by_name(door: str, first: str, places: str) -> None:
+    name = python(f"""
+import json
+{FIRST[first]}
+{places}
+{DOORS[door]}
+print(json.dumps(found if isinstance(found, list) else type(found).__module__ + "." + type(found).__name__))""")
+    expected: dict[str, Any] = {
+        "config": "hf_specdecpp.config.assistant.SpecDecPPConfig",
+        "new config": "hf_specdecpp.config.assistant.SpecDecPPConfig",
+        "tokenizer": [[1, 2]],
+    }
+    assert name == expected.get(door, "hf_specdecpp.assistant.SpecDecPPAssistant")
+
+
+def test_without_us_the_doors_are_shut(places: str) -> None:
+    """So the tests above would fail if importing the package told transformers nothing."""
+    with pytest.raises(AssertionError, match="does not recognize this architecture"):
+        python(f"import transformers\n{places}\n{DOORS['config']}")
