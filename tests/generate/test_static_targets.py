@@ -1,8 +1,7 @@
-"""Targets with a static cache: the text of plain `generate()`, the rows that are held, widths, and what is compiled."""
+"""Targets with a static cache: the text of plain `generate()`, the rows that are held, and widths."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,15 +16,13 @@ from support.outputs import RECORDS, NoRepeat, assert_same, prefill
 from support.watchers import no_work
 from support.zoo import tiny_of
 from torch import Tensor
-from torch._dynamo.utils import counters
-from transformers import CompileConfig, StaticCache
+from transformers import StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.static import StaticRows, hold, width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import Prefix, extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
-from hf_specdecpp.models.cpu_products import linear_layers
 from hf_specdecpp.throughput.measuring import in_widths
 
 # Without repetitions, in which rows could be mistaken for one another.
@@ -304,7 +301,7 @@ def test_processors_that_are_called_in_order() -> None:
     assert torch.equal(ours, plain)
 
 
-# Widths and compilation -----------------------------------------------------------------------------------------------
+# Widths --------------------------------------------------------------------------------------------------------------
 
 
 def test_dummies_need_no_further_positions() -> None:
@@ -331,59 +328,6 @@ def test_passes_have_few_widths_and_end_within_the_cache(rule: str, monkeypatch:
     assert {width for _, width in passes[1:]} <= {1, 2, 4, 8, 16, 32}
     assert len({width for _, width in passes[1:]}) >= 3
     assert max(begin + width for begin, width in passes) <= room
-
-
-@pytest.fixture
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> CompileConfig:
-    """Traces with dynamo, and runs the traced operations as they are."""
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
-    config = CompileConfig(backend="eager", dynamic=False)  # each width for itself
-    config._compile_all_devices = True  # type: ignore[assignment]  # transformers annotates a class attribute
-    return config
-
-
-def test_nothing_is_compiled_again(traced_only: CompileConfig) -> None:
-    """Whatever the prompts, the candidates that are rejected and the sampling."""
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=1))
-    options = {**STATIC, "max_new_tokens": 24, "compile_config": traced_only}
-    plain = {length: target.generate(prompt(length), **{**options, "compile_config": None}) for length in (60, 3, 17)}
-    assert counters["stats"]["unique_graphs"] == 0
-    assistant = attached(target)
-
-    def generate(length: int, num_tokens: int, **further: Any) -> Tensor:
-        assistant.speculation = SpeculationConfig("fixed", num_tokens=num_tokens)
-        found: Tensor = target.generate(prompt(length), assistant_model=assistant, **{**options, **further})
-        return found
-
-    for num_tokens in (1, 3, 7):
-        generate(60, num_tokens)
-    assert counters["stats"]["unique_graphs"] == 4  # over 1, 2, 4 and 8 tokens
-    for num_tokens in (2, 4, 5, 7):
-        for length, text in plain.items():
-            assert torch.equal(generate(length, num_tokens), text)
-        generate(9, num_tokens, do_sample=True, temperature=1.3)
-    target.generate(prompt(5), **options)  # plain generation runs the pass over one token
-    assert counters["stats"]["unique_graphs"] == 4
-
-
-@pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
-def test_a_draft_that_reads_states_leaves_its_target_uncompiled(kind: str, traced_only: CompileConfig) -> None:
-    """It reads the target by hooks, and torch.compile does not look whether they are there."""
-    target = quiet_later_layers(tiny("llama"))
-    assistant = attached(target, kind)
-    options = {**STATIC, "compile_config": traced_only, "prefill_chunk_size": 5}
-    ours = target.generate(prompt(), assistant_model=assistant, **options)
-    assert torch.equal(ours, target.generate(prompt(), **STATIC))
-    assert counters["stats"]["unique_graphs"] == 0
-
-
-def test_layers_of_a_compiled_target_keep_their_own_products() -> None:
-    target = tiny("llama").float()
-    assert list(linear_layers([target]))
-    target._compiled_call = target.__call__  # as `get_compiled_call` leaves it
-    assert not list(linear_layers([target]))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, STATIC], ids=["dynamic", "static"])
