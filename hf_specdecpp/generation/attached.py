@@ -149,7 +149,8 @@ class AttachedMixin:
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
         check_inputs(input_ids, model_kwargs)
         assistant: Assistant = assistant_model
-        prepare_static(self, input_ids, model_kwargs, generation_config, assistant.speculation.tree is not None)
+        most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
+        prepare_static(self, input_ids, model_kwargs, generation_config, most_in_tree)
         mask = model_kwargs.get("attention_mask")
         count = input_ids.shape[0]
         if is_spread(self):

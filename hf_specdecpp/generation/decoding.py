@@ -136,14 +136,19 @@ class AssistedDecoding:
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
-        outputs = self.states.catch(self.forward, **inputs, return_dict=True)
-        if self.prefix.static is not None:
-            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
-            outputs.logits = outputs.logits[:, : len(chain.tokens) + 1].clone()
+        outputs = self._read(inputs, len(chain.tokens) + 1)
         self.stats.target_seconds += time.perf_counter() - begin
         if self.prefix.mark is not None:
             self.stats.state_bytes = self.prefix.mark.num_bytes
         return self._select(input_ids, chain, outputs)
+
+    def _read(self, inputs: dict[str, Any], count: int) -> Any:
+        """The target's pass over `count` tokens, in a static cache with dummies after them."""
+        outputs = self.states.catch(self.forward, **inputs, return_dict=True)
+        if self.prefix.static is not None:
+            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
+            outputs.logits = outputs.logits[:, :count].clone()
+        return outputs
 
     def _room(self, input_ids: Tensor) -> int | None:
         """How many candidates the next pass has room for."""
@@ -201,7 +206,7 @@ class AssistedDecoding:
         is_tested = self.generator.randomness is not None and self._verifies_at_once(input_ids)
         inputs = self.prefix.tree_inputs(input_ids, tree_pass, families=is_tested)
         begin = time.perf_counter()
-        outputs = self.states.catch(self.target, **inputs, return_dict=True)
+        outputs = self._read(inputs, len(tree) + 1)
         self.stats.target_seconds += time.perf_counter() - begin
         path, emitted, scores, raw, rows = self._walk(input_ids, tree_pass, outputs)
         self.generator.update_tree(tree, path)

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 
-
-# A forward returns chosen states, `output_hidden_states=[numbers]`, of which 0 are the embeddings. Until 5.22 number 0 in
-# such a list was the first layer's output, and the last layer's were not normed.
+# A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
+# number 0 of such a list was the first layer's output.
 RETURNS_CHOSEN = Version(transformers.__version__) >= Version("5.23")
 
 
@@ -55,8 +54,8 @@ class TargetStates:
 
     A prompt, which may be read in several passes (chunked prefill), is caught by hooks, which keep references to what
     the decoder and its layers return, and change nothing. Later passes return the states themselves, compiled or not,
-    if that over the prompt returned the very ones that the hooks saw. Elsewhere hooks go on, which compiled forwards pass
-    over; where a user has compiled the target without hooks, what it returns is believed.
+    if the pass over the prompt returned the very ones that the hooks saw. Elsewhere hooks go on, past which compiled
+    forwards run. Where a user has compiled the target without hooks, what it returns is believed.
 
     Used as a context, it catches by hooks. It is entered around the passes over one text: logits processors may call
     the target, too, and passes of other threads are left out.
@@ -169,8 +168,8 @@ class TargetStates:
             raise RuntimeError(
                 "The draft reads hidden states of its target by hooks, and the target's pass did not call them: its "
                 "forward was compiled without them (model.forward = torch.compile(model.forward)), and does not return "
-                "them (transformers does from 5.23 on, but for the last layer's own). Leave the target uncompiled, or use "
-                "model.compile() or another kind of draft."
+                "the states (transformers does from 5.23 on, but for the last layer's own). Leave the target "
+                "uncompiled, or use model.compile() or another kind of draft."
             )
         device = self._caught[0][0].device
         rows = rows.to(device) if isinstance(rows, Tensor) else rows

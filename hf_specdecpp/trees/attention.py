@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 from hf_specdecpp.caches.masks import as_mask, layer_types
 from hf_specdecpp.caches.paths import grow_in, shown_rows
@@ -58,10 +58,15 @@ def tree_inputs(
         prefix_mask = prefix_mask.to(device)
     masks = {}
     for kind, layer in _kinds(config, cache).items():
-        num_rows = shown_rows(layer, num_queries) if layer is not None else num_queries
+        num_rows, unused = num_queries, 0
+        if isinstance(layer, StaticLayer):  # whose rows are all there from the beginning
+            num_rows = num_prefix + ancestors.shape[1]
+            unused = layer.max_cache_len - num_rows
+        elif layer is not None:
+            num_rows = shown_rows(layer, num_queries)
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
-        masks[kind] = as_mask(seen, model)
+        masks[kind] = as_mask(nn.functional.pad(seen, (0, unused)) if unused else seen, model)
     below = depths[-num_queries:]
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),

@@ -12,7 +12,8 @@ import transformers
 from support.families import informed_draft, model_of
 from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny
 from support.multimodal import multimodal
-from support.outputs import RECORDS, NoRepeat, assert_same, prefill
+from support.outputs import RECORDS, NoRepeat, assert_same
+from support.static_caches import OPTIONS, STATIC, assert_prefilled, held, settled, static_cache
 from support.watchers import no_work
 from support.zoo import tiny_of
 from torch import Tensor
@@ -25,9 +26,6 @@ from hf_specdecpp.generation.prefix import Prefix, extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput.measuring import in_widths
 
-# Without repetitions, in which rows could be mistaken for one another.
-OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "no_repeat_ngram_size": 2}
-STATIC: dict[str, Any] = {**OPTIONS, "cache_implementation": "static"}
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -42,36 +40,6 @@ RULES: dict[str, dict[str, Any]] = {
 
 def attached(target: CausalLM, kind: str = "independent", **speculation: Any) -> SpecDecPPAssistant:
     return assistant_of(kind, target, **(speculation or RULES["fixed"]))
-
-
-def static_cache(target: CausalLM, room: int = 192) -> StaticCache:
-    return StaticCache(config=target.config, max_cache_len=room)
-
-
-def held(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of the rows that each layer holds."""
-    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    lengths = [int(layer.get_seq_length()) for layer in layers]
-    return [(each.keys[:, :, :n], each.values[:, :, :n]) for each, n in zip(layers, lengths, strict=True)]
-
-
-def assert_prefilled(rows: list[tuple[Tensor, Tensor]], target: CausalLM, text: Tensor) -> None:
-    """Rows that are held are those of a fresh pass over the text, which keeps only the last where there is a window."""
-    layers: list[Any] = prefill(target, text).layers
-    for (keys, values), layer in zip(rows, layers, strict=True):
-        count = layer.keys.shape[2]
-        assert_same((keys[:, :, -count:], values[:, :, -count:]), (layer.keys, layer.values))
-
-
-def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> None:
-    """Have something done after each round."""
-    settle = Prefix.settle
-
-    def and_then(prefix: Prefix, *args: Any, **kwargs: Any) -> None:
-        settle(prefix, *args, **kwargs)
-        then(prefix)
-
-    monkeypatch.setattr(Prefix, "settle", and_then)
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -223,12 +191,12 @@ def test_rows_that_are_not_held_are_never_attended_to(monkeypatch: pytest.Monkey
     assert torch.equal(target.generate(prompt(), assistant_model=attached(target), **STATIC), plain)
 
 
-def no_roll_back(rows: StaticRows, count: int) -> int:
+def no_roll_back(rows: StaticRows, count: int, path: Any) -> int:
     rows.held = int(rows.cache.get_seq_length())
     return rows.held
 
 
-def keeps_one_too_many(rows: StaticRows, count: int) -> int:
+def keeps_one_too_many(rows: StaticRows, count: int, path: Any) -> int:
     """Where all candidates stand a dummy."""
     fed = int(rows.cache.get_seq_length()) - rows.held
     rows.held += fed if rows.held == 0 else min(fed, count + 1)
@@ -236,7 +204,7 @@ def keeps_one_too_many(rows: StaticRows, count: int) -> int:
     return rows.held
 
 
-def forgets_too_much(rows: StaticRows, count: int) -> int:
+def forgets_too_much(rows: StaticRows, count: int, path: Any) -> int:
     first = rows.held == 0
     rows.held = int(rows.cache.get_seq_length()) if first else rows.held + 1
     hold(rows.cache, rows.held)
@@ -245,7 +213,7 @@ def forgets_too_much(rows: StaticRows, count: int) -> int:
 
 @pytest.mark.parametrize("mutant", [no_roll_back, keeps_one_too_many, forgets_too_much])
 def test_rows_that_are_kept_or_forgotten_wrongly_are_noticed(
-    mutant: Callable[[StaticRows, int], int], monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[StaticRows, int, Any], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
     plain = target.generate(prompt(), **STATIC)
@@ -386,25 +354,19 @@ def batch() -> tuple[CausalLM, dict[str, Any]]:
     return tiny("llama"), {**STATIC, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
-def trees() -> tuple[CausalLM, dict[str, Any]]:
-    return tiny("llama"), STATIC
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (hybrid, "keeps LinearAttentionLayer in it"),
         (windows, "has windows of 8 tokens in it, the text may grow to 52"),
         (batch, "the 2 rows of a batch"),
-        (trees, "token trees are verified in dynamic caches only"),
     ],
 )
 def test_refusals(make: Callable[[], tuple[CausalLM, dict[str, Any]]], message: str) -> None:
     target, options = make()
-    tree = {"tree": "static", "tree_shape": [2, 1]} if make is trees else RULES["fixed"]
     text = prompt(12)
     draft = informed_draft(text, target.config.get_text_config().vocab_size)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**tree))
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**RULES["fixed"]))
     if make is batch:
         text = text.repeat(2, 1)
     with no_work(target), pytest.raises(ValueError, match=f"A static cache cannot be used here: .*{message}"):

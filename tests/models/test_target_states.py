@@ -1,4 +1,4 @@
-"""The states that a draft reads are those that hooks see, whichever way they come, and forwards number them as we do."""
+"""The states that a draft reads are those that hooks see, whichever way they come, and forwards number them as here."""
 
 from __future__ import annotations
 
