@@ -17,11 +17,13 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.generation import prefix
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import linear_layers
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
 
 SHORT: dict[str, Any] = {**STATIC, "max_new_tokens": 24}
+COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 LENGTHS = (60, 3, 17)
 READING = ("conditioned", "eagle3")
 
@@ -134,3 +136,44 @@ def test_layers_of_a_compiled_target_keep_their_own_products() -> None:
     assert list(linear_layers([target]))
     target._compiled_call = target.__call__  # as `get_compiled_call` leaves it
     assert not list(linear_layers([target]))
+
+
+# Trees ----------------------------------------------------------------------------------------------------------------
+
+
+def grown(name: str, budget: int = 12, **further: Any) -> SpeculationConfig:
+    shape = {"tree_shape": [3, 2, 1]} if name == "static" else {}
+    return SpeculationConfig(tree=name, tree_budget=budget, tree_depth=4, **shape, **further)
+
+
+@pytest.mark.parametrize("kind", ["independent", pytest.param("conditioned", marks=pytest.mark.slow)])
+def test_trees_compile_nothing_again(kind: str, traced_only: CompileConfig) -> None:
+    """Whatever the growth, the prompts, the paths that are accepted and the sampling."""
+    if kind == "conditioned" and not RETURNS_CHOSEN:
+        pytest.skip("such drafts leave the target uncompiled")
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=3 if kind == "conditioned" else 1))
+    texts = Texts(target, kind, traced_only)
+    growths = [
+        grown("dyspec"),
+        grown("dyspec-exact"),
+        grown("static"),
+        grown("dyspec", rule="throughput", costs=COSTS),
+        grown("dyspec", lookup=True),
+    ]
+    for further in ({}, {"do_sample": True, "temperature": 1.3}):
+        for growth in growths:
+            for length, plain in texts.plain.items():
+                text = texts(length, growth, **further)
+                assert further or torch.equal(text, plain)
+                assert texts.assistant.stats.drafted > 0
+    assert 2 < graphs() <= 5, "over one token, and over 2, 4, 8 and 16 rows of trees"
+
+
+def test_trees_of_every_width_would_be_compiled(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(prefix, "width_of", lambda count: count)
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=1))
+    texts = Texts(target, "independent", traced_only)
+    for count in range(1, 7):
+        texts(17, SpeculationConfig(tree="static", tree_shape=[count], tree_budget=12, lookup=True), max_new_tokens=6)
+    assert graphs() > 5
