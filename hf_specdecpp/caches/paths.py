@@ -41,7 +41,7 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor 
         path: ascending indices of the nodes to keep, the root (node 0) among them.
         on_device: `[n]`, the same on a device; uploaded by default.
     """
-    in_place = sum(place == node for place, node in enumerate(path))  # the first of the path lie where they belong
+    in_place = num_in_place(path)
     indices: dict[torch.device, Tensor] = {}
     layers: list[Any] = cache.layers
     for layer in layers:
@@ -54,13 +54,18 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor 
                 known = torch.tensor(path) if on_device is None else on_device
                 indices[device] = known[in_place:].to(device)
             for rows in (layer.keys, layer.values):
-                _move(rows[..., rows.shape[-2] - nodes :, :], indices[device], in_place)
+                move(rows[..., rows.shape[-2] - nodes :, :], indices[device], in_place)
         # Also with nothing to remove: sliding-window layers shrink back to their window here.
         layer.crop(len(path) - nodes)
 
 
+def num_in_place(path: list[int]) -> int:
+    """How many of the first rows of a path lie where they belong."""
+    return sum(place == node for place, node in enumerate(path))
+
+
 @torch.inference_mode()  # a draft's rows are inference tensors, which cannot be written to outside of it
-def _move(nodes: Tensor, indices: Tensor, to: int) -> None:
+def move(nodes: Tensor, indices: Tensor, to: int) -> None:
     """Copy the rows `indices` of `nodes` `[..., nodes, head]` to the rows from `to` on."""
     nodes[..., to : to + indices.shape[0], :] = nodes.index_select(-2, indices)
 

@@ -8,6 +8,8 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from hf_specdecpp.caches.paths import PathRows, move, num_in_place
+
 
 class StaticRows:
     """The rows of a static cache while candidates are verified in it.
@@ -19,6 +21,9 @@ class StaticRows:
     Example: of 20 rows 11 are held. The last token and 4 candidates are read with 3 dummies, in rows 11 to 18. Two
     candidates stand, so 14 rows are held. In the 6 that are free the next pass has at most 4 tokens, 3 of them
     candidates.
+
+    Of a tree the rows of the path that stands move up to the text, in place: after those 11 rows, nodes 0 to 4 and 3
+    dummies lie in rows 11 to 18. For the path [0, 2, 4] nodes 2 and 4 move from rows 13 and 15 to rows 12 and 13.
 
     Args:
         cache: the target's.
@@ -38,14 +43,26 @@ class StaticRows:
         """How many candidates the next pass has room for."""
         return most_in(max(self.room - self.held, 1))
 
-    def keep(self, count: int) -> int:
-        """Keep the first `count` tokens of the pass just made, or all of the prompt's: how many rows are held then."""
+    def keep(self, count: int, path: PathRows | None = None) -> int:
+        """Keep the first `count` tokens of the pass just made, or of a `path` in it, or all of the prompt's: how many
+        rows are held then."""
         if self._has_prompt:
+            if path is not None:
+                self._move(path.first(count))
             self.held += count
             hold(self.cache, self.held)
         else:
             self.held, self._has_prompt = int(self.cache.get_seq_length()), True
         return self.held
+
+    def _move(self, path: PathRows) -> None:
+        in_place = num_in_place(path.rows)
+        if in_place == len(path.rows):
+            return
+        for layer in _layers(self.cache):
+            indices = path.on_device[in_place:].to(layer.keys.device)
+            for rows in (layer.keys, layer.values):
+                move(rows[..., self.held :, :], indices, in_place)
 
 
 def width_of(num_tokens: int) -> int:
@@ -79,13 +96,26 @@ def hold(cache: StaticCache, num_tokens: int) -> None:
             layer.cumulative_length_int = num_tokens
 
 
-def widen(cache: StaticCache, num_rows: int) -> None:
+def widen(cache: StaticCache, num_rows: int, further: int = 0) -> None:
     """Let layers with a window, in a cache that is still empty, keep every token; the mask hides the rest.
 
     A window that is full moves its rows on with each token, and what has left it cannot come back.
+
+    Args:
+        num_rows: for the text, at least.
+        further: rows that all layers get beside them.
     """
-    room = max(num_rows, cache.get_max_length())
-    cache.layers = [StaticLayer(room) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    room = max(num_rows, cache.get_max_length()) + further
+    kinds = (StaticLayer, StaticSlidingWindowLayer) if further else (StaticSlidingWindowLayer,)
+    cache.layers = [_with_room(layer, room) if type(layer) in kinds else layer for layer in cache.layers]
+
+
+def _with_room(layer: Any, room: int) -> StaticLayer:
+    """An empty layer in the place of one."""
+    wider = StaticLayer(room)
+    if layer.is_initialized:  # before a prompt that is read in chunks
+        wider.lazy_initialization(layer.keys, layer.values)
+    return wider
 
 
 def _layers(cache: StaticCache) -> list[Any]:

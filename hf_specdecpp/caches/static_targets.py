@@ -11,16 +11,20 @@ from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
-from hf_specdecpp.caches.static import num_rows, widen
+from hf_specdecpp.caches.static import num_rows, widen, width_of
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 
 WITHOUT = "Leave cache_implementation unset and pass no StaticCache"
 
 
 def prepare_static(
-    target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig, has_trees: bool
+    target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int
 ) -> None:
     """Make the cache fit for candidates if it is a static one, before anything is read.
+
+    Args:
+        most_in_tree: candidates of the largest tree, 0 where chains are drafted. A tree is not cut to the room that the
+            cache has left, so there will be room for one after the longest text.
 
     Raises:
         ValueError: that cannot be done.
@@ -30,21 +34,20 @@ def prepare_static(
         return
     if config.cache_implementation is not None:  # made by `generate()` for this text, so nobody else uses it
         # As long as the longest of this target, like those that transformers makes: another size is compiled for anew.
-        widen(cache, max(config.max_length - 1, getattr(target, "_previous_max_cache_length", 0)))
+        longest = max(config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
+        widen(cache, longest, width_of(most_in_tree + 1) if most_in_tree else 0)
     mask = model_kwargs.get("attention_mask")
     read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
     # With the text of earlier turns, of which perhaps nothing but the rows in the cache is left.
     longest = config.max_length + read - input_ids.shape[1]
-    if (reason := _unfit(target, input_ids, cache, longest, has_trees)) is not None:
+    if (reason := _unfit(target, input_ids, cache, longest)) is not None:
         raise ValueError(f"A static cache cannot be used here: {reason}. {WITHOUT}.")
 
 
-def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, has_trees: bool) -> str | None:
+def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int) -> str | None:
     name = type(target).__name__
     if input_ids.shape[0] > 1:
         return f"the {input_ids.shape[0]} rows of a batch accept different numbers of candidates, and it has one length"
-    if has_trees:
-        return "token trees are verified in dynamic caches only (tree=None drafts chains)"
     kinds = {type(layer) for layer in cache.layers}
     if others := kinds - {StaticLayer, StaticSlidingWindowLayer, *ATTENTION_LAYERS}:
         kept = ", ".join(sorted(kind.__name__ for kind in others))

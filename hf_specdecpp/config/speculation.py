@@ -175,9 +175,15 @@ class SpeculationConfig:
 
     @property
     def most_tokens(self) -> int:
-        """The largest number of candidates that a chain can have."""
-        drafted = self.num_tokens if self.rule == "fixed" else self.max_tokens
-        return max(drafted, self.lookup_tokens) if self.lookup else drafted
+        """The largest number of candidates that a round can have."""
+        looked_up = self.lookup_tokens if self.tree is None else self.tree_budget
+        if self.tree == "static" and self.tree_shape is not None:
+            drafted = size(make_shape(self.tree_shape))
+        elif self.tree is not None:
+            drafted = self.tree_budget
+        else:
+            drafted = self.num_tokens if self.rule == "fixed" else self.max_tokens
+        return max(drafted, looked_up) if self.lookup else drafted
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,7 +19,7 @@ from hf_specdecpp.drafting.session import ModelReading
 logger = logging.get_logger("hf_specdecpp")
 
 SEVERAL = 8  # tokens of the wider of the two compiled steps
-Read = Callable[[DraftModel, FixedCache, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor]]
+Read = Callable[..., tuple[Tensor, Tensor]]
 
 
 def read(
@@ -36,7 +36,8 @@ def read(
 
 
 class CompiledSteps:
-    """A draft whose steps are compiled when they are first taken: one over a token, and one over up to `SEVERAL`.
+    """A draft whose steps are compiled when they are first taken: one over a token, and one over up to `SEVERAL`. Trees
+    add their levels (`drafting.compiled_trees`).
 
     A round begins with the tokens that the last one emitted, filled up with dummies to `SEVERAL`, and goes on token by
     token. Longer pieces, such as the prompt, are read as ever. The caches are kept for later texts: each has room for a
@@ -57,11 +58,10 @@ class CompiledSteps:
         self.num_layers, self._compiled_for = num_fixed_layers(drafter.text_config), _identity(drafter)
         self._free: list[FixedCache] = []
         self._last = torch.arange(SEVERAL, device=drafter.device)
-        self._compiled: dict[int, Read] = {}  # by the number of tokens
+        self.works = True  # whether nothing has spoken against compiling this draft so far
+        self._compiled: dict[tuple[Read, int], Read] = {}  # by the function and the number of tokens
         if self.num_layers is None:
             self._give_up(drafter, "not all of its layers are attention")
-        else:
-            self._compiled = {width: _compile(drafter.device) for width in (1, SEVERAL)}
 
     @property
     def device(self) -> torch.device:
@@ -70,11 +70,6 @@ class CompiledSteps:
     def fits(self, drafter: DraftModel) -> bool:
         """Whether the draft is what the steps are compiled for."""
         return self._compiled_for == _identity(drafter)
-
-    @property
-    def works(self) -> bool:
-        """Whether nothing has spoken against compiling this draft so far."""
-        return bool(self._compiled)
 
     def lease(self, num_tokens: int, user: object) -> FixedCache:
         """An empty cache with room for so many tokens, until `user` is no more."""
@@ -113,34 +108,37 @@ class CompiledSteps:
         if width > 1:  # also by nothing: a copy is a tensor of inference mode, for no others are steps compiled again
             tokens = F.pad(tokens, (0, width - count))
             states = None if states is None else F.pad(states, (0, 0, 0, width - count))
-        return self._call(
-            self._compiled[width], drafter, cache, tokens, states, self._last[count - 1 : count], vocab_size
-        )
+        return self.call(read, width, drafter, cache, tokens, states, self._last[count - 1 : count], vocab_size)
 
-    def _call(self, compiled: Read, drafter: DraftModel, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def call(self, function: Read, width: int, drafter: DraftModel, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """What a function of a draft returns, compiled for tokens of this width."""
+        if not self.works:
+            return function(drafter, *arguments)
+        compiled = self._compiled.get((function, width))
+        if compiled is None:
+            compiled = self._compiled[function, width] = _compile(function, self.device)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
         try:
             logits, hidden = compiled(drafter, *arguments)
         except torch._dynamo.exc.TorchDynamoException as error:  # it has not run yet
-            self._compiled = {}
             self._give_up(drafter, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
-            return read(drafter, *arguments)
+            return function(drafter, *arguments)
         # The next step of a CUDA graph writes its outputs to the same place.
         return (logits.clone(), hidden.clone()) if on_gpu else (logits, hidden)
 
-    @staticmethod
-    def _give_up(drafter: DraftModel, reason: str) -> None:
+    def _give_up(self, drafter: DraftModel, reason: str) -> None:
+        self.works = False
         logger.warning(
             f"compile=True: steps of {type(drafter.model).__name__} cannot be compiled here ({reason}), so they run "
             "uncompiled: the same texts, more slowly on a GPU. Set compile=False, and nothing is tried."
         )
 
 
-def _compile(device: torch.device) -> Read:
-    """`read`, compiled as a function of its own: torch.compile counts how often one was, and gives up after a few."""
-    own = FunctionType(read.__code__.replace(), read.__globals__)
+def _compile(function: Any, device: torch.device) -> Read:
+    """It, compiled as a function of its own: torch.compile counts how often one was, and gives up after a few."""
+    own = FunctionType(function.__code__.replace(), function.__globals__)
     # What calls the kernels of a CPU is then C++, too: in Python it takes as long as the kernels of a small draft.
     options: dict[str, Any] = {"triton.cudagraphs": device.type == "cuda", "cpp_wrapper": device.type == "cpu"}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # older versions of torch make all checks
@@ -185,14 +183,15 @@ class CompiledSession(ModelReading):
 
     def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, states = self._take(candidates)
-        cache = self._with_room(self._length + max(tokens.shape[1], SEVERAL))
+        cache = self.with_room(self._length + max(tokens.shape[1], SEVERAL))
         may_pad = self._length + SEVERAL <= self.drafter.max_length
         logits, hidden = self.steps.read(self.drafter, cache, tokens, states, self.vocab_size, may_pad)
         self._length += tokens.shape[1]
         self._own_states = {0: hidden}
         return logits, hidden
 
-    def _with_room(self, num_tokens: int) -> FixedCache:
+    def with_room(self, num_tokens: int) -> FixedCache:
+        """The cache, or a larger one that holds the same, with room for so many tokens."""
         smaller = self.cache
         if smaller is not None and smaller.room >= num_tokens:
             return smaller

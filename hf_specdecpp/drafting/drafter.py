@@ -9,6 +9,7 @@ import torch
 
 from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
 from hf_specdecpp.drafting.compiled import CompiledSession, CompiledSteps
+from hf_specdecpp.drafting.compiled_trees import CompiledTreeSession
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.reading import Reading
@@ -40,6 +41,8 @@ class Drafter(DraftModel, Draft):
         return DraftSession(self, vocab_size)
 
     def tree_session(self, vocab_size: int) -> Reading:
+        if self.is_compiled:
+            return CompiledTreeSession(self, vocab_size, self.steps)
         return DraftSession(self, vocab_size)
 
     def row_session(self, vocab_size: int) -> RowSession:

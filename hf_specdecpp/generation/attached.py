@@ -227,7 +227,8 @@ def _decoding(
     """
     model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
     check_inputs(input_ids, model_kwargs)
-    prepare_static(target, input_ids, model_kwargs, config, assistant.speculation.tree is not None)
+    most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
+    prepare_static(target, input_ids, model_kwargs, config, most_in_tree)
     count = input_ids.shape[0]
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(logits_processor), count)

@@ -51,10 +51,11 @@ class BatchDecoding:
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
     ) -> None:
-        self.target, self.config, self.model_kwargs = target, config, model_kwargs
+        self.target, self.config = target, config
         self.device = input_device(target)
         self.rows = [_Row(target, each, criteria, config, None, {}) for each in generators]
         self.states = TargetStates(target, generators[0].setup.drafter.reads)
+        self.model_kwargs = self.states.asked_for(model_kwargs)
         self.drafts = generators[0].setup.drafter.batch([each.session for each in generators])
         self.cache = BatchCache(target, cache_among(model_kwargs), len(generators))
         self.products = generators[0].products
@@ -87,8 +88,7 @@ class BatchDecoding:
         """The prompts' pass, then rounds until all rows have ended."""
         begin = time.perf_counter()
         with self.products:
-            with self.states:
-                outputs = self.target._prefill(input_ids, self.config, self.model_kwargs)
+            outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.model_kwargs)
             mask = self.model_kwargs.get("attention_mask")
             self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
             self.cache.note(self.prompt_mask)
@@ -134,8 +134,7 @@ class BatchDecoding:
         fed = torch.tensor([1 + len(chain.tokens) for chain in chains])
         is_token = torch.arange(int(fed.max())) < fed[:, None]
         inputs = self._inputs(chains, is_token)
-        with self.states:
-            outputs = self.target(**inputs, return_dict=True)
+        outputs = self.states.catch(self.target, **inputs, return_dict=True)
         self.cache.note(is_token)
         target_seconds, known = time.perf_counter() - drafted, sum(row.stats.target_seconds for row in rows)
         finished = self._verify(chains, outputs)

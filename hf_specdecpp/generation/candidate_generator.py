@@ -118,8 +118,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.plan.begin_text()
             if target is not None and self.plan.known is not None:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
-        if setup.speculation.compile and (setup.rows > 1 or self.trees is not None):
-            logger.warning_once("compile=True: chains of one sequence only; trees and batches are drafted uncompiled.")
+        if setup.speculation.compile and setup.rows > 1:
+            logger.warning_once("compile=True: one sequence only; batches are drafted uncompiled.")
         self._attention_mask = attention_mask
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0

@@ -60,13 +60,10 @@ class AssistedDecoding:
         model_kwargs: dict[str, Any],
         forward: Callable[..., Any] | None = None,
     ) -> None:
-        reads = generator.setup.drafter.reads
-        if reads is not None:  # states, by hooks, which compiled forwards pass over
-            forward, generation_config = None, uncompiled(generation_config)
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.forward = forward or target
-        self.prefix = Prefix(target, model_kwargs)
-        self.states = TargetStates(target, reads)
+        self.states = TargetStates(target, generator.setup.drafter.reads)
+        self.prefix = Prefix(target, self.states.asked_for(model_kwargs))
         self.device = input_device(target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
@@ -116,8 +113,11 @@ class AssistedDecoding:
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        with self.states:
-            outputs = self.target._prefill(input_ids, self.config, self.prefix.model_kwargs)
+        # Hooks catch what a draft reads of it, chunk by chunk, and compiled forwards pass over them.
+        config = uncompiled(self.config) if self.states.need_hooks else self.config
+        outputs = self.states.catch(self.target._prefill, input_ids, config, self.prefix.model_kwargs)
+        if self.states.need_hooks:
+            self.forward = self.target
         cache = cache_among(outputs)
         check_cache(cache)
         if self.generator.trees is not None:
@@ -136,15 +136,19 @@ class AssistedDecoding:
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
-        with self.states:
-            outputs = self.forward(**inputs, return_dict=True)
-        if self.prefix.static is not None:
-            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
-            outputs.logits = outputs.logits[:, : len(chain.tokens) + 1].clone()
+        outputs = self._read(inputs, len(chain.tokens) + 1)
         self.stats.target_seconds += time.perf_counter() - begin
         if self.prefix.mark is not None:
             self.stats.state_bytes = self.prefix.mark.num_bytes
         return self._select(input_ids, chain, outputs)
+
+    def _read(self, inputs: dict[str, Any], count: int) -> Any:
+        """The target's pass over `count` tokens, in a static cache with dummies after them."""
+        outputs = self.states.catch(self.forward, **inputs, return_dict=True)
+        if self.prefix.static is not None:
+            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
+            outputs.logits = outputs.logits[:, :count].clone()
+        return outputs
 
     def _room(self, input_ids: Tensor) -> int | None:
         """How many candidates the next pass has room for."""
@@ -202,8 +206,7 @@ class AssistedDecoding:
         is_tested = self.generator.randomness is not None and self._verifies_at_once(input_ids)
         inputs = self.prefix.tree_inputs(input_ids, tree_pass, families=is_tested)
         begin = time.perf_counter()
-        with self.states:
-            outputs = self.target(**inputs, return_dict=True)
+        outputs = self._read(inputs, len(tree) + 1)
         self.stats.target_seconds += time.perf_counter() - begin
         path, emitted, scores, raw, rows = self._walk(input_ids, tree_pass, outputs)
         self.generator.update_tree(tree, path)

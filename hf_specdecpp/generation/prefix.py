@@ -128,9 +128,11 @@ class Prefix:
         """
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
-        tokens, ancestors, depths = tree_pass.upload(input_ids.device, families)
+        width = 0 if self.static is None else width_of(len(tree_pass.order))
+        tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, width)
         inputs = self.chain_inputs(input_ids, tokens)
-        rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
+        rows = self.cache.get_seq_length() if self.static is None else self.static.held
+        mask = self.model_kwargs.get("attention_mask")
         prefix_mask = mask[0, :rows].bool() if mask is not None and self.is_masked else None
         position = inputs["position_ids"][..., 0]
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, rows, prefix_mask, position)
@@ -148,7 +150,7 @@ class Prefix:
         if cache is not self.cache:
             self._adopt(cache)
         if self.static is not None:
-            self.num_settled = self.static.keep(kept)
+            self.num_settled = self.static.keep(kept, path)
         else:
             self._settle_rows(cache, kept, num_candidates, path)
             self.num_settled = num_rows(cache)

@@ -7,14 +7,21 @@ where the target has got to, so a single layer knows more than several that begi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
+
+# A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
+# number 0 of such a list was the first layer's output.
+RETURNS_CHOSEN = Version(transformers.__version__) >= Version("5.23")
 
 
 class StateReader(nn.Module):
@@ -45,17 +52,25 @@ class StateReader(nn.Module):
 class TargetStates:
     """Catches the states that a draft reads out of the target's own passes, and keeps them for its next round.
 
-    Within the context, hooks keep references to what the decoder and its layers return, and change nothing. It is
-    entered around the passes over one text: logits processors may call the target, too, and passes of other threads are
-    left out. A prompt may be read in several passes (chunked prefill), whose states follow one another.
+    A prompt, which may be read in several passes (chunked prefill), is caught by hooks, which keep references to what
+    the decoder and its layers return, and change nothing. Later passes return the states themselves, compiled or not,
+    if the pass over the prompt returned the very ones that the hooks saw. Elsewhere hooks go on, past which compiled
+    forwards run. Where a user has compiled the target without hooks, what it returns is believed.
+
+    Used as a context, it catches by hooks. It is entered around the passes over one text: logits processors may call
+    the target, too, and passes of other threads are left out.
+
+    Example: layer 1 and the final state are read, of a target with 3 layers. State 0 are the embeddings, so the numbers
+    of the two are 2 and 3.
 
     Args:
         target: whose passes.
         reader: says which layers; with `None` nothing is caught.
 
     Attributes:
-        found: `[1, n, width]` at the n tokens that the last pass verified, for one text (`keep`, `keep_row`); `None`
+        found: `[1, n, width]` at the n tokens that the last pass verified, for one text (`keep`); `None`
             before there was one, or where nothing is caught.
+        are_returned: whether passes return the states, so that they need no hooks.
 
     Raises:
         ValueError: the target has no such layers.
@@ -63,7 +78,9 @@ class TargetStates:
 
     def __init__(self, target: CausalLM, reader: StateReader | None) -> None:
         self.found: Tensor | None = None
+        self.are_returned = False
         self._modules: list[nn.Module] = []
+        self._numbers: list[int] = []  # of the states in what a forward returns, if it does
         if reader is not None:
             decoder = inner_decoder(target)
             stack = layer_stack(decoder, target)[1]
@@ -73,8 +90,43 @@ class TargetStates:
                     "counted from 0. It was trained for another target."
                 )
             self._modules = [decoder] * reader.reads_final + [stack[read] for read in reader.reads]
+            if RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {}):
+                self._numbers = state_numbers(reader, len(stack))
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
+
+    @property
+    def need_hooks(self) -> bool:
+        """Whether states are read that only hooks catch, as far as is known."""
+        return bool(self._modules) and not self.are_returned
+
+    def asked_for(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A forward's arguments with which it returns the states, and what users ask of it themselves."""
+        if not self._numbers or model_kwargs.get("output_hidden_states"):  # all of them
+            return model_kwargs
+        return model_kwargs | {"output_hidden_states": self._numbers}
+
+    def catch(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+        """Make a pass whose arguments are `asked_for`, and catch its states; what it returns."""
+        if self.are_returned:
+            outputs = forward(*args, **inputs)
+            self._caught = self._returned(outputs)
+            return outputs
+        with self:
+            outputs = forward(*args, **inputs)
+        if returned := self._returned(outputs):
+            if not all(self._caught):  # the forward was compiled without hooks
+                self._caught = returned
+            pairs = zip(self._caught, returned, strict=True)
+            self.are_returned = all(caught and caught[-1] is own for caught, (own,) in pairs)
+        return outputs
+
+    def _returned(self, outputs: Any) -> list[list[Tensor]]:
+        """The states among the outputs of a pass, as hooks catch them; empty where they are not there."""
+        states = (outputs.hidden_states or ()) if self._numbers else ()
+        if len(states) <= max(self._numbers, default=0):
+            return []
+        return [[states[number]] for number in self._numbers]
 
     def __enter__(self) -> TargetStates:
         self.clear()
@@ -115,7 +167,8 @@ class TargetStates:
         if not all(self._caught):
             raise RuntimeError(
                 "The draft reads hidden states of its target by hooks, and the target's pass did not call them: its "
-                "forward was compiled without them (model.forward = torch.compile(model.forward)). Leave the target "
+                "forward was compiled without them (model.forward = torch.compile(model.forward)), and does not return "
+                "the states (transformers does from 5.23 on, but for the last layer's own). Leave the target "
                 "uncompiled, or use model.compile() or another kind of draft."
             )
         device = self._caught[0][0].device
@@ -123,6 +176,14 @@ class TargetStates:
         parts = [torch.cat([part.to(device) for part in caught], dim=1)[:, rows] for caught in self._caught]
         self.clear()
         return torch.cat(parts, dim=-1)
+
+
+def state_numbers(reader: StateReader, num_layers: int) -> list[int]:
+    """The numbers of a reader's states among those that a forward returns: 0 are the embeddings, and after the last
+    layer it returns the final state. Empty if the last layer's own output is read, which it does not return."""
+    if num_layers - 1 in reader.reads:
+        return []
+    return [num_layers] * reader.reads_final + [read + 1 for read in reader.reads]
 
 
 def _keeper(caught: list[Tensor], thread: int) -> Any:

@@ -154,10 +154,12 @@ class Memory:
     ) -> TreeThroughput:
         """The same for trees."""
         most = config.tree_budget
+        is_static = generation.cache_implementation == "static"
         if config.costs is not None:
-            costs: Costs | KnownCosts = Costs.from_dict(config.costs)
+            given = Costs.from_dict(config.costs)
+            costs: Costs | KnownCosts = in_widths(given, most) if is_static else given
         else:
-            found = costs_of(target, drafter, estimator, most, trees=True)
+            found = costs_of(target, drafter, estimator, most, trees=True, is_static=is_static)
             costs = found if config.track_costs else found.first
         learned = self.recall(target, estimator, generation, trees=True)
         known = learned.plan if isinstance(learned.plan, TreeThroughput) else None

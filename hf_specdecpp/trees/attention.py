@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 from hf_specdecpp.caches.masks import as_mask, layer_types
 from hf_specdecpp.caches.paths import grow_in, shown_rows
@@ -58,10 +58,18 @@ def tree_inputs(
         prefix_mask = prefix_mask.to(device)
     masks = {}
     for kind, layer in _kinds(config, cache).items():
-        num_rows = shown_rows(layer, num_queries) if layer is not None else num_queries
+        num_rows, unused = num_queries, 0
+        if isinstance(layer, StaticLayer):  # whose rows are all there from the beginning
+            num_rows = num_prefix + ancestors.shape[1]
+            unused = layer.max_cache_len - num_rows
+        elif layer is not None:
+            num_rows = shown_rows(layer, num_queries)
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
-        _restrict(seen, config, kind, depths, num_prefix, prefix_mask)
-        masks[kind] = as_mask(seen, model)
+        text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=device)
+        padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
+        places = torch.cat((text, num_prefix + depths))
+        seen = _within(seen, config, kind, places[-num_queries:], places, padding)
+        masks[kind] = as_mask(nn.functional.pad(seen, (0, unused)) if unused else seen, model)
     below = depths[-num_queries:]
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
@@ -89,19 +97,48 @@ def _seen(ancestors: Tensor, num_prefix: int, num_rows: int, prefix_mask: Tensor
     return seen
 
 
-def _restrict(
-    seen: Tensor, config: Any, kind: str, depths: Tensor, num_prefix: int, prefix_mask: Tensor | None
-) -> None:
-    """Hide, in place, what lies outside the window or chunk of each query."""
-    if kind not in ("sliding_attention", "chunked_attention"):
-        return
-    num_queries, num_rows = seen.shape
-    text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=depths.device)
-    places = torch.cat((text, num_prefix + depths))
-    queries = places[-num_queries:, None]
+def _within(seen: Tensor, config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
+    """What of bool `seen` `[n_query, kv]` lies within the window or chunk of each query.
+
+    Args:
+        queries, keys: places in the text, `[n_query]` and `[kv]`.
+        padding: tokens before the text, which chunks do not count.
+    """
     if kind == "sliding_attention":
-        seen &= places > queries - config.sliding_window
-    else:
-        padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
+        return seen & (keys > queries[:, None] - config.sliding_window)
+    if kind == "chunked_attention":
         size = config.attention_chunk_size
-        seen &= (places - padding) // size == (queries - padding) // size
+        return seen & ((keys - padding) // size == (queries[:, None] - padding) // size)
+    return seen
+
+
+def inputs_in_place(
+    model: CausalLM, room: int, ancestors: Tensor, depths: Tensor, places: Tensor, num_prefix: Tensor
+) -> dict[str, Any]:
+    """The same for a cache of fixed size, where nothing depends on numbers of the host: for compiled passes.
+
+    Example: a cache with room for 8 tokens holds 3 tokens of text and a root, below which two children are read. With
+    room for 4 nodes, `ancestors` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
+    mask's rows are 1111 1000 and 1111 0100.
+
+    Args:
+        room: tokens of the cache.
+        ancestors: bool `[n_query, n]`: which of up to n nodes a query sees. They lie after the text, in this order.
+        depths: `[n]`, of all nodes.
+        places: `[n_query]`, depths of the queries.
+        num_prefix: 0-d, tokens of text in the cache.
+    """
+    config = model.config.get_text_config(decoder=True)
+    nodes = torch.arange(room, device=ancestors.device) - num_prefix  # negative: text
+    known = nodes.clamp(0, ancestors.shape[1] - 1)
+    seen = (ancestors.index_select(1, known) & (nodes < ancestors.shape[1])) | (nodes < 0)
+    keys = num_prefix + torch.where(nodes < 0, nodes, depths.index_select(0, known))
+    queries = num_prefix + places
+    masks = {
+        kind: as_mask(_within(seen, config, kind, queries, keys), model)
+        for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers))
+    }
+    return {
+        "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+        "position_ids": queries[None],
+    }

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdecpp.models.causal_lm import upload
 from hf_specdecpp.trees.tree import DraftTree, Lineage
@@ -58,15 +58,23 @@ class TreePass:
         self.rows = {node: row for row, node in enumerate(self.order)}
         self._lists: list[Tensor] | None = None  # of `_family_lists`, on a device
 
-    def upload(self, device: torch.device, families: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def upload(self, device: torch.device, families: bool = False, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """What the pass needs, with one copy to the device; the shape of the `families`, too, if they are asked for.
 
+        Args:
+            width: rows of the pass, if there are more than nodes. Dummies fill them up, which stand where the root
+                stands, and see and are seen by none of the nodes.
+
         Returns:
-            Tokens `[n]` of all rows but the root's, and `ancestors` `[n + 1, n + 1]` and `depths` `[n + 1]` as
+            Tokens `[n]` of all nodes but the root, and `ancestors` `[width, width]` and `depths` `[width]` as
             `tree_inputs` takes them.
         """
         fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long)
-        parts = [fed, *Lineage().feed(self.tree, self.order), *(self._family_lists() if families else ())]
+        ancestors, depths = Lineage().feed(self.tree, self.order)
+        if dummies := max(width - len(self.order), 0):
+            ancestors = torch.block_diag(ancestors, torch.eye(dummies, dtype=torch.bool))
+            depths = nn.functional.pad(depths, (0, dummies))
+        parts = [fed, ancestors, depths, *(self._family_lists() if families else ())]
         tokens, ancestors, depths, *lists = upload(parts, device)
         self._lists = lists or None
         return tokens, ancestors, depths

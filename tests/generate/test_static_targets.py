@@ -1,8 +1,7 @@
-"""Targets with a static cache: the text of plain `generate()`, the rows that are held, widths, and what is compiled."""
+"""Targets with a static cache: the text of plain `generate()`, the rows that are held, and widths."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,24 +12,20 @@ import transformers
 from support.families import informed_draft, model_of
 from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny
 from support.multimodal import multimodal
-from support.outputs import RECORDS, NoRepeat, assert_same, prefill
+from support.outputs import RECORDS, NoRepeat, assert_same
+from support.static_caches import OPTIONS, STATIC, assert_prefilled, held, settled, static_cache
 from support.watchers import no_work
 from support.zoo import tiny_of
 from torch import Tensor
-from torch._dynamo.utils import counters
-from transformers import CompileConfig, StaticCache
+from transformers import StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.static import StaticRows, hold, width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import Prefix, extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
-from hf_specdecpp.models.cpu_products import linear_layers
 from hf_specdecpp.throughput.measuring import in_widths
 
-# Without repetitions, in which rows could be mistaken for one another.
-OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "no_repeat_ngram_size": 2}
-STATIC: dict[str, Any] = {**OPTIONS, "cache_implementation": "static"}
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -45,36 +40,6 @@ RULES: dict[str, dict[str, Any]] = {
 
 def attached(target: CausalLM, kind: str = "independent", **speculation: Any) -> SpecDecPPAssistant:
     return assistant_of(kind, target, **(speculation or RULES["fixed"]))
-
-
-def static_cache(target: CausalLM, room: int = 192) -> StaticCache:
-    return StaticCache(config=target.config, max_cache_len=room)
-
-
-def held(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of the rows that each layer holds."""
-    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    lengths = [int(layer.get_seq_length()) for layer in layers]
-    return [(each.keys[:, :, :n], each.values[:, :, :n]) for each, n in zip(layers, lengths, strict=True)]
-
-
-def assert_prefilled(rows: list[tuple[Tensor, Tensor]], target: CausalLM, text: Tensor) -> None:
-    """Rows that are held are those of a fresh pass over the text, which keeps only the last where there is a window."""
-    layers: list[Any] = prefill(target, text).layers
-    for (keys, values), layer in zip(rows, layers, strict=True):
-        count = layer.keys.shape[2]
-        assert_same((keys[:, :, -count:], values[:, :, -count:]), (layer.keys, layer.values))
-
-
-def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> None:
-    """Have something done after each round."""
-    settle = Prefix.settle
-
-    def and_then(prefix: Prefix, *args: Any, **kwargs: Any) -> None:
-        settle(prefix, *args, **kwargs)
-        then(prefix)
-
-    monkeypatch.setattr(Prefix, "settle", and_then)
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -226,12 +191,12 @@ def test_rows_that_are_not_held_are_never_attended_to(monkeypatch: pytest.Monkey
     assert torch.equal(target.generate(prompt(), assistant_model=attached(target), **STATIC), plain)
 
 
-def no_roll_back(rows: StaticRows, count: int) -> int:
+def no_roll_back(rows: StaticRows, count: int, path: Any) -> int:
     rows.held = int(rows.cache.get_seq_length())
     return rows.held
 
 
-def keeps_one_too_many(rows: StaticRows, count: int) -> int:
+def keeps_one_too_many(rows: StaticRows, count: int, path: Any) -> int:
     """Where all candidates stand a dummy."""
     fed = int(rows.cache.get_seq_length()) - rows.held
     rows.held += fed if rows.held == 0 else min(fed, count + 1)
@@ -239,7 +204,7 @@ def keeps_one_too_many(rows: StaticRows, count: int) -> int:
     return rows.held
 
 
-def forgets_too_much(rows: StaticRows, count: int) -> int:
+def forgets_too_much(rows: StaticRows, count: int, path: Any) -> int:
     first = rows.held == 0
     rows.held = int(rows.cache.get_seq_length()) if first else rows.held + 1
     hold(rows.cache, rows.held)
@@ -248,7 +213,7 @@ def forgets_too_much(rows: StaticRows, count: int) -> int:
 
 @pytest.mark.parametrize("mutant", [no_roll_back, keeps_one_too_many, forgets_too_much])
 def test_rows_that_are_kept_or_forgotten_wrongly_are_noticed(
-    mutant: Callable[[StaticRows, int], int], monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[StaticRows, int, Any], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
     plain = target.generate(prompt(), **STATIC)
@@ -304,7 +269,7 @@ def test_processors_that_are_called_in_order() -> None:
     assert torch.equal(ours, plain)
 
 
-# Widths and compilation -----------------------------------------------------------------------------------------------
+# Widths --------------------------------------------------------------------------------------------------------------
 
 
 def test_dummies_need_no_further_positions() -> None:
@@ -331,59 +296,6 @@ def test_passes_have_few_widths_and_end_within_the_cache(rule: str, monkeypatch:
     assert {width for _, width in passes[1:]} <= {1, 2, 4, 8, 16, 32}
     assert len({width for _, width in passes[1:]}) >= 3
     assert max(begin + width for begin, width in passes) <= room
-
-
-@pytest.fixture
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> CompileConfig:
-    """Traces with dynamo, and runs the traced operations as they are."""
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
-    config = CompileConfig(backend="eager", dynamic=False)  # each width for itself
-    config._compile_all_devices = True  # type: ignore[assignment]  # transformers annotates a class attribute
-    return config
-
-
-def test_nothing_is_compiled_again(traced_only: CompileConfig) -> None:
-    """Whatever the prompts, the candidates that are rejected and the sampling."""
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=1))
-    options = {**STATIC, "max_new_tokens": 24, "compile_config": traced_only}
-    plain = {length: target.generate(prompt(length), **{**options, "compile_config": None}) for length in (60, 3, 17)}
-    assert counters["stats"]["unique_graphs"] == 0
-    assistant = attached(target)
-
-    def generate(length: int, num_tokens: int, **further: Any) -> Tensor:
-        assistant.speculation = SpeculationConfig("fixed", num_tokens=num_tokens)
-        found: Tensor = target.generate(prompt(length), assistant_model=assistant, **{**options, **further})
-        return found
-
-    for num_tokens in (1, 3, 7):
-        generate(60, num_tokens)
-    assert counters["stats"]["unique_graphs"] == 4  # over 1, 2, 4 and 8 tokens
-    for num_tokens in (2, 4, 5, 7):
-        for length, text in plain.items():
-            assert torch.equal(generate(length, num_tokens), text)
-        generate(9, num_tokens, do_sample=True, temperature=1.3)
-    target.generate(prompt(5), **options)  # plain generation runs the pass over one token
-    assert counters["stats"]["unique_graphs"] == 4
-
-
-@pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
-def test_a_draft_that_reads_states_leaves_its_target_uncompiled(kind: str, traced_only: CompileConfig) -> None:
-    """It reads the target by hooks, and torch.compile does not look whether they are there."""
-    target = quiet_later_layers(tiny("llama"))
-    assistant = attached(target, kind)
-    options = {**STATIC, "compile_config": traced_only, "prefill_chunk_size": 5}
-    ours = target.generate(prompt(), assistant_model=assistant, **options)
-    assert torch.equal(ours, target.generate(prompt(), **STATIC))
-    assert counters["stats"]["unique_graphs"] == 0
-
-
-def test_layers_of_a_compiled_target_keep_their_own_products() -> None:
-    target = tiny("llama").float()
-    assert list(linear_layers([target]))
-    target._compiled_call = target.__call__  # as `get_compiled_call` leaves it
-    assert not list(linear_layers([target]))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, STATIC], ids=["dynamic", "static"])
@@ -442,25 +354,19 @@ def batch() -> tuple[CausalLM, dict[str, Any]]:
     return tiny("llama"), {**STATIC, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
-def trees() -> tuple[CausalLM, dict[str, Any]]:
-    return tiny("llama"), STATIC
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (hybrid, "keeps LinearAttentionLayer in it"),
         (windows, "has windows of 8 tokens in it, the text may grow to 52"),
         (batch, "the 2 rows of a batch"),
-        (trees, "token trees are verified in dynamic caches only"),
     ],
 )
 def test_refusals(make: Callable[[], tuple[CausalLM, dict[str, Any]]], message: str) -> None:
     target, options = make()
-    tree = {"tree": "static", "tree_shape": [2, 1]} if make is trees else RULES["fixed"]
     text = prompt(12)
     draft = informed_draft(text, target.config.get_text_config().vocab_size)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**tree))
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**RULES["fixed"]))
     if make is batch:
         text = text.repeat(2, 1)
     with no_work(target), pytest.raises(ValueError, match=f"A static cache cannot be used here: .*{message}"):

@@ -1,0 +1,108 @@
+"""A token tree that is drafted with compiled passes over its levels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_specdecpp.caches.fixed import FixedCache
+from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.drafting.compiled import CompiledSession, CompiledSteps
+from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.models.causal_lm import upload
+from hf_specdecpp.trees.attention import inputs_in_place
+from hf_specdecpp.trees.tree import DraftTree, Lineage
+
+LEAST_WIDTH, LEAST_NODES = 4, 64  # of the passes; that the masks of all passes have room for
+
+
+def read_level(
+    drafter: DraftModel,
+    cache: FixedCache,
+    tokens: Tensor,
+    states: Tensor | None,
+    ancestors: Tensor,
+    depths: Tensor,
+    counts: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Read nodes of a tree, `tokens` `[1, w]`; dummies after them are not kept.
+
+    Args:
+        cache: holds a text, then the nodes that were read before.
+        states: `[1, w, size]` before each node, for a draft that reads them.
+        ancestors: bool `[w, n]`: which of up to n nodes each sees.
+        depths: `[n + w]`, of all nodes, then of these.
+        counts: `[2]`: how many nodes were read before, and how many of `tokens` are nodes.
+
+    Returns:
+        Logits `[w, vocab_size]` and hidden states `[w, hidden_size]`.
+    """
+    room = ancestors.shape[1]
+    num_prefix = cache.length - counts[0]
+    inputs = inputs_in_place(drafter.model, cache.room, ancestors, depths[:room], depths[room:], num_prefix)
+    hidden = drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0]
+    cache.length.add_(counts[1])
+    return drafter.logits(hidden, vocab_size), hidden
+
+
+class CompiledTreeSession(CompiledSession):
+    """The draft's side of one generation of trees, with compiled passes.
+
+    The root is read with all that is pending, as in chains, and each level in a pass of its own, filled up with dummies
+    to 4, 8, 16 or another power of two of nodes. After the round all nodes but the root are forgotten: those that were
+    accepted are read again with the next root, in a pass that is made anyway.
+    """
+
+    def __init__(self, drafter: DraftModel, vocab_size: int, steps: CompiledSteps) -> None:
+        super().__init__(drafter, vocab_size, steps)
+        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
+
+    @property
+    def reads_again(self) -> bool:
+        return True
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """As in `Reading`: the root first."""
+        if nodes == [0]:
+            self._lineage = Lineage()
+            self._lineage.feed(tree, nodes)
+            logits, hidden = self.step([])
+            return logits[None], hidden[None]
+        if self._lineage is None:
+            raise ValueError("The root of a tree is fed first, by itself.")
+        count = len(nodes)
+        width = max(width_of(count), LEAST_WIDTH)
+        tokens, ancestors, depths, counts = self._level(self._lineage, tree, nodes, width)
+        states = None
+        if self.reads_states:
+            known = torch.stack([self._own_states[tree.parents[node]] for node in nodes])
+            states = F.pad(known, (0, 0, 0, width - count))[None]
+        cache = self.with_room(self._length + width)
+        logits, hidden = self.steps.call(
+            read_level, width, self.drafter, cache, tokens, states, ancestors, depths, counts, self.vocab_size
+        )
+        self._length += count
+        self.passes += 1
+        self._own_states.update(zip(nodes, hidden[:count], strict=True))
+        return logits[:count], hidden[:count]
+
+    def _level(self, lineage: Lineage, tree: DraftTree, nodes: list[int], width: int) -> list[Tensor]:
+        """What a pass over nodes is told beside the draft's states (`read_level`), with one upload."""
+        before, count = len(lineage.nodes), len(nodes)
+        ancestors, depths = lineage.feed(tree, nodes)
+        room = max(width_of(len(depths)), LEAST_NODES)
+        tokens = torch.tensor([[tree.tokens[node] for node in nodes] + [0] * (width - count)])
+        seen = F.pad(ancestors, (0, room - len(depths), 0, width - count))
+        seen[count:, 0] = True  # dummies see the root, so that none of them sees nothing
+        places = F.pad(depths, (0, room - len(depths))), F.pad(depths[before:], (0, width - count))
+        parts = upload([tokens, seen, torch.cat(places), torch.tensor([before, count])], self.device)
+        return [parts[0] if self.knows_all else self.drafter.known(parts[0]), *parts[1:]]
+
+    @torch.inference_mode()  # in which the cache was made
+    def keep(self, path: list[int]) -> None:  # noqa: ARG002 - all are read again
+        if self._lineage is None:  # nothing was drafted
+            return
+        self._forget(len(self._lineage.nodes) - 1)
+        self._lineage = None

@@ -1,0 +1,191 @@
+"""The states that a draft reads are those that hooks see, whichever way they come, and forwards number them as here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.families import model_of
+from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.outputs import assert_same
+from torch import Tensor, nn
+
+from hf_specdecpp.models import target_states
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.models.early_exit import layer_stack
+from hf_specdecpp.models.target_states import RETURNS_CHOSEN, StateReader, TargetStates, state_numbers
+
+FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "opt", "phi3", "cohere")
+CHOICES = [([0, 1], True), ([1], False), ([], True), ([1, 0], True)]
+needs_chosen = pytest.mark.skipif(not RETURNS_CHOSEN, reason="its forwards return no chosen states by our numbers")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+
+
+def reader_of(target: CausalLM, reads: Sequence[int], final: bool) -> StateReader:
+    reader = StateReader()
+    reader.hidden_size = target.config.get_text_config().hidden_size
+    reader.reads, reader.reads_final = list(reads), final
+    return reader
+
+
+def by_hooks(target: CausalLM, reader: StateReader, text: Tensor) -> Any:
+    with TargetStates(target, reader) as caught:
+        target(text)
+        return caught.take()
+
+
+@torch.no_grad()
+def returned(target: CausalLM, reader: StateReader) -> tuple[TargetStates, Any]:
+    """The states of a second pass, which needs no hooks if the first has shown that they are returned."""
+    states = TargetStates(target, reader)
+    for length in (5, 12):
+        states.catch(target, **states.asked_for({"input_ids": prompt(length)}))
+    return states, states.take()
+
+
+@needs_chosen
+@pytest.mark.parametrize(("reads", "final"), CHOICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_returned_is_what_hooks_see(family: str, reads: list[int], final: bool) -> None:
+    target = tiny(family)
+    reader = reader_of(target, reads, final)
+    with torch.no_grad():
+        expected = by_hooks(target, reader, prompt(12))
+    states, found = returned(target, reader)
+    assert states.are_returned
+    assert found.shape == (1, 12, reader.width)
+    assert torch.equal(found, expected)
+
+
+def output_of(target: CausalLM, layer: nn.Module, text: Tensor) -> Tensor:
+    seen: list[Any] = []
+    handle = layer.register_forward_hook(lambda _, __, output: seen.append(output))
+    with torch.no_grad():
+        target(text)
+    handle.remove()
+    state: Tensor = seen[0] if isinstance(seen[0], Tensor) else seen[0][0]
+    return state
+
+
+def test_how_transformers_numbers_chosen_states() -> None:
+    """Number 1 is the first layer's output from 5.23 on, before which the embeddings are number 0; it was the second's
+    in lists until 5.22. So our numbers would be wrong there, and hooks are used."""
+    target, text = tiny("llama"), prompt(5)
+    with torch.no_grad():
+        (state,) = [each for each in target(text, output_hidden_states=[1]).hidden_states if each is not None]
+    place = 0 if RETURNS_CHOSEN else 1
+    stack = layer_stack(inner_decoder(target), target)[1]
+    assert torch.equal(state, output_of(target, stack[place], text))
+    assert not torch.equal(state, output_of(target, stack[1 - place], text))
+    assert TargetStates(target, reader_of(target, [0], False)).asked_for({}) == (
+        {"output_hidden_states": [1]} if RETURNS_CHOSEN else {}
+    )
+
+
+def one_less(reader: StateReader, num_layers: int) -> list[int]:
+    return [number - 1 for number in state_numbers(reader, num_layers)]
+
+
+def one_more(reader: StateReader, num_layers: int) -> list[int]:
+    return [min(number + 1, num_layers) for number in state_numbers(reader, num_layers)]
+
+
+@needs_chosen
+@pytest.mark.parametrize("mutant", [one_less, one_more])
+def test_numbers_that_are_one_off_are_noticed(
+    mutant: Callable[[StateReader, int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the prompt's pass, so that hooks go on and the states are right all the same."""
+    target = tiny("llama")
+    reader = reader_of(target, [0, 1], False)
+    expected = by_hooks(target, reader, prompt(12))
+    monkeypatch.setattr(target_states, "state_numbers", mutant)
+    states, found = returned(target, reader)
+    assert not states.are_returned
+    assert torch.equal(found, expected)
+    # Where the check is left out they are wrong.
+    states.are_returned = True
+    with torch.no_grad():
+        states.catch(target, **states.asked_for({"input_ids": prompt(12)}))
+    assert not torch.equal(states.take(), expected)  # type: ignore[arg-type]
+
+
+@needs_chosen
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_numbers_of_the_final_state(family: str) -> None:
+    """It is normed; what the last layer itself puts out is not returned, and needs hooks."""
+    target = tiny(family)
+    last = reader_of(target, [2], False)
+    assert state_numbers(last, 3) == []
+    states, found = returned(target, last)
+    assert not states.are_returned
+    assert torch.equal(found, by_hooks(target, last, prompt(12)))
+    assert not torch.equal(found, returned(target, reader_of(target, [], True))[1])
+
+
+@pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_outputs_that_a_user_asks_for(kind: str, attention: str) -> None:
+    """All hidden states are returned to the user, and the draft reads its own out of them."""
+    target = quiet_later_layers(tiny("llama", attn_implementation=attention))
+    options = {**OPTIONS, "return_dict_in_generate": True, "output_hidden_states": True}
+    assistant = assistant_of(kind, target, rule="fixed", num_tokens=3)
+    plain = target.generate(prompt(), **options)
+    ours = target.generate(prompt(), assistant_model=assistant, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert_same(ours.hidden_states, plain.hidden_states)
+    accepted = assistant.stats.accepted
+    target.generate(prompt(), assistant_model=assistant, **OPTIONS)
+    assert assistant.stats.accepted == accepted > 0
+
+
+def decoding_states(monkeypatch: pytest.MonkeyPatch) -> list[TargetStates]:
+    """Those of the generations to come."""
+    made: list[TargetStates] = []
+    keep = TargetStates.keep
+
+    def note(states: TargetStates, rows: Any) -> None:
+        made.append(states)
+        keep(states, rows)
+
+    monkeypatch.setattr(TargetStates, "keep", note)
+    return made
+
+
+@needs_chosen
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
+def test_generations_use_no_hooks_after_the_prompt(
+    kind: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, made = quiet_later_layers(tiny("llama")), decoding_states(monkeypatch)
+    assistant = assistant_of(kind, target, rule="fixed", num_tokens=3)
+    plain = target.generate(prompt(), **OPTIONS)
+    ours = target.generate(prompt(), assistant_model=assistant, prefill_chunk_size=chunk, **OPTIONS)
+    assert torch.equal(ours, plain)
+    assert made
+    assert all(states.are_returned for states in made)
+
+
+@needs_chosen
+def test_a_target_that_does_not_return_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same candidates by hooks."""
+    target, made = quiet_later_layers(tiny("llama")), decoding_states(monkeypatch)
+    assistant = assistant_of("conditioned", target, rule="fixed", num_tokens=3)
+    texts, outcomes = [], []
+    for _ in range(2):
+        texts.append(target.generate(prompt(), assistant_model=assistant, **OPTIONS))
+        outcomes.append((assistant.stats.accepted, assistant.stats.drafted, made[-1].are_returned))
+        monkeypatch.setattr(type(inner_decoder(target)), "_can_record_outputs", None)
+    assert torch.equal(*texts)
+    assert outcomes[0] == (*outcomes[1][:2], True)
+    assert outcomes[1][2] is False
+
+
+def test_several_states_a_token_are_refused() -> None:
+    target = model_of("gemma3n")
+    states = TargetStates(target, reader_of(target, [0], False))
+    with pytest.raises(ValueError, match="returns 4-dimensional states"):
+        states.catch(target, **states.asked_for({"input_ids": prompt()}))
