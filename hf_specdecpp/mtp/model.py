@@ -77,8 +77,9 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config = decoder.config  # which says how attention is computed
     reader = MtpInput(tensors, norm)
+    reader.to(dtype=target.dtype)  # the layer has its own: some parts of experts stay in float32
     for part in (layer, norm, reader):
-        nn.Module.to(part, device=input_device(target), dtype=target.dtype).requires_grad_(False)
+        part.to(device=input_device(target)).requires_grad_(False)
     layers[0], decoder.norm = layer, norm
     return model.eval(), reader.eval()
 

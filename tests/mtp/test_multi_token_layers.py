@@ -221,7 +221,7 @@ def test_every_number_of_the_file_is_in_the_layer(family: str, tmp_path: Path) -
     held = torch.cat([tensor.flatten() for part in parts for tensor in part.state_dict().values()])
     again = ("embed_tokens.weight", "shared_head.head.weight")
     stored = torch.cat([tensor.flatten() for name, tensor in files.layers[0].items() if not name.endswith(again)])
-    assert torch.equal(held.sort().values, stored.sort().values)
+    torch.testing.assert_close(held.sort().values, stored.sort().values, rtol=0, atol=1e-7)  # routers are float32
     shared = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     assert draft.model.get_input_embeddings().weight is shared[0]
     assert draft.model.get_output_embeddings().weight is shared[1]
