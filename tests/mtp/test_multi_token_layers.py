@@ -178,7 +178,9 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
     elif wrong == "norms":
         formula.tensors = {**files.layers[0], "mtp.norm.weight": files.layers[0]["mtp.norm.weight"] - 1.0}
     else:
-        monkeypatch.setattr(formula, "inputs", lambda e, h: WrittenOut.inputs(formula, e, h if len(h) > 1 else h * 0 + 1))
+        monkeypatch.setattr(
+            formula, "inputs", lambda e, h: WrittenOut.inputs(formula, e, h if len(h) > 1 else h * 0 + 1)
+        )
     expected = formula.logits(TEXT, states_of(target, draft, TEXT), CANDIDATES)
     assert float((drafted(target, draft, TEXT, CANDIDATES).double() - expected).abs().max()) > 1e-2
 
@@ -187,7 +189,9 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "num_layers"), [("glm4_moe", 3), ("deepseek_v3", 2), ("mellum", 1), ("qwen3_next", 1)])
+@pytest.mark.parametrize(
+    ("family", "num_layers"), [("glm4_moe", 3), ("deepseek_v3", 2), ("mellum", 1), ("qwen3_next", 1)]
+)
 def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Path) -> None:
     """Rounds with 0 to 5 candidates, of which 0 to all stand; some rounds draft nothing."""
     target = Files(family, num_layers).load(tmp_path)

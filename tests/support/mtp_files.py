@@ -72,7 +72,8 @@ class Files:
     def config(self) -> Any:
         own = "mtp_num_hidden_layers" if self.family in HYBRID else "num_nextn_predict_layers"
         return AutoConfig.for_model(
-            self.family, **{**SHAPE, **FAMILIES[self.family], (self.announced or own): self.num_layers, **self.overrides}
+            self.family,
+            **{**SHAPE, **FAMILIES[self.family], (self.announced or own): self.num_layers, **self.overrides},
         )
 
     def model(self, seed: int, share: float) -> CausalLM:
@@ -142,7 +143,9 @@ class Files:
 def load(folder: Path, dtype: torch.dtype = torch.float64) -> CausalLM:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     # transformers' classes name the layers of published models only, such as model.layers.61.
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH + place}\." for place in range(4)] + [r"^mtp\."]
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH + place}\." for place in range(4)] + [
+        r"^mtp\."
+    ]
     return model
 
 
