@@ -67,7 +67,8 @@ class Mtp(ReadyMade):
             )
         if config.draft_id is None and draft is None:
             raise ValueError(
-                "config.json names no repository with the multi-token layers (draft_id). Write the target's Hub id there."
+                "config.json names no repository with the multi-token layers (draft_id). Write the target's Hub id "
+                "there."
             )
         return read_layers(self.source(config, repository, draft))
 

@@ -134,6 +134,6 @@ def _check_plain(tensors: Mapping[str, Any], source: Repository) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.element_size() == 1:
             raise ValueError(
-                f"{source.name!r}: {name} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, which "
-                "is not read. Name a repository with them in bfloat16: from_mtp(model, source=ID)."
+                f"{source.name!r}: {name} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
+                "which is not read. Name a repository with them in bfloat16: from_mtp(model, source=ID)."
             )

@@ -1,7 +1,7 @@
 """Several multi-token layers as one generation sees them (`MtpDraft`), and their side of a text (`LayersReading`).
 
-A single layer is a `Drafter`: it reads its own states again from candidate to candidate, as other drafts do that read the
-target's.
+A single layer is a `Drafter`: from candidate to candidate it reads its own states, as other drafts do that read the
+target's. Of several, the last does so once each has drafted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class MtpDraft(Draft):
     def cannot(self) -> Mapping[str, str]:
         return {
             "unattached": NO_STATES,
-            "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the one "
-            "before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=None); a single "
-            "multi-token layer drafts trees, too.",
+            "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
+            "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=None); a "
+            "single multi-token layer drafts trees, too.",
         }
 
     @property

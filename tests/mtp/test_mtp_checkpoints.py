@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, change_config, change_tensors, into_shards, load
 from support.models import prompt, tiny
+from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, change_config, change_tensors, into_shards, load
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.files import Repository
@@ -25,7 +25,7 @@ FIXED = SpeculationConfig(rule="fixed", num_tokens=4)
 
 
 def dense(num_layers: int = 1, **more: Any) -> Files:
-    return Files("glm4_moe", num_layers, seed=1, overrides={"first_k_dense_replace": DEPTH}, **more)
+    return Files("glm4_moe", num_layers, seed=7, overrides={"first_k_dense_replace": DEPTH}, **more)
 
 
 def accepted(target: CausalLM, assistant: SpecDecPPAssistant) -> list[int]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.mtp_files import FAMILIES, HYBRID, VOCAB, Files
 from support.models import prompt
+from support.mtp_files import FAMILIES, HYBRID, VOCAB, Files
 from torch import Tensor
 from transformers import generation
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
@@ -39,7 +39,7 @@ def states_of(target: CausalLM, draft: Any, text: Tensor) -> Tensor:
 
 @torch.no_grad()
 def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tensor:
-    """Logits `[len(path) + 1, VOCAB]` after a text and along the candidates of a path, in a round that reads all anew."""
+    """Logits `[len(path) + 1, VOCAB]` after a text and along the candidates of a path, in a round that reads all."""
     session = draft.chain_session(VOCAB)
     session.begin_round(text, 0, states_of(target, draft, text))
     candidates = [torch.tensor(token) for token in path]
@@ -167,7 +167,7 @@ def test_qwens_layer_is_what_its_formula_says(tmp_path: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("wrong", ["order", "norms", "feedback"])
 def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutants: state and embedding exchanged; norms that scale by the weight; the target's state fed again."""
+    """Mutants: state and embedding exchanged; norms that scale by the weight; a constant state for candidates."""
     files = Files("qwen3_5_text")
     target = files.load(tmp_path)
     draft = fixed(target).ready_drafter()

@@ -58,7 +58,6 @@ class Files:
 
     Attributes:
         num_layers: of these.
-        announced: field of the config that says so.
         overrides: of the target's config.
     """
 
@@ -66,15 +65,12 @@ class Files:
     num_layers: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float64
-    announced: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
         own = "mtp_num_hidden_layers" if self.family in HYBRID else "num_nextn_predict_layers"
-        return AutoConfig.for_model(
-            self.family,
-            **{**SHAPE, **FAMILIES[self.family], (self.announced or own): self.num_layers, **self.overrides},
-        )
+        values = {**SHAPE, **FAMILIES[self.family], own: self.num_layers, **self.overrides}
+        return AutoConfig.for_model(self.family, **values)
 
     def model(self, seed: int, share: float) -> CausalLM:
         """One of these shapes, whose layers add a share of what they would: embeddings say most, so drafts agree."""
