@@ -143,16 +143,48 @@ def find_weights(source: Repository) -> Path | None:
     Raises:
         huggingface_hub errors: one may be there, but cannot be reached.
     """
+    path = _weights_or_index(source)
+    for shard in shards_of(path) if path is not None and path.name == INDEX else []:
+        source.file(shard)
+    return path
+
+
+def find_tensors(source: Repository) -> dict[str, str]:
+    """Which file of a checkpoint holds which tensor; empty without safetensors. Of several files none is downloaded."""
+    path = _weights_or_index(source)
+    if path is None:
+        return {}
+    if path.name == INDEX:
+        shards_of(path)
+        return dict(read_json(path)["weight_map"])
+    with _opened(path) as file:
+        return dict.fromkeys(file.keys(), path.name)
+
+
+def read_tensors(source: Repository, files: Mapping[str, str]) -> dict[str, Tensor]:
+    """Some tensors of a checkpoint, on the CPU, as they are. Only files with one of them are downloaded.
+
+    Args:
+        files: which of them hold which tensor (`find_tensors`).
+
+    Raises:
+        ValueError: a file is damaged, or lacks what the index says it has.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(files.values())):
+        with _opened(source.file(name)) as file:
+            tensors.update({each: file.get_tensor(each) for each, holder in files.items() if holder == name})
+    return tensors
+
+
+def _weights_or_index(source: Repository) -> Path | None:
     for name in (CHECKPOINT, INDEX):
         try:
-            path = source.file(name)
+            return source.file(name)
         except LocalEntryNotFoundError:
             raise
         except (FileNotFoundError, EntryNotFoundError):
             continue
-        for shard in shards_of(path) if name == INDEX else []:
-            source.file(shard)
-        return path
     return None
 
 
@@ -196,7 +228,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def check_finite(tensors: dict[str, Tensor], path: Path) -> None:
+def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
     """Raise `ValueError` naming the tensors of `path` that hold NaN or infinity."""
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken:

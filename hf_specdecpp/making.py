@@ -22,7 +22,7 @@ from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
-from hf_specdecpp.kinds.known import CONDITIONED, DFLASH, EAGLE3, EARLY_EXIT, LOOKUP, draft_name, kind_of
+from hf_specdecpp.kinds.known import CONDITIONED, DFLASH, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of
 from hf_specdecpp.kinds.lookup import NoDraft
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
@@ -265,6 +265,35 @@ class Making(ModelInterface):
         config = SpecDecPPConfig(draft_kind=EAGLE3.name)
         assistant = cls(config, None, head, Parts(module=draft), speculation)
         assistant.attach(target, default)
+        return assistant.eval()
+
+    @classmethod
+    def from_mtp(
+        cls,
+        target: CausalLM,
+        source: str | Path | None = None,
+        head: AcceptanceHead | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Self:
+        """Draft with the multi-token layers of the target's own checkpoint, and attach to it.
+
+        They are read from its files once, and kept. Move the target to its device before.
+
+        Args:
+            target: the model to draft for, of DeepSeek-V3, GLM-4.5 or their like, Qwen3-Next or Qwen3.5.
+            source: Hub id or folder of the model's files that hold them, where those that the target was loaded from do
+                not (quantised and finetuned ones often lack them).
+            head, speculation: as in `from_draft`; by default `rule="throughput"`.
+
+        Raises:
+            ValueError: there are no such layers, with what to do, or they or the head do not fit the target.
+            OSError, huggingface_hub errors: a file is missing or cannot be reached.
+        """
+        target = causal_lm.base_model(target)
+        check_target(target, recurrent=True)
+        config, layers = MTP.of_target(target, source)
+        assistant = cls(config, None, head, Parts(module=layers), speculation)
+        assistant.attach(target)
         return assistant.eval()
 
     @classmethod

@@ -52,6 +52,11 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"speculation_type={kind!r} is transformers' own speculation, and this assistant drafts and verifies by "
             "itself. Leave it out. Such a draft works here by SpecDecPPAssistant.from_draft(draft, target=model)."
         )
+    if getattr(config, "use_mtp", None):
+        raise ValueError(
+            "use_mtp=True is transformers' own speculation, and this assistant drafts and verifies by itself. Leave it "
+            "out. The target's multi-token layers work here by SpecDecPPAssistant.from_mtp(model)."
+        )
     if config.use_cache is False:
         raise ValueError(
             "use_cache=False, given to generate() or in the model's own config: verifying candidates needs the "

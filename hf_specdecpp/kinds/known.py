@@ -13,11 +13,12 @@ from hf_specdecpp.kinds.early_exit import EarlyExit
 from hf_specdecpp.kinds.independent import Independent
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.lookup import Lookup
+from hf_specdecpp.kinds.mtp import Mtp
 from hf_specdecpp.kinds.ready_made import raw_config
 
 INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
-DFLASH, EAGLE3, LOOKUP = DFlash(), Eagle3(), Lookup()
-KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, LOOKUP)
+DFLASH, EAGLE3, MTP, LOOKUP = DFlash(), Eagle3(), Mtp(), Lookup()
+KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, MTP, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 

@@ -39,7 +39,7 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
     check_target(target, recurrent=True)
     decoder = inner_decoder(target)
     kept = check_layers(layers, len(layer_stack(decoder, target)[1]))
-    if (reason := _no_early_exit(target, decoder.config)) is not None:
+    if (reason := why_no_early_exit(target, decoder.config)) is not None:
         raise ValueError(f"{type(target).__name__} {reason}. Use an independent draft.")
     draft = with_layers(target, kept)
     cache = DynamicCache(config=draft.config.get_text_config(decoder=True))
@@ -51,7 +51,7 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
     return draft
 
 
-def _no_early_exit(target: CausalLM, config: Any) -> str | None:
+def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
     """Why no subset of the target's layers is a model."""
     if getattr(config, "num_kv_shared_layers", 0):
         return "shares keys and values between layers, so a subset of its layers is not a model"

@@ -81,7 +81,7 @@ def test_what_training_asks_for() -> None:
 def test_only_drafts_of_others_can_be_misread() -> None:
     for kind in KINDS:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
-        is_of_others = kind.name in ("eagle3", "dflash")
+        is_of_others = kind.name in ("eagle3", "dflash", "mtp")
         assert kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
         assert kind.can_be_misread == (kind.name == "eagle3")
         if kind.can_be_misread:
@@ -103,6 +103,7 @@ def test_only_drafts_of_others_can_be_misread() -> None:
         ("conditioned", "layers 0, 2 of the target, which read its states"),
         ("eagle3", "EAGLE-3 org/draft at abc"),
         ("dflash", "DFlash org/draft at abc"),
+        ("mtp", "MTP org/draft at abc"),
         ("lookup", "text that was seen before"),
     ],
 )

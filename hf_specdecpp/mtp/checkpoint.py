@@ -1,0 +1,139 @@
+"""Find the multi-token layers in a target's own checkpoint, and read them: `read_layers`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_specdecpp.config.foreign import mapping, renamed
+from hf_specdecpp.files import CHECKPOINT, INDEX, Repository, check_finite, find_tensors, read_json, read_tensors
+
+logger = logging.get_logger("hf_specdecpp")
+
+ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields of a config
+OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # beside those of the decoder layer
+INSTEAD = (
+    "Draft with an EAGLE-3 or DFlash draft of this target (docs/ready-made.md), or train one (specdecpp train --draft "
+    "eagle3)"
+)
+# What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM), and what it
+# is called here. The embeddings and LM head there are the target's once more.
+APPENDED = ((r"^(shared_head\.norm|post_norm)\.", "post_norm."), (r"^(?!(enorm|hnorm|eh_proj|post_norm)\.)", "block."))
+AGAIN = ("embed_tokens.weight", "shared_head.head.weight")
+# What stands after `mtp.` (Qwen, Mellum).
+NESTED = (
+    (r"^fc\.", "eh_proj."),
+    (r"^pre_fc_norm_embedding\.", "enorm."),
+    (r"^pre_fc_norm_hidden\.", "hnorm."),
+    (r"^norm\.", "post_norm."),
+    (r"^layers\.0\.", "block."),
+)
+
+
+@dataclass(frozen=True)
+class MtpLayers:
+    """The tensors of multi-token layers, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, `post_norm.weight`
+    and `block.*`, those of a decoder layer as the checkpoint calls them.
+
+    Attributes:
+        tensors: of each layer.
+        source: where they are from, for messages.
+    """
+
+    tensors: list[dict[str, Tensor]]
+    source: str
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of them."""
+        named = enumerate(self.tensors)
+        return {f"{place}.{name}": tensor for place, layer in named for name, tensor in layer.items()}
+
+
+def read_layers(source: Repository) -> MtpLayers:
+    """The multi-token layers of a target's repository. Of its files only those that hold them are opened.
+
+    Raises:
+        ValueError: it has none, is quantised, or has them in a form that is not known; with what to do.
+        OSError, huggingface_hub errors: a file is missing or cannot be reached.
+    """
+    raw = read_json(source.file("config.json"))
+    config = mapping(raw, "text_config") or raw
+    name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
+    files = find_tensors(source)
+    if not files:
+        raise ValueError(
+            f"{source.name!r} has neither {CHECKPOINT} nor {INDEX}, and nothing but safetensors is opened here: a "
+            "pickle could run code. Name a repository that has them: from_mtp(model, source=ID)."
+        )
+    named = layers_among(files, config["num_hidden_layers"], source.name)
+    if not named and name is not None:
+        raise ValueError(
+            f"The config.json of {source.name!r} announces multi-token layers ({name}={count}), and its files hold no "
+            "tensor of them. They are often left out when a model is quantised, finetuned or saved by transformers. "
+            f"Name the repository of the original model: from_mtp(model, source=ID). {INSTEAD} otherwise."
+        )
+    if not named:
+        raise ValueError(f"{source.name!r} has no multi-token layers: its config.json announces none. {INSTEAD}.")
+    if len(named) < count:
+        logger.warning(
+            f"{source.name!r} announces {count} multi-token layers ({name}) and holds {len(named)}, which draft."
+        )
+    wanted = {there: files[there] for layer in named for there in layer.values()}
+    found = read_tensors(source, wanted)
+    _check_plain(found, source)
+    check_finite(found, source.name)
+    return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source.name)
+
+
+def layers_among(names: Iterable[str], depth: int, source: str) -> list[dict[str, str]]:
+    """For each multi-token layer, what its tensors are called here and in the checkpoint.
+
+    Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
+
+    Args:
+        names: of a checkpoint's tensors.
+        depth: the target's layers.
+        source: for messages.
+
+    Raises:
+        ValueError: there are some in a form that is not known.
+    """
+    names = list(names)
+    starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d+)\.eh_proj\.weight", name) for name in names]
+    appended = sorted((int(start[2]), f"{start[1]}{start[2]}.") for start in starts if start and int(start[2]) >= depth)
+    if appended:
+        return [_part(names, start, APPENDED, source, AGAIN) for _, start in appended]
+    nested = sorted({match[0] for name in names if (match := re.match(r"(.*\.)?mtp\.", name))})
+    return [_part(names, start, NESTED, source) for start in nested]
+
+
+def _part(
+    names: list[str], start: str, patterns: tuple[tuple[str, str], ...], source: str, ignored: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """What the tensors whose names begin like this are called here, and in the checkpoint."""
+    own = [name.removeprefix(start) for name in names if name.startswith(start)]
+    part = {renamed(name, patterns): start + name for name in own if name not in ignored}
+    strange = [there for here, there in part.items() if here not in OWN and not here.startswith("block.")]
+    lacking = [here for here in OWN if here not in part]
+    if strange or lacking:
+        what = f"among others {', '.join(sorted(strange)[:3])}" if strange else f"without {', '.join(lacking)}"
+        raise ValueError(
+            f"{source!r} has multi-token layers of a form that hf_specdecpp does not know ({start}*, {what}), so what "
+            f"they compute is not known. {INSTEAD}."
+        )
+    return part
+
+
+def _check_plain(tensors: Mapping[str, Any], source: Repository) -> None:
+    """Raise `ValueError` for quantised tensors."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(
+                f"{source.name!r}: {name} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
+                "which is not read. Name a repository with them in bfloat16: from_mtp(model, source=ID)."
+            )

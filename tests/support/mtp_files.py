@@ -1,0 +1,175 @@
+"""Small random targets with multi-token layers in their own checkpoint, as published ones have them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_specdecpp.models.causal_lm import CausalLM
+
+HIDDEN, VOCAB, DEPTH = 32, 12, 3
+LOUD = 3.0  # by which embeddings are larger than usual
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+LATENT = {
+    **ROUTED, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LINEAR = {
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SHARED = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
+    "glm4_moe": {**ROUTED, "first_k_dense_replace": 1, "head_dim": 8},
+    "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "qwen3_next": {**LINEAR, **SHARED},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {**LINEAR, **SHARED},
+    "mellum": {
+        **EXPERTS, "num_experts": 4, "head_dim": 8, "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+NESTED = (*HYBRID, "mellum")  # `mtp.*` in the checkpoint; others have `model.layers.N.*`
+WHERE = dict.fromkeys(NESTED, 1)  # a layer of the target of the kind of a multi-token layer
+
+
+@dataclass
+class Files:
+    """A target and its multi-token layers.
+
+    Attributes:
+        num_layers: of these.
+        overrides: of the target's config.
+    """
+
+    family: str = "glm4_moe"
+    num_layers: int = 1
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        own = "mtp_num_hidden_layers" if self.family in HYBRID else "num_nextn_predict_layers"
+        values = {**SHAPE, **FAMILIES[self.family], own: self.num_layers, **self.overrides}
+        return AutoConfig.for_model(self.family, **values)
+
+    def model(self, seed: int, share: float) -> CausalLM:
+        """One of these shapes, whose layers add a share of what they would: embeddings say most, so drafts agree."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(self.config(), experts_implementation="eager").to(self.dtype)
+            for name, parameter in model.named_parameters():
+                if ".layers." in name and parameter.dim() > 1:
+                    parameter.data *= share
+                elif "embed" in name:
+                    parameter.data *= LOUD
+                elif "norm" in name:
+                    parameter.data += 0.2 * torch.randn_like(parameter)
+        return model.eval()
+
+    @cached_property
+    def layers(self) -> list[dict[str, Tensor]]:
+        """The tensors of the layers by the names of the checkpoint."""
+        return [self._layer(place) for place in range(self.num_layers)]
+
+    def _layer(self, place: int) -> dict[str, Tensor]:
+        """The decoder layer is one of another model of the family, as transformers writes it."""
+        generator = torch.Generator().manual_seed(100 * self.seed + place)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.dtype)
+
+        centre = 0.0 if self.family in HYBRID else 1.0  # Qwen's norms scale by 1 + weight
+        enorm, hnorm, post_norm = (centre + 0.2 * random(HIDDEN) for _ in range(3))
+        eye = torch.eye(HIDDEN, dtype=self.dtype)
+        project = torch.cat((eye, 0.1 * eye), dim=1) + 0.02 * random(HIDDEN, 2 * HIDDEN)
+        if self.family in NESTED:
+            start, own = "mtp.layers.0.", {
+                "mtp.fc": project, "mtp.pre_fc_norm_embedding": enorm, "mtp.pre_fc_norm_hidden": hnorm,
+                "mtp.norm": post_norm,
+            }  # fmt: skip
+        else:
+            start = f"model.layers.{DEPTH + place}."
+            own = {
+                f"{start}eh_proj": project, f"{start}enorm": enorm, f"{start}hnorm": hnorm,
+                f"{start}shared_head.norm": post_norm, f"{start}embed_tokens": random(VOCAB, HIDDEN),
+                f"{start}shared_head.head": random(VOCAB, HIDDEN),
+            }  # fmt: skip
+        other = f"model.layers.{WHERE.get(self.family, DEPTH - 1)}."
+        with TemporaryDirectory() as folder:
+            self.model(50 + 10 * self.seed + place, 0.3).save_pretrained(folder)
+            saved = load_file(Path(folder, "model.safetensors"))
+        block = {name.replace(other, start): tensor for name, tensor in saved.items() if name.startswith(other)}
+        return {**{f"{name}.weight": tensor for name, tensor in own.items()}, **block}
+
+    def save(self, folder: Path, with_layers: bool = True) -> Path:
+        """Write the checkpoint, with or without its multi-token layers."""
+        self.model(self.seed, 0.6).save_pretrained(folder)
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for layer in self.layers if with_layers else []:
+            tensors |= layer
+        save_file(tensors, path, {"format": "pt"})
+        return folder
+
+    def load(self, folder: Path) -> CausalLM:
+        """The target as users load it: transformers drops the layers."""
+        return load(self.save(folder), self.dtype)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float64) -> CausalLM:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+    # transformers' classes name the layers of published models only, such as model.layers.61.
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH + place}\." for place in range(4)] + [
+        r"^mtp\."
+    ]
+    return model
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    """Set fields of the folder's `config.json`; `None` drops one."""
+    path = folder / "config.json"
+    raw = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+
+
+def change_tensors(folder: Path, drop: str = "$^", **added: Tensor) -> None:
+    """Drop the tensors whose names match a pattern, and add some."""
+    path = folder / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if not re.search(drop, name)}
+    save_file({**kept, **added}, path, {"format": "pt"})
+
+
+def into_shards(folder: Path) -> list[str]:
+    """Write the weights as three files with an index; the multi-token layers are in the last one. Their names."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    extra = re.compile(rf"^mtp\.|layers\.[{DEPTH}-9]\.")
+    names = [[n for n in tensors if not extra.search(n)][0::2], [n for n in tensors if not extra.search(n)][1::2]]
+    names.append([name for name in tensors if extra.search(name)])
+    files = [f"model-{place:05}-of-00003.safetensors" for place in (1, 2, 3)]
+    for file, own in zip(files, names, strict=True):
+        save_file({name: tensors[name] for name in own}, folder / file, {"format": "pt"})
+    where = {name: file for file, own in zip(files, names, strict=True) for name in own}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return files
