@@ -66,6 +66,7 @@ class AssistedDecoding:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.forward = forward or target
         self.prefix = Prefix(target, model_kwargs)
+        generator.session.share(self.prefix)
         self.states = TargetStates(target, reads)
         self.device = input_device(target)
         self.stats = generator.stats

@@ -54,6 +54,18 @@ class Prefix:
     def cache(self) -> Any:
         return cache_among(self.model_kwargs)
 
+    @property
+    def shown(self) -> Tensor | None:
+        """`[rows]` bool: which rows of the cache the target sees; `None` for all."""
+        mask = self.model_kwargs.get("attention_mask")
+        return mask[0, : self.cache.get_seq_length()].bool() if mask is not None and self.is_masked else None
+
+    @property
+    def position(self) -> Tensor:
+        """`[1, 1]`: where the text's last token, which the target has not read, stands between rounds."""
+        positions = self.model_kwargs.get("position_ids")
+        return torch.tensor([[self.cache.get_seq_length()]]) if positions is None else positions[..., -1:]
+
     def most_candidates(self, input_ids: Tensor) -> int | None:
         """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
         before_change = self._before_change(input_ids)
@@ -129,10 +141,9 @@ class Prefix:
             return self.chain_inputs(input_ids, [])
         tokens, ancestors, depths = tree_pass.upload(input_ids.device, families)
         inputs = self.chain_inputs(input_ids, tokens)
-        rows, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
-        prefix_mask = mask[0, :rows].bool() if mask is not None and self.is_masked else None
         position = inputs["position_ids"][..., 0]
-        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, rows, prefix_mask, position)
+        rows = self.cache.get_seq_length()
+        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, rows, self.shown, position)
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
