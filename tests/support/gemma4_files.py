@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW,
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None, "initializer_range": 0.4,
+    "pad_token_id": None, "initializer_range": 0.3,
 }  # fmt: skip
 TARGETS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,7 +35,8 @@ TARGETS: dict[str, dict[str, Any]] = {
 def target_for(name: str = "plain", seed: int = 0, **changes: Any) -> CausalLM:
     """A target of four layers in float64, the same for the same arguments."""
     layers = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 0}
-    config = AutoConfig.for_model("gemma4_text", **{**SHAPE, **layers, **TARGETS[name], **changes})
+    own = {"tie_word_embeddings": False}  # a tied random model mostly repeats its input
+    config = AutoConfig.for_model("gemma4_text", **{**SHAPE, **layers, **own, **TARGETS[name], **changes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).double().eval()
@@ -51,9 +52,9 @@ class Variant:
 
     def theirs(self, seed: int = 1, **changes: Any) -> CausalLM:
         """transformers' own model in float64."""
-        of = {name: value for name, value in TARGETS[self.of].items() if "key" in name or "_k_" in name}
+        heads = TARGETS[self.of] if self.of == "values are keys" else {}
         text = {
-            **SHAPE, **of, "hidden_size": OWN, "num_hidden_layers": len(self.layers), "layer_types": list(self.layers),
+            **SHAPE, **heads, "hidden_size": OWN, "num_hidden_layers": len(self.layers), "layer_types": list(self.layers),
             "num_kv_shared_layers": len(self.layers), "model_type": "gemma4_text", **changes,
         }  # fmt: skip
         clusters = {"use_ordered_embeddings": True, "num_centroids": 4, "centroid_intermediate_top_k": 2}
