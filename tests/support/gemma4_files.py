@@ -66,7 +66,7 @@ class Variant:
             torch.manual_seed(seed)
             model = transformers.Gemma4AssistantForCausalLM(config).double().eval()
             if self.clusters:
-                model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+                model.masked_embedding.token_ordering.copy_(torch.randperm(text["vocab_size"]))
         model.generation_config.num_assistant_tokens = 4
         return model
 
