@@ -49,12 +49,10 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         )
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(raw))
-        if config.text_config is None:
-            raise ValueError("text_config is missing")
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    except (StrictDataclassError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (StrictDataclassError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"No Gemma 4 assistant can be built as the config of {source} says: {error}") from None
     model.model.embed_tokens = None  # it reads the target's: its own are its LM head
     named, expected = dict(tensors), model.state_dict()

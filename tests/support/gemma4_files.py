@@ -54,8 +54,8 @@ class Variant:
         """transformers' own model in float64."""
         heads = TARGETS[self.of] if self.of == "values are keys" else {}
         text = {
-            **SHAPE, **heads, "hidden_size": OWN, "num_hidden_layers": len(self.layers), "layer_types": list(self.layers),
-            "num_kv_shared_layers": len(self.layers), "model_type": "gemma4_text", **changes,
+            **SHAPE, **heads, "model_type": "gemma4_text", "hidden_size": OWN, "layer_types": list(self.layers),
+            "num_hidden_layers": len(self.layers), "num_kv_shared_layers": len(self.layers), **changes,
         }  # fmt: skip
         clusters = {"use_ordered_embeddings": True, "num_centroids": 4, "centroid_intermediate_top_k": 2}
         config = AutoConfig.for_model(
