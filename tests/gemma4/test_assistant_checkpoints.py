@@ -171,9 +171,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs(name: str) -> None:
     changes, reason = CONFIGS[name]
-    theirs = VARIANTS["plain"].theirs()
-    with pytest.raises(ValueError, match=f"No Gemma 4 assistant can be built.*{reason}"):
-        read_model({**PLAIN, **changes}, theirs.state_dict(), "The draft")
+    weights = VARIANTS["plain"].theirs().state_dict()
+    with pytest.raises(ValueError, match=f"(?s)No Gemma 4 assistant can be built.*{reason}"):
+        read_model({**PLAIN, **changes}, weights, "The draft")
 
 
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {

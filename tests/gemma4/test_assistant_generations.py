@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemma4_files import HIDDEN, VARIANTS, VOCAB, begun, target_for
+from support.gemma4_files import HIDDEN, VARIANTS, VOCAB, WITH_GENERATOR, begun, target_for
 from support.models import prompt
 from support.pretend_devices import on_device, pretend_devices
 from torch import Tensor
@@ -266,6 +266,7 @@ def test_together_with_transformers_own() -> None:
         target.generate(TEXT, assistant_model=assisted(target), max_new_tokens=4, speculation_type="dflash")
 
 
+@WITH_GENERATOR
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_transformers_own_is_left_alone(is_attached: bool) -> None:
     theirs, target = VARIANTS["plain"].theirs(), target_for()

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemma4_files import FULL, SLIDING, VARIANTS, VOCAB, WINDOW, Heard, begun, read_by, target_for
+from support.gemma4_files import (
+    FULL,
+    SLIDING,
+    VARIANTS,
+    VOCAB,
+    WINDOW,
+    WITH_GENERATOR,
+    Heard,
+    begun,
+    read_by,
+    target_for,
+)
 from support.models import prompt
 from torch import Tensor
 
@@ -91,6 +102,7 @@ def test_what_a_step_reads() -> None:
     assert sources(target_for("shares its own").config) == {SLIDING: 0, FULL: 1}
 
 
+@WITH_GENERATOR
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its candidates are ours, token for token and in their logits, from the first round on, wherever it reads what the
