@@ -22,8 +22,9 @@ from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
-from hf_specdecpp.kinds.known import CONDITIONED, DFLASH, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of
+from hf_specdecpp.kinds.known import CONDITIONED, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of, taken_as_is
 from hf_specdecpp.kinds.lookup import NoDraft
+from hf_specdecpp.kinds.ready_made import TakenAsIs
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -104,7 +105,8 @@ class Making(ModelInterface):
 
         Args:
             repo_or_folder: Hub id or local folder, as written by `save_pretrained` or `specdecpp train`; or an EAGLE-3
-                or DFlash draft that others trained, in the original dialect or that of `speculators`.
+                or DFlash draft that others trained, in the original dialect or that of `speculators`, or a Gemma 4
+                assistant.
             target: attach to this model. A draft that rests on the target needs it here or in a later `attach`.
             revision, subfolder: of the assistant's repository.
             dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
@@ -154,7 +156,8 @@ class Making(ModelInterface):
         """Draft with a model of its own.
 
         Args:
-            draft_model_or_id: a causal LM (a PEFT model too), its Hub id or its folder; or those of a DFlash draft.
+            draft_model_or_id: a causal LM (a PEFT model too), its Hub id or its folder; or those of a DFlash draft or
+                of a Gemma 4 assistant.
             target: attach to this model; a draft given by name is loaded in its dtype and on its device.
             adapter: folder or Hub id of a PEFT adapter for the draft. It is merged into a draft given by name; a model
                 object is left as it is.
@@ -166,10 +169,10 @@ class Making(ModelInterface):
         Raises:
             ValueError: the draft, head or vocabulary does not fit.
         """
-        if DFLASH.names_one(draft_model_or_id):
+        if (kind := taken_as_is(draft_model_or_id)) is not None:
             if adapter is not None or draft_vocab is not None:
-                raise ValueError("A DFlash draft is taken as it is: leave adapter and draft_vocab out.")
-            return cls._from_blocks(draft_model_or_id, target, head, speculation, default)
+                raise ValueError(f"A {kind.title} draft is taken as it is: leave adapter and draft_vocab out.")
+            return cls._from_ready_made(kind, draft_model_or_id, target, head, speculation, default)
         target = None if target is None else causal_lm.base_model(target)
         draft = load_draft(draft_model_or_id, None, target)
         config = SpecDecPPConfig(
@@ -274,6 +277,7 @@ class Making(ModelInterface):
         source: str | Path | None = None,
         head: AcceptanceHead | None = None,
         speculation: SpeculationConfig | None = None,
+        default: bool = False,
     ) -> Self:
         """Draft with the multi-token layers of the target's own checkpoint, and attach to it.
 
@@ -283,7 +287,7 @@ class Making(ModelInterface):
             target: the model to draft for, of DeepSeek-V3, GLM-4.5 or their like, Qwen3-Next or Qwen3.5.
             source: Hub id or folder of the model's files that hold them, where those that the target was loaded from do
                 not (quantised and finetuned ones often lack them).
-            head, speculation: as in `from_draft`; by default `rule="throughput"`.
+            head, speculation, default: as in `from_draft`; by default `rule="throughput"`.
 
         Raises:
             ValueError: there are no such layers, with what to do, or they or the head do not fit the target.
@@ -293,20 +297,20 @@ class Making(ModelInterface):
         check_target(target, recurrent=True)
         config, layers = MTP.of_target(target, source)
         assistant = cls(config, None, head, Parts(module=layers), speculation)
-        assistant.attach(target)
+        assistant._begin_with(target, default)
         return assistant.eval()
 
     @classmethod
-    def _from_blocks(
-        cls, draft: Any, target: CausalLM | None, head: AcceptanceHead | None, speculation: SpeculationConfig | None,
-        default: bool,
+    def _from_ready_made(
+        cls, kind: TakenAsIs, draft: Any, target: CausalLM | None, head: AcceptanceHead | None,
+        speculation: SpeculationConfig | None, default: bool,
     ) -> Self:  # fmt: skip
-        """`from_draft` with a DFlash draft."""
+        """`from_draft` with a draft that is taken as it is."""
         if isinstance(draft, str | Path):
             config = load_config(repository := Repository(str(draft)))
-            module = DFLASH.load_module(config, repository)
+            module = kind.load_module(config, repository)
         else:
-            config, module = DFLASH.of_model(draft)
+            config, module = kind.of_model(draft)
         assistant = cls(config, None, head, Parts(module=module), speculation)
         assistant._begin_with(target, default)
         return assistant.eval()

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.trees.tree import DraftTree
+
+
+class TargetText(Protocol):
+    """What a target has read of a text: `generation.prefix.Prefix`. Between rounds that is all but its last token."""
+
+    @property
+    def cache(self) -> Any:
+        """The target's own."""
+
+    @property
+    def shown(self) -> Tensor | None:
+        """`[rows]` bool: which rows of the cache the target sees; `None` for all."""
+
+    @property
+    def position(self) -> Tensor:
+        """`[1, 1]`: where the text's last token stands."""
 
 
 class Reading(ABC):
@@ -24,6 +41,9 @@ class Reading(ABC):
 
     def __init__(self) -> None:
         self.unread = self.passes = 0
+
+    def share(self, text: TargetText) -> None:  # noqa: B027 - most drafts have nothing to do with it
+        """Told once, before the first round, where the target's own cache is; `ValueError` if it cannot be read."""
 
     @property
     @abstractmethod

@@ -64,6 +64,7 @@ class AssistedDecoding:
         self.forward = forward or target
         self.states = TargetStates(target, generator.setup.drafter.reads)
         self.prefix = Prefix(target, self.states.asked_for(model_kwargs))
+        generator.session.share(self.prefix)
         self.device = input_device(target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))

@@ -55,6 +55,23 @@ class Prefix:
     def cache(self) -> Any:
         return cache_among(self.model_kwargs)
 
+    @property
+    def rows(self) -> int:
+        """How many the target has read into the cache."""
+        return int(self.cache.get_seq_length()) if self.static is None else self.static.held
+
+    @property
+    def shown(self) -> Tensor | None:
+        """`[rows]` bool: which rows of the cache the target sees; `None` for all."""
+        mask = self.model_kwargs.get("attention_mask")
+        return mask[0, : self.rows].bool() if mask is not None and self.is_masked else None
+
+    @property
+    def position(self) -> Tensor:
+        """`[1, 1]`: where the text's last token, which the target has not read, stands between rounds."""
+        positions = self.model_kwargs.get("position_ids")
+        return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
+
     def most_candidates(self, input_ids: Tensor) -> int | None:
         """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
         before_change = self._before_change(input_ids)
@@ -131,11 +148,8 @@ class Prefix:
         width = 0 if self.static is None else width_of(len(tree_pass.order))
         tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, width)
         inputs = self.chain_inputs(input_ids, tokens)
-        rows = self.cache.get_seq_length() if self.static is None else self.static.held
-        mask = self.model_kwargs.get("attention_mask")
-        prefix_mask = mask[0, :rows].bool() if mask is not None and self.is_masked else None
         position = inputs["position_ids"][..., 0]
-        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, rows, prefix_mask, position)
+        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, self.rows, self.shown, position)
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.

@@ -10,15 +10,16 @@ from hf_specdecpp.kinds.conditioned import Conditioned
 from hf_specdecpp.kinds.dflash import DFlash
 from hf_specdecpp.kinds.eagle3 import Eagle3
 from hf_specdecpp.kinds.early_exit import EarlyExit
+from hf_specdecpp.kinds.gemma4 import Gemma4
 from hf_specdecpp.kinds.independent import Independent
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.lookup import Lookup
 from hf_specdecpp.kinds.mtp import Mtp
-from hf_specdecpp.kinds.ready_made import raw_config
+from hf_specdecpp.kinds.ready_made import TakenAsIs, raw_config
 
 INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
-DFLASH, EAGLE3, MTP, LOOKUP = DFlash(), Eagle3(), Mtp(), Lookup()
-KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, MTP, LOOKUP)
+DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP = DFlash(), Eagle3(), Gemma4(), Mtp(), Lookup()
+KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -47,6 +48,12 @@ def ready_made(name: str) -> Kind | None:
     """The kind of the draft that others trained in a repository, if one is there and can be reached."""
     raw = raw_config(name)
     return None if raw is None else next((kind for kind in KINDS if kind.is_ready_made(raw)), None)
+
+
+def taken_as_is(draft: Any) -> TakenAsIs | None:
+    """The kind of a draft that cannot draft by itself, of a model object or of what a folder or Hub id holds."""
+    raw = raw_config(draft)
+    return None if raw is None else next((kind for kind in (DFLASH, GEMMA4) if kind.is_ready_made(raw)), None)
 
 
 def describe(config: SpecDecPPConfig) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository, read_json
+from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository, find_weights, read_json, read_weights
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.serving.destination import Destination, Exported
 
 
 class ReadyMade(Kind):
@@ -82,8 +88,76 @@ class ReadyMade(Kind):
         """It is made of a target."""
 
 
-def raw_config(name: str | Path) -> dict[str, Any] | None:
-    """The `config.json` of a folder or a Hub id; `None` if it is not there, or is none: whoever loads it says so."""
+class TakenAsIs(ReadyMade):
+    """One that is never trained or changed here: an assistant names its repository, where its weights stay.
+
+    Attributes:
+        served_by: who else serves it, and how, for messages.
+    """
+
+    served_by: ClassVar[str]
+
+    def owns(self, raw: Mapping[str, Any]) -> bool:
+        return super().owns(raw) or self.is_ready_made(raw)
+
+    def read_model(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> nn.Module:
+        """The draft that a config and its tensors, which are shared, make; `ValueError` if they make none."""
+        raise NotImplementedError
+
+    def of_model(self, draft: CausalLM) -> tuple[SpecDecPPConfig, nn.Module]:
+        """The config of an assistant with a model object, and the draft, which shares its tensors."""
+        config = SpecDecPPConfig(
+            draft_kind=self.name, draft_id=draft.config.name_or_path or None, draft_revision=commit_of(draft),
+        )  # fmt: skip
+        return config, self.read_model(draft.config.to_dict(), draft.state_dict(), type(draft).__name__)
+
+    def check_foreign(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
+        self.read_model(raw, tensors, source)
+
+    def check_storable(self, config: SpecDecPPConfig) -> None:
+        if config.draft_id is None:
+            raise ValueError(
+                f"The {self.title} draft is a model in memory without a Hub id or folder, so the saved assistant could "
+                "not be loaded. Save the draft, and load it from there: from_draft(folder, target=model)."
+            )
+
+    def read_module(self, config: SpecDecPPConfig, path: Path) -> nn.Module:  # noqa: ARG002
+        return self.read_model(read_json(path.parent / "config.json"), read_weights(path), str(path))
+
+    def load_module(
+        self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None
+    ) -> nn.Module:
+        if is_model(draft):
+            return self.of_model(draft)[1]
+        self.check_storable(config)
+        source = self.source(config, repository, draft)
+        source.file("config.json")
+        if (path := find_weights(source)) is None:
+            raise ValueError(
+                f"{source.name!r} has neither {CHECKPOINT} nor {INDEX}, and nothing but safetensors is opened here: a "
+                "pickle could run code. Ask its author for safetensors."
+            )
+        return self.read_module(config, path)
+
+    def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
+        """The config names its repository."""
+
+    def save_module(self, config: SpecDecPPConfig, module: Any, folder: Path) -> None:
+        """Its weights stay there."""
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+        raise ValueError(
+            f"This assistant drafts with {self.describe(config)}, which nobody changed here, so nothing is exported: "
+            f"{self.served_by}."
+        )
+
+
+def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
+    """The `config.json` of a folder or a Hub id, or of a model object; `None` if it is not there, or is none: whoever
+    loads it says so."""
+    if is_model(name):
+        config = getattr(name, "config", None)
+        return config.to_dict() if isinstance(config, PreTrainedConfig) else None
     try:
         raw = read_json(Repository(str(name)).file("config.json"))
     except (OSError, ValueError):

@@ -20,7 +20,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.hub.inspection import inspect
-from hf_specdecpp.kinds.known import DFLASH, recognise
+from hf_specdecpp.kinds.known import DFLASH, recognise, taken_as_is
 from hf_specdecpp.throughput.measuring import measure
 from hf_specdecpp.training.configuration import TrainingConfig
 
@@ -203,7 +203,7 @@ def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:
     for draft in (target_for(seed=1), folder):
         assistant = SpecDecPPAssistant.from_draft(draft, target=target)
         assert assistant.config.draft_kind == "independent"
-    assert not DFLASH.names_one("org/does-not-exist/at-all")
+    assert taken_as_is("org/does-not-exist/at-all") is None
     assert target.generate(prompt(4) % 12, assistant_model=assistant, max_new_tokens=3).shape[1] == 7
     assert target.config.num_hidden_layers == DEPTH
     assert isinstance(PLAIN, Checkpoint)

@@ -1,0 +1,128 @@
+"""Make a Gemma 4 assistant, a class of transformers, of a config and tensors, and bring it to its target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_specdecpp.config.foreign import check_tensors, is_ours, mapping
+from hf_specdecpp.gemma4.shared_rows import heads_of, sources
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device, num_processes
+from hf_specdecpp.models.early_exit import layer_stack
+
+HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
+
+
+def looks_like_one(raw: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of a Gemma 4 assistant, or of a later one of its kind."""
+    return not is_ours(raw) and re.fullmatch(r"gemma\d\w*_assistant", str(raw.get("model_type"))) is not None
+
+
+def vocab_size_of(raw: Mapping[str, Any]) -> int | None:
+    """Of the draft and its target, if the config says it."""
+    return mapping(raw, "text_config").get("vocab_size")
+
+
+def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> CausalLM:
+    """The assistant that a config and its tensors make. The tensors are taken as they are, not copied.
+
+    Args:
+        source: where they are from, for messages.
+
+    Raises:
+        ValueError: this transformers has no such class, the config makes no sense, or a tensor is missing, unknown or
+            of another shape.
+    """
+    kind = str(raw.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{source} is a {kind!r}, a class of transformers that version {transformers.__version__} does not have. "
+            "Install a newer one: pip install -U transformers."
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
+        config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    except (StrictDataclassError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"No Gemma 4 assistant can be built as the config of {source} says: {error}") from None
+    model.model.embed_tokens = None  # it reads the target's: its own are its LM head
+    named, expected = dict(tensors), model.state_dict()
+    embeddings = named.pop(EMBEDDINGS, None)
+    if config.tie_word_embeddings and embeddings is not None:
+        named[HEAD] = embeddings
+    weights = {name: tensor for name, tensor in named.items() if name != ORDER}
+    if (wanted := expected.pop(ORDER, None)) is not None:
+        _check_order(named.get(ORDER), wanted.numel(), source)
+    check_tensors(weights, expected, source, "of Gemma 4 assistants ")
+    model.load_state_dict(named, assign=True)
+    # Several rows of a pass are nodes of a tree, none of which follows another, and logits of all are needed.
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    model.model.first_kv_shared_layer_idx = None
+    _renew_rotary(model, torch.device("cpu"))
+    return model.eval().requires_grad_(False)
+
+
+def _renew_rotary(model: CausalLM, device: torch.device) -> None:
+    """Its frequencies are in no file, and stay in float32 whatever the weights are in."""
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(rotary.config, device=device)
+
+
+def _check_order(order: Tensor | None, count: int, source: str) -> None:
+    """Raise `ValueError` unless a file lists each of so many token ids once, cluster by cluster."""
+    every = torch.arange(count)
+    if order is None or order.is_floating_point() or not torch.equal(order.flatten().cpu().sort().values, every):
+        found = "is missing" if order is None else f"holds {order.numel()} numbers"
+        raise ValueError(
+            f"{source}: {ORDER} {found}, and must list each of {count} token ids once, so that a cluster says which "
+            "tokens are its own. Download the repository again."
+        )
+
+
+def meet(model: CausalLM, target: CausalLM, name: str) -> None:
+    """Bring an assistant to its target, in the target's dtype.
+
+    Args:
+        name: of the draft, for messages.
+
+    Raises:
+        ValueError: it was made for another target.
+    """
+    if (wrong := _misfit(model, target)) is not None:
+        raise ValueError(
+            f"{name} {wrong} in {type(target).__name__}. It reads the keys and values in the target's cache, so it "
+            "works with the Gemma 4 that it was trained for alone: load that one, or a draft of this target."
+        )
+    nn.Module.to(model, device=input_device(target), dtype=target.dtype)
+    _renew_rotary(model, input_device(target))
+
+
+def _misfit(model: CausalLM, target: CausalLM) -> str | None:
+    """What about an assistant does not fit a target."""
+    config, own = target.config.get_text_config(decoder=True), model.config.get_text_config()
+    if not config.model_type.startswith("gemma4_"):
+        return f"drafts for a Gemma 4, and there is a model of type {config.model_type!r}"
+    if (processes := num_processes(target)) > 1:
+        return f"reads all heads of the keys and values, and each of {processes} processes has some of them"
+    if (width := model.config.backbone_hidden_size) != config.hidden_size:
+        return f"reads states of {width} numbers, and they have {config.hidden_size}"
+    if own.vocab_size != config.vocab_size:
+        return f"proposes {own.vocab_size} token ids, and there are {config.vocab_size}"
+    found, stack = sources(config), layer_stack(inner_decoder(target), target)[1]
+    for layer, kind in zip(model.model.layers, own.layer_types, strict=True):
+        if kind not in found:
+            return f"reads a layer with {kind}, and there is none"
+        ours, theirs = heads_of(layer.self_attn), heads_of(stack[found[kind]].self_attn)
+        if ours != theirs:
+            return f"reads {ours[0]} heads of {ours[1]} numbers ({kind}), and there are {theirs[0]} of {theirs[1]}"
+    return None
