@@ -19,6 +19,7 @@ INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
 DFLASH, EAGLE3, LOOKUP = DFlash(), Eagle3(), Lookup()
 KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
+TRAINED = {**BY_NAME, "block": DFLASH}  # names that `specdecpp train --draft` takes
 
 
 def recognise(raw: Mapping[str, Any]) -> Kind | None:
@@ -39,7 +40,7 @@ def kind_of(config: SpecDecPPConfig) -> Kind:
 
 def kind_to_train(draft: str | None) -> Kind:
     """What `specdecpp train --draft` asks for: a kind's name, a model's, or nothing, which is an early exit."""
-    return EARLY_EXIT if draft is None else BY_NAME.get(draft, INDEPENDENT)
+    return EARLY_EXIT if draft is None else TRAINED.get(draft, INDEPENDENT)
 
 
 def ready_made(name: str) -> Kind | None:

@@ -81,6 +81,9 @@ class ReadyMade(Kind):
     def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:
         """It is made of a target."""
 
+    def usual_layers(self, depth: int) -> int | list[int]:
+        return [depth - 1]
+
 
 def raw_config(name: str | Path) -> dict[str, Any] | None:
     """The `config.json` of a folder or a Hub id; `None` if it is not there, or is none: whoever loads it says so."""

@@ -72,14 +72,21 @@ class DistillConfig:
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
         fc_norm: norm each state that an EAGLE-3 draft reads (EAGLE-3.1). Older engines do not serve that.
         norm_output: an EAGLE-3 draft goes on from its normed state (EAGLE-3.1). Likewise.
+        block_size (candidates): of a block, whose draft proposes so many with one pass.
+        block_layers (layers): of a block draft.
+        block_decay (places): a candidate of a block weighs exp(-(place - 1) / block_decay) in the loss, since it counts
+            only where those before it are accepted.
+        block_anchors (blocks): of each text in a pass, each after another token that is chosen at random.
+        mask_token: id of the token that stands in a block for those to be guessed, by default the largest one that the
+            answers do not have.
         cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
             further epochs need no pass of the target; how much that takes is said before.
         loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected;
             `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
         start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layer, training
-            goes on with: for more answers, or more epochs. For an EAGLE-3 draft also the repository of one that others
-            trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets a
+            goes on with: for more answers, or more epochs. For EAGLE-3 and block drafts also the repository of one that
+            others trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets a
             head, where `enabled` is off. Of two runs' draft vocabularies the one that covers more of the held-out
             answers is kept. By default training begins with an adapter that changes nothing.
     """
@@ -100,6 +107,11 @@ class DistillConfig:
     fusion_rank: int | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    block_size: int = 8
+    block_layers: int = 1
+    block_decay: float = 4.0
+    block_anchors: int = 16
+    mask_token: int | None = None
     cache_states: bool = False
     loss: str = "kl"
     bf16: bool = False
@@ -177,14 +189,15 @@ class TrainingConfig:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
         draft: Hub id or folder of an independent draft; `"conditioned"` for layers of the target that read its hidden
-            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; the repository
-            of an EAGLE-3 draft that others trained, which stays as it is and gets an acceptance head; by default an
-            early exit of the target.
+            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; `"block"` for
+            layers of its own that read them and propose a block of candidates with one pass (DFlash); the repository
+            of an EAGLE-3 or DFlash draft that others trained, which stays as it is and gets an acceptance head; by
+            default an early exit of the target.
         layers: of the target, that draft: a number of first layers, or ascending indices. By default an early exit has
             the first 4, a conditioned draft the last.
-        reads: layers of the target whose outputs a conditioned draft reads beside the final state, or an EAGLE-3 draft
-            in its place. By default a low one, a middle one and a high one; for an EAGLE-3 draft those that every
-            engine serves.
+        reads: layers of the target whose outputs a conditioned draft reads beside the final state, or an EAGLE-3 or
+            block draft in its place. By default a low one, a middle one and a high one; for an EAGLE-3 draft those that
+            every engine serves, for a block draft the last one alone.
         dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
         target_id: what the published config names in place of `target`, where that is a local copy.
         target_revision: commit of `target_id`.
@@ -246,8 +259,13 @@ class TrainingConfig:
 
     @property
     def trains_layer(self) -> bool:
-        """Whether a layer of the draft's own is trained, and no adapter."""
+        """Whether layers of the draft's own are trained, and no adapter."""
         return self.kind.own_layer
+
+    @property
+    def trains_block(self) -> bool:
+        """Whether these layers propose a block of candidates with one pass."""
+        return self.kind.drafts_blocks
 
     def find_ready_made(self) -> None:
         """Where `draft` is the repository of a draft that others trained, say so in the words of the other settings."""
@@ -308,17 +326,24 @@ class TrainingConfig:
     def _validate_distill(self) -> None:
         distill = self.distill
         cannot = self.kind.cannot
-        if (reason := cannot.get("training")) is not None:
-            raise ValueError(f"draft={self.draft!r}: {reason}.")
         if (reason := cannot.get("stays untrained")) is not None and not distill.enabled and not self.ready_made:
             raise ValueError(f"distill.enabled=False: {reason}.")
         if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":
             raise ValueError(f"head.inputs='after' {reason}. Use head.inputs='before'.")
+        if (reason := cannot.get("draft vocabulary")) is not None and distill.draft_vocab_size is not None:
+            raise ValueError(f"distill.draft_vocab_size={distill.draft_vocab_size}: {reason}. Leave it out.")
         whole = ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps", "unroll")
-        for name in (*whole, "fusion_rank"):
+        for name in (*whole, "fusion_rank", "block_size", "block_layers", "block_anchors"):
             _at_least(1, f"distill.{name}", getattr(distill, name))
         _at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
-        for name in ("epochs", "learning_rate", "fusion_learning_rate"):
+        _at_least(0, "distill.mask_token", distill.mask_token)
+        longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
+        if self.trains_block and self.ready_made is None and distill.block_size > longest:
+            raise ValueError(
+                f"distill.block_size={distill.block_size} is longer than the answers, which have at most {longest} "
+                "tokens (rollouts.max_new_tokens, distill.max_length), so nothing would teach its last places. Lower it."
+            )
+        for name in ("epochs", "learning_rate", "fusion_learning_rate", "block_decay"):
             _above_zero(f"distill.{name}", getattr(distill, name))
         _share("distill.dropout", distill.dropout)
         if distill.loss not in LOSSES:
