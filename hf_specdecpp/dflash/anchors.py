@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.dflash.model import View
@@ -42,3 +43,14 @@ def blocks_after(draft: DFlashDraft, input_ids: Tensor, states: Tensor, anchors:
 
     hidden = model.through(blocks.flatten(1, 2), context, positions, mask)
     return hidden.unflatten(1, (-1, size))[:, :, -draft.settings.places :]
+
+
+def in_blocks(draft: DFlashDraft, input_ids: Tensor, states: Tensor) -> Tensor:
+    """States `[batch, n, hidden_size]` that q after each token comes from, as if the text had been accepted in blocks.
+
+    Example: with 3 places what follows b, c and d in the text a b c d e f is the first, second and third candidate of
+    the block after b, and what follows e and f those after e. Before a there is no state, so nothing follows it.
+    """
+    anchors = torch.arange(1, input_ids.shape[1], draft.settings.places, device=input_ids.device)
+    blocks = blocks_after(draft, input_ids, states, anchors.expand(len(input_ids), -1))
+    return functional.pad(blocks.flatten(1, 2)[:, : input_ids.shape[1] - 1], (0, 0, 1, 0))
