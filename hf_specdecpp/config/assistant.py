@@ -33,7 +33,8 @@ class SpecDecPPConfig(PretrainedConfig):
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
         eagle3: keyword arguments of `Eagle3Settings`; of a draft from another repository (`draft_id`), what is to be
             read otherwise than its own config says (`"eagle3"`).
-        dflash: keyword arguments of `DFlashSettings`, of a draft that is in the assistant's own repository (`"dflash"`).
+        dflash: keyword arguments of `DFlashSettings`, where the draft is in the assistant's own repository
+            (`"dflash"`).
         adapter: whether `adapter/` holds a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.

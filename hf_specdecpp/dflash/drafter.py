@@ -94,7 +94,7 @@ class DFlashDraft(Draft):
         return embeddings if scale == 1.0 else embeddings * scale
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Logits `[..., vocab_size]` float32 of final states `[..., hidden_size]`; -inf for ids that it does not have."""
+        """Logits `[..., vocab_size]` float32 of final states `[..., hidden_size]`; -inf for ids that there are not."""
         logits = self.head_logits(hidden)
         missing = vocab_size - logits.shape[-1]
         return functional.pad(logits, (0, max(missing, 0)), value=float("-inf"))[..., :vocab_size]

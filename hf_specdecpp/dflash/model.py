@@ -19,7 +19,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from hf_specdecpp.dflash.settings import DFlashSettings
 from hf_specdecpp.models.target_states import StateReader
 
-
 # How far back a row sees (`None`: all the way), and whether it sees no later rows of its block.
 View: TypeAlias = "tuple[int | None, bool]"
 

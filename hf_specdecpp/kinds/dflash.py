@@ -35,7 +35,6 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.serving.destination import Destination, Exported
 
-
 WEIGHTS = "dflash.safetensors"  # of a draft that was trained here
 
 
@@ -51,7 +50,7 @@ class DFlash(ReadyMade):
         "replays": "a recorded text has one q a place, but a block's depends on where the round began",
         "late verdicts": "judges the state at a candidate, which a block does not read",
         "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
-        "stays untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made draft: "
+        "stays untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made one: "
         "draft=REPO",
     }
 
@@ -139,6 +138,12 @@ class DFlash(ReadyMade):
         return DFlashDraft(parts.module, target)
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+        if config.draft_id is None:
+            raise ValueError(
+                "This assistant drafts with DFlash blocks that were trained here: their first row proposes a candidate, "
+                "too, and no row sees a later one. Engines have not been tried with such blocks, so nothing is "
+                "exported. They serve EAGLE-3 drafts: specdecpp train --draft eagle3."
+            )
         raise ValueError(
             f"This assistant drafts with {self.describe(config)}, which nobody changed here, so nothing is exported: "
             "vLLM and SGLang serve it from its own repository, with the method dflash."

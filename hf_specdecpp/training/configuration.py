@@ -84,10 +84,10 @@ class DistillConfig:
         loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected;
             `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
-        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layer, training
+        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layers, training
             goes on with: for more answers, or more epochs. For EAGLE-3 and block drafts also the repository of one that
-            others trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets a
-            head, where `enabled` is off. Of two runs' draft vocabularies the one that covers more of the held-out
+            others trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets
+            a head, where `enabled` is off. Of two runs' draft vocabularies the one that covers more of the held-out
             answers is kept. By default training begins with an adapter that changes nothing.
     """
 
@@ -341,7 +341,8 @@ class TrainingConfig:
         if self.trains_block and self.ready_made is None and distill.block_size > longest:
             raise ValueError(
                 f"distill.block_size={distill.block_size} is longer than the answers, which have at most {longest} "
-                "tokens (rollouts.max_new_tokens, distill.max_length), so nothing would teach its last places. Lower it."
+                "tokens (rollouts.max_new_tokens, distill.max_length), so nothing would teach its last places. Lower "
+                "it."
             )
         for name in ("epochs", "learning_rate", "fusion_learning_rate", "block_decay"):
             _above_zero(f"distill.{name}", getattr(distill, name))

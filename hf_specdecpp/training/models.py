@@ -182,7 +182,7 @@ def load_fusion(work: Path) -> Fusion:
 
 
 def save_layer(kind: Kind, model: Any, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path) -> None:
-    """Write trained layers of a draft's own, whose tensors are in `state`, in half precision, and last what they are."""
+    """Write a draft's own trained layers, whose tensors are in `state`, in half precision, and last what they are."""
     tensors, path = kind.tensors_of(model, state, dtype), work / kind.module_files[0]
     check_finite(tensors, path)
     save_tensors(tensors, path)

@@ -42,7 +42,7 @@ class BlockStudent(Taught):
         input_ids: Tensor,
         answers: Tensor,
         p_logits: Callable[[Any], Tensor],
-        states: Tensor | None = None,
+        states: Any = None,
         measure: bool = False,
     ) -> Tensor:
         """Teach or measure the draft at the answers' positions; arguments as above.
@@ -51,7 +51,6 @@ class BlockStudent(Taught):
         what is returned is its weighted mean times the number of the answers' positions, as if all had a block. To
         measure, each position is the first candidate of one block, the second of another, and so on.
         """
-        assert states is not None
         if measure:
             return self._measured(input_ids, answers, p_logits, states)
         anchors, taught = chosen(answers, self.anchors, self.unroll)

@@ -1,7 +1,7 @@
 """Where the training of a block draft begins: with what least squares predict of the target's last layer.
 
 Nothing but attention can bring the text to the rows of a block. So the first layer begins with heads that look at one
-place each, the anchor (the last token) or the verified token before it, and their values are linear maps that are fitted.
+place each, the anchor (the last token) or the verified token before it, and what they pass on are maps that are fitted.
 """
 
 from __future__ import annotations
@@ -188,8 +188,9 @@ def _sums(model: DFlashModel, target: CausalLM, module: nn.Module, texts: Iterab
                 weight_of_later += weight * len(before)
     handle.remove()
     mean = sums[4] / max(count, 1)
-    parts = [each / total for each, total in zip(sums[:4], (count, count, weight_of_later, weight_of_later), strict=True)]
-    return _Sums(*parts, mean, norm(masked)[0].cpu())
+    totals = (count, count, weight_of_later, weight_of_later)
+    means = [each / total for each, total in zip(sums[:4], totals, strict=True)]
+    return _Sums(*means, mean, norm(masked)[0].cpu())
 
 
 def _solve(squares: Tensor, products: Tensor) -> Tensor:
@@ -200,8 +201,8 @@ def _solve(squares: Tensor, products: Tensor) -> Tensor:
 def _set_attention(model: DFlashModel, sums: _Sums) -> None:
     """Write the maps into the first layer's attention.
 
-    A product whose output is one number times a fixed vector leaves only the number's sign behind the norm of queries
-    and keys. So heads can be told which rows ask and which are seen: by functions that are about 1 or -1 on contexts, on
+    Of a product whose output is one number times a fixed vector the norm of queries and keys leaves the number's sign.
+    So heads can be told which rows ask and which are seen: by functions that are about 1 or -1 on contexts, on
     embeddings and on the mask token's (`_sign`). Among what is seen the nearest gets the weight.
 
     A row for which a head is not meant sees with it what the head does not mean. Of a head of the first row that is

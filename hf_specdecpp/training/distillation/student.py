@@ -81,8 +81,8 @@ class Taught(nn.Module):
         Args:
             input_ids: `[batch, n]`, padded on the right, where nothing that is causal looks.
             answers: bool `[batch, n - 1]`: the target wrote the token after this one.
-            p_logits: the target's logits at some of the answers' positions, numbered in order: `[positions, vocab]` to measure; to teach,
-                those of the draft's tokens.
+            p_logits: the target's logits at some of the answers' positions, numbered in order: `[positions, vocab]` to
+                measure; to teach, those of the draft's tokens.
             states: `[batch, n, width]` of the target, for a conditioned draft.
             measure: report on the draft instead of teaching it.
 
