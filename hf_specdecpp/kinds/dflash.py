@@ -140,8 +140,8 @@ class DFlash(ReadyMade):
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
         if config.draft_id is None:
             raise ValueError(
-                "This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, and no "
-                "row sees a later one. Engines have not been tried with such blocks, so nothing is "
+                "This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
+                "row sees a later one, and engines have not been tried with such blocks, so nothing is "
                 "exported. They serve EAGLE-3 drafts: specdecpp train --draft eagle3."
             )
         raise ValueError(
