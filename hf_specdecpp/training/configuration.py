@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import kind_to_train, ready_made
+from hf_specdecpp.training.checks import a_share, above_zero, at_least, build, refuse_unknown
 
 DTYPES = ("auto", "bfloat16", "float32")
 LOSSES = ("kl", "tv", "kl+tv")
@@ -286,13 +287,13 @@ class TrainingConfig:
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
-        _refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
+        refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
         SpeculationConfig(**self.speculation)
         self._validate_ids()
         self._validate_rollouts()
         self._validate_distill()
         self._validate_head()
-        _at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
+        at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
 
     def _validate_ids(self) -> None:
         if self.draft_id is not None and self.named_draft is None:
@@ -319,9 +320,9 @@ class TrainingConfig:
         if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
             raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
         for name in ("samples_per_prompt", "max_new_tokens", "batch_size", "shard_size"):
-            _at_least(1, f"rollouts.{name}", getattr(rollouts, name))
-        _at_least(0, "rollouts.top_k", rollouts.top_k)
-        _at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # some are held out
+            at_least(1, f"rollouts.{name}", getattr(rollouts, name))
+        at_least(0, "rollouts.top_k", rollouts.top_k)
+        at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # some are held out
 
     def _validate_distill(self) -> None:
         distill = self.distill
@@ -334,9 +335,9 @@ class TrainingConfig:
             raise ValueError(f"distill.draft_vocab_size={distill.draft_vocab_size}: {reason}. Leave it out.")
         whole = ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps", "unroll")
         for name in (*whole, "fusion_rank", "block_size", "block_layers", "block_anchors"):
-            _at_least(1, f"distill.{name}", getattr(distill, name))
-        _at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
-        _at_least(0, "distill.mask_token", distill.mask_token)
+            at_least(1, f"distill.{name}", getattr(distill, name))
+        at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
+        at_least(0, "distill.mask_token", distill.mask_token)
         longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
         if self.trains_block and self.ready_made is None and distill.block_size > longest:
             raise ValueError(
@@ -345,8 +346,8 @@ class TrainingConfig:
                 "it."
             )
         for name in ("epochs", "learning_rate", "fusion_learning_rate", "block_decay"):
-            _above_zero(f"distill.{name}", getattr(distill, name))
-        _share("distill.dropout", distill.dropout)
+            above_zero(f"distill.{name}", getattr(distill, name))
+        a_share("distill.dropout", distill.dropout)
         if distill.loss not in LOSSES:
             raise ValueError(f"distill.loss={distill.loss!r} must be one of {', '.join(LOSSES)}.")
 
@@ -358,13 +359,13 @@ class TrainingConfig:
                 "'sampled' or 'analytic'."
             )
         for name in ("mixing", "dropout"):
-            _share(f"head.{name}", getattr(head, name))
+            a_share(f"head.{name}", getattr(head, name))
         for name in ("rank", "siblings", "batch_size", "max_texts"):
-            _at_least(1, f"head.{name}", getattr(head, name))
+            at_least(1, f"head.{name}", getattr(head, name))
         for name in ("num_blocks", "top_k"):
-            _at_least(0, f"head.{name}", getattr(head, name))
+            at_least(0, f"head.{name}", getattr(head, name))
         for name in ("rejection_weight", "epochs", "learning_rate"):
-            _above_zero(f"head.{name}", getattr(head, name))
+            above_zero(f"head.{name}", getattr(head, name))
         if head.temperature is not None and head.temperature not in self.rollouts.temperatures:
             raise ValueError(
                 f"head.temperature={head.temperature!r} must be one of rollouts.temperatures="
@@ -377,48 +378,4 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:
         """Build from nested dicts, as read from YAML; an unknown name is an error with its path."""
-        return _build(cls, values, "")
-
-
-def _build(cls: Any, values: dict[str, Any], path: str) -> Any:
-    _refuse_unknown(cls, values, path)
-    built = dict(values)
-    for name, value in values.items():
-        default = getattr(cls(), name)
-        if is_dataclass(default) and isinstance(value, dict):
-            built[name] = _build(type(default), value, f"{path}{name}.")
-        if isinstance(default, float) and isinstance(value, str):
-            built[name] = _number(value)
-    return cls(**built)
-
-
-def _refuse_unknown(cls: Any, values: dict[str, Any], path: str) -> None:
-    known = [item.name for item in fields(cls)]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ValueError(
-            f"Unknown setting {path}{unknown[0]}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
-        )
-
-
-def _number(text: str) -> float | str:
-    """YAML reads 2e-4, which has no point, as text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _at_least(least: int, name: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
-
-
-def _above_zero(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be above 0.")
-
-
-def _share(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name}={value} must be at least 0 and under 1: it is a share.")
+        return build(cls, values, "")
