@@ -38,6 +38,7 @@ from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
 EAGLE3: Settings = {"draft": "eagle3", "layers": None, "reads": None}  # reads what every engine serves
+BLOCK: Settings = {"draft": "block", "layers": None, "reads": None, ".draft_vocab_size": None, ".block_size": 5}
 
 
 def variants(config: TrainingConfig) -> dict[str, Settings]:
@@ -69,6 +70,9 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "an EAGLE-3 layer of 3.1": {**EAGLE3, ".fc_norm": True, ".norm_output": True},
         "an EAGLE-3 layer at three times the rate": {**EAGLE3, ".learning_rate": 3 * rate},
         "an EAGLE-3 layer, mixing at the same rate": {**EAGLE3, ".fusion_learning_rate": rate},
+        "a block": {**BLOCK, ".learning_rate": rate / 3},
+        "a block at the same rate": {**BLOCK, ".learning_rate": rate},
+        "a block of two layers": {**BLOCK, ".learning_rate": rate / 3, ".block_layers": 2},
     }
 
 

@@ -75,7 +75,8 @@ def train(
     ] = None,
     output: Annotated[str | None, typer.Option(help="Folder that becomes the assistant's repository.")] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Hub id or folder of a draft, conditioned, or eagle3; by default an early exit.")
+        str | None,
+        typer.Option(help="Hub id or folder of a draft, conditioned, eagle3, or block; by default an early exit."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers of the target that draft: 4, or 0,1,2,29.")] = None,
     server: Annotated[str | None, typer.Option(help="URL of an OpenAI-compatible server for the answers.")] = None,

@@ -27,12 +27,14 @@ class SpecDecPPConfig(PretrainedConfig):
     Args:
         target_id, target_revision: the target that the assistant was trained for, and its commit hash.
         draft_kind: what drafts: the name of one of the `kinds`.
-        draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"dflash"`, and
+        draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"dflash"` and
             `"eagle3"` where others trained it).
         draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
         eagle3: keyword arguments of `Eagle3Settings`; of a draft from another repository (`draft_id`), what is to be
             read otherwise than its own config says (`"eagle3"`).
+        dflash: keyword arguments of `DFlashSettings`, where the draft is in the assistant's own repository
+            (`"dflash"`).
         adapter: whether `adapter/` holds a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.
@@ -49,8 +51,8 @@ class SpecDecPPConfig(PretrainedConfig):
     # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
     OWN_FIELDS: ClassVar[tuple[str, ...]] = (
         "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
-        "draft_revision", "draft_layers", "fusion", "eagle3", "adapter", "head", "draft_vocab_size", "vocab_hash",
-        "acceptance_by_rank", "calibration", "speculation",
+        "draft_revision", "draft_layers", "fusion", "eagle3", "dflash", "adapter", "head", "draft_vocab_size",
+        "vocab_hash", "acceptance_by_rank", "calibration", "speculation",
         "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
 
@@ -64,6 +66,7 @@ class SpecDecPPConfig(PretrainedConfig):
         draft_layers: list[int] | None = None,
         fusion: dict[str, Any] | None = None,
         eagle3: dict[str, Any] | None = None,
+        dflash: dict[str, Any] | None = None,
         adapter: bool = False,
         head: dict[str, Any] | None = None,
         draft_vocab_size: int | None = None,
@@ -87,6 +90,7 @@ class SpecDecPPConfig(PretrainedConfig):
         self.draft_layers = draft_layers
         self.fusion = fusion
         self.eagle3 = eagle3
+        self.dflash = dflash
         self.adapter = adapter
         self.head = head
         self.draft_vocab_size = draft_vocab_size

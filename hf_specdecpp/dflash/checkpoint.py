@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from hf_specdecpp.config.foreign import check_tensors, renamed
 from hf_specdecpp.dflash.description import read_settings, refuse_relatives
 from hf_specdecpp.dflash.model import DFlashModel
+from hf_specdecpp.dflash.settings import DFlashSettings
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_embeddings
 from hf_specdecpp.models.quantised import sizes_of
 
@@ -37,7 +38,11 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         ValueError: they are of a relative, or a tensor is missing, unknown or of another shape.
     """
     refuse_relatives(raw, tensors)
-    settings = read_settings(raw)
+    return build(read_settings(raw), tensors, source)
+
+
+def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
+    """The draft with these settings and the tensors of a checkpoint; errors as above."""
     named = {renamed(name, RENAMED): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
     with torch.device("meta"):
         model = DFlashModel(settings)
@@ -45,6 +50,24 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     model.load_state_dict(named, assign=True)
     model.rotary_emb = Qwen3RotaryEmbedding(settings.layer_config())  # its buffers are in no file
     return model.eval().requires_grad_(False)
+
+
+def tensors_of(
+    model: DFlashModel, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a draft as a checkpoint of the original dialect has them.
+
+    Args:
+        state: of the model, where other processes have parts of it.
+        dtype: of its weights; as they are by default.
+    """
+    tensors = {original(name): tensor for name, tensor in (state or model.state_dict()).items()}
+    return tensors if dtype is None else {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def original(name: str) -> str:
+    """The name in a file of what is called `name` here: `RENAMED` undone."""
+    return {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}.get(name, name)
 
 
 def meet(model: DFlashModel, target: CausalLM, name: str) -> None:

@@ -27,6 +27,7 @@ class DFlashDraft(Draft):
     """
 
     model: DFlashModel
+    draft_vocab = None  # all tokens
 
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
         self.model, self.settings = model, model.settings
@@ -84,7 +85,7 @@ class DFlashDraft(Draft):
         return functional.embedding(known.to(weight.device), weight).to(tokens.device)
 
     def block_after(self, anchor: Tensor) -> Tensor:
-        """The inputs `[1, block_size, hidden_size]` of a block after the text's last token, `[1, 1]`."""
+        """The inputs `[..., block_size, hidden_size]` of a block after the text's last token, `[..., 1]`."""
         ids = functional.pad(
             anchor.to(self.device), (0, self.settings.block_size - 1), value=self.settings.mask_token_id
         )
@@ -93,13 +94,17 @@ class DFlashDraft(Draft):
         return embeddings if scale == 1.0 else embeddings * scale
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Logits `[n, vocab_size]` float32 of final states `[n, hidden_size]`; -inf for ids that it does not have."""
+        """Logits `[..., vocab_size]` float32 of final states `[..., hidden_size]`; -inf for ids that there are not."""
+        logits = self.head_logits(hidden)
+        missing = vocab_size - logits.shape[-1]
+        return functional.pad(logits, (0, max(missing, 0)), value=float("-inf"))[..., :vocab_size]
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 of the LM head's own ids."""
         logits = self.head(hidden).to(hidden.device) * self.settings.output_multiplier
         if (cap := self.settings.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
-        missing = vocab_size - logits.shape[-1]
-        logits = functional.pad(logits.float(), (0, max(missing, 0)), value=float("-inf"))
-        return logits[:, :vocab_size]
+        return logits.float()
 
 
 class BlockReading(Reading):

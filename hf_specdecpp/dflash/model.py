@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_specdecpp.dflash.settings import DFlashSettings
 from hf_specdecpp.models.target_states import StateReader
+
+# How far back a row sees (`None`: all the way), and whether it sees no later rows of its block.
+View: TypeAlias = "tuple[int | None, bool]"
 
 
 class Context(StateReader):
@@ -54,7 +57,7 @@ class Context(StateReader):
         return self.arguments
 
     def forward(self, states: Tensor) -> Tensor:
-        """`[1, m, hidden_size]` of `[1, m, width]` states of the target."""
+        """`[batch, m, hidden_size]` of `[batch, m, width]` states of the target."""
         if self.reads_final and self.place:
             final, *others = states.split(self.hidden_size, dim=-1)
             states = torch.cat((*others[: self.place], final, *others[self.place :]), dim=-1)
@@ -103,9 +106,8 @@ class DFlashModel(PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         slides = [kind == "sliding_attention" for kind in config.layer_types or []]
         reach = None if config.sliding_window is None else config.sliding_window - (not settings.includes_window)
-        # Of each layer how far back a row sees, and whether it sees no later ones.
         causal = [is_sliding if settings.is_causal is None else settings.is_causal for is_sliding in slides]
-        self.views = [(reach if slid else None, each) for slid, each in zip(slides, causal, strict=True)]
+        self.views: list[View] = [(reach if slid else None, each) for slid, each in zip(slides, causal, strict=True)]
 
     def forward(self, block: Tensor, states: Tensor, first: int, rows: Rows) -> Tensor:
         """Final states `[1, b, hidden_size]` of a block; `rows` goes on by the m verified tokens.
@@ -120,14 +122,36 @@ class DFlashModel(PreTrainedModel):
         """
         context, count = self.reader(states), block.shape[1]
         positions = torch.arange(first, first + context.shape[1] + count, device=block.device)[None]
+        return self.through(
+            block, context, positions, lambda view, keys: _mask(*view, count, keys),
+            lambda place, keys, values: rows.extended(place, keys, values, count, self.views[place][0]),
+        )  # fmt: skip
+
+    def through(
+        self,
+        block: Tensor,
+        context: Tensor,
+        positions: Tensor,
+        mask: Callable[[View, Tensor], Tensor | None],
+        known: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda _, keys, values: (keys, values),
+    ) -> Tensor:
+        """Final states `[batch, b, hidden_size]` of rows that attend to a context and to one another.
+
+        Args:
+            block: `[batch, b, hidden_size]`, what goes into the first layer.
+            context: `[batch, m, hidden_size]`.
+            positions: `[batch, m + b]` in the text, of the context and of the rows.
+            mask: which keys the rows see in a layer with this view, bool `[..., b, keys]`; `None` for all.
+            known: all keys and values of a layer, made of these.
+        """
         turns = [turn[:, None] for turn in self.rotary_emb(block, positions)]
         masks: dict[Any, Tensor | None] = {}
         for place, (layer, view) in enumerate(zip(self.layers, self.views, strict=True)):
             mixed = layer.input_layernorm(block)
             queries, keys, values = _heads(layer.self_attn, mixed, torch.cat((context, mixed), dim=1), turns)
-            keys, values = rows.extended(place, keys, values, count, view[0])
+            keys, values = known(place, keys, values)
             if view not in masks:
-                masks[view] = _mask(*view, count, keys)
+                masks[view] = mask(view, keys)
             attended = functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=masks[view], scale=layer.self_attn.scaling, enable_gqa=True
             )
@@ -138,7 +162,7 @@ class DFlashModel(PreTrainedModel):
 
 
 def _heads(attention: Any, block: Tensor, seen: Tensor, turns: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[1, heads, b, head_dim]` of a block, keys and values `[1, kv_heads, m + b, head_dim]` that it sees."""
+    """Queries `[batch, heads, b, head_dim]` of a block, keys and values `[batch, kv_heads, m + b, head_dim]` of all."""
     queries, keys, values = (
         project(inputs).unflatten(-1, (-1, attention.head_dim))
         for project, inputs in ((attention.q_proj, block), (attention.k_proj, seen), (attention.v_proj, seen))

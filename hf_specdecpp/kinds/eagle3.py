@@ -86,7 +86,18 @@ class Eagle3(ReadyMade):
             return read_model(description, read_weights(path), str(path))
         if config.eagle3 is None:
             raise ValueError("The config describes an EAGLE-3 draft and not its settings. Save the assistant again.")
-        return read_layer(config.eagle3, path)
+        return self.read_layers(config.eagle3, path)
+
+    def read_layers(self, arguments: dict[str, Any], path: Path) -> Eagle3Model:
+        with as_described("EAGLE-3 draft"):
+            check_arguments(Eagle3Settings, arguments)
+            settings = Eagle3Settings(**arguments)
+        return build(settings, load_tensors(path), str(path))
+
+    def tensors_of(
+        self, module: Any, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        return tensors_of(module, state, dtype)
 
     def load_module(
         self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None
@@ -158,9 +169,6 @@ class Eagle3(ReadyMade):
         save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
         return Exported(eagle3_commands(to), notes(model.settings, reads, depth))
 
-    def usual_layers(self, depth: int) -> int | list[int]:
-        return [depth - 1]
-
 
 def _facts(settings: Eagle3Settings) -> dict[str, str]:
     """What a draft is, in words."""
@@ -183,15 +191,3 @@ def _facts(settings: Eagle3Settings) -> dict[str, str]:
         "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
         "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
     }
-
-
-def read_layer(arguments: dict[str, Any], path: Path) -> Eagle3Model:
-    """The layer with these settings, trained here, whose tensors are in `path`.
-
-    Raises:
-        ValueError: the settings make no sense, or the file is damaged or does not fit them.
-    """
-    with as_described("EAGLE-3 draft"):
-        check_arguments(Eagle3Settings, arguments)
-        settings = Eagle3Settings(**arguments)
-    return build(settings, load_tensors(path), str(path))

@@ -16,7 +16,7 @@ from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.serving.destination import Destination, Exported
 
-Feat = Literal["replays", "training", "stays untrained", "late verdicts"]
+Feat = Literal["replays", "training", "stays untrained", "late verdicts", "draft vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,20 @@ class Kind:
         rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, which it meets when the
             assistant is attached; or `"nothing"`.
         module_files: names that the file with what was trained beside an adapter can have; none where there is nothing.
-        own_layer: whether it drafts with a layer of its own, all of which is trained, and no adapter.
+        own_layer: whether it drafts with layers of its own, all of which are trained, and no adapter.
+        drafts_blocks: whether one pass of it proposes several candidates.
         foreign_files: patterns of the files of a repository that others trained such a draft in.
         can_be_misread: whether what others trained may mean several drafts, so that `self_check` is of use.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once),
-            `"training"`, `"stays untrained"`, `"late verdicts"` (a head that judges a candidate after the
-            draft has read it).
+            `"training"`, `"stays untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has
+            read it), `"draft vocabulary"`.
     """
 
     name: ClassVar[str]
     rests_on: ClassVar[Literal["draft", "target", "nothing"]]
     module_files: ClassVar[tuple[str, ...]] = ()
     own_layer: ClassVar[bool] = False
+    drafts_blocks: ClassVar[bool] = False
     foreign_files: ClassVar[tuple[str, ...]] = ()
     can_be_misread: ClassVar[bool] = False
     cannot: ClassVar[Mapping[Feat, str]] = {}
@@ -148,6 +150,25 @@ class Kind:
     def read_module(self, config: SpecDecPPConfig, path: Path) -> nn.Module:
         """What is in `module_file`; `ValueError` if it is damaged or not what the config describes."""
         raise NotImplementedError(f"{self.name} has no such file.")
+
+    def tensors_of(
+        self, module: Any, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """The tensors of layers of its own, as a file has them.
+
+        Args:
+            state: of the module, where other processes have parts of it.
+            dtype: of its weights; as they are by default.
+        """
+        raise NotImplementedError(f"{self.name} has no layers of its own.")
+
+    def read_layers(self, arguments: dict[str, Any], path: Path) -> Any:
+        """Layers of its own that were trained here, with these settings, whose tensors are in `path`.
+
+        Raises:
+            ValueError: the settings make no sense, or the file is damaged or does not fit them.
+        """
+        raise NotImplementedError(f"{self.name} has no layers of its own.")
 
     def load_module(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.kinds.conditioned import Conditioned
 from hf_specdecpp.kinds.dflash import DFlash
 from hf_specdecpp.kinds.eagle3 import Eagle3
@@ -21,6 +22,7 @@ INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
 DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP = DFlash(), Eagle3(), Gemma4(), Mtp(), Lookup()
 KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
+TRAINED = {**BY_NAME, "block": DFLASH}  # names that `specdecpp train --draft` takes
 
 
 def recognise(raw: Mapping[str, Any]) -> Kind | None:
@@ -41,7 +43,7 @@ def kind_of(config: SpecDecPPConfig) -> Kind:
 
 def kind_to_train(draft: str | None) -> Kind:
     """What `specdecpp train --draft` asks for: a kind's name, a model's, or nothing, which is an early exit."""
-    return EARLY_EXIT if draft is None else BY_NAME.get(draft, INDEPENDENT)
+    return EARLY_EXIT if draft is None else TRAINED.get(draft, INDEPENDENT)
 
 
 def ready_made(name: str) -> Kind | None:
@@ -52,6 +54,8 @@ def ready_made(name: str) -> Kind | None:
 
 def taken_as_is(draft: Any) -> TakenAsIs | None:
     """The kind of a draft that cannot draft by itself, of a model object or of what a folder or Hub id holds."""
+    if isinstance(draft, DFlashModel):
+        return DFLASH
     raw = raw_config(draft)
     return None if raw is None else next((kind for kind in (DFLASH, GEMMA4) if kind.is_ready_made(raw)), None)
 

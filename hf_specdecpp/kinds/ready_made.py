@@ -87,6 +87,9 @@ class ReadyMade(Kind):
     def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:
         """It is made of a target."""
 
+    def usual_layers(self, depth: int) -> int | list[int]:
+        return [depth - 1]
+
 
 class TakenAsIs(ReadyMade):
     """One that is never trained or changed here: an assistant names its repository, where its weights stay.

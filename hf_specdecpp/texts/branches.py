@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
+from hf_specdecpp.dflash.anchors import blocks_after
+from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
@@ -64,7 +66,7 @@ def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tens
 
 @torch.no_grad()
 def draft_chains(
-    drafter: Drafter,
+    drafter: Drafter | DFlashDraft,
     ids: list[int],
     starts: Tensor,
     length: int,
@@ -76,8 +78,10 @@ def draft_chains(
 ) -> DraftedChains:
     """Draft `length` candidates after `ids[:start]` for every start, whatever they are (an end of text, too).
 
+    A block draft has as many as its block at most, and does not read the last: there `hidden` is the one before.
+
     Args:
-        starts: `[c]` int64, ascending, each at least 1; one group of `together`.
+        starts: `[c]` int64, ascending, each at least 1, for a block at least 2; one group of `together`.
         to_q: logits `[n, vocab]` to q.
         vocab_size: of the target.
         generator: draws the candidates; `None` takes the likeliest (greedy).
@@ -89,6 +93,8 @@ def draft_chains(
         drawn = [_draw(to_q(drafter.logits(rows, vocab_size)), generator) for rows in states.split(ROWS_AT_ONCE)]
         return torch.cat([token for token, _ in drawn]), torch.cat([row for _, row in drawn])
 
+    if isinstance(drafter, DFlashDraft):
+        return _draft_blocks(drafter, ids, starts, length, states, candidates)
     count, device = len(starts), drafter.device
     starts = starts.to(device)
     text = BranchingText(drafter, ids[: int(starts[-1])], states)
@@ -104,8 +110,19 @@ def draft_chains(
     return DraftedChains(starts, torch.stack(tokens, 1), torch.stack(scalars, 1), torch.stack(hidden, 1))
 
 
+def _draft_blocks(
+    drafter: DFlashDraft, ids: list[int], starts: Tensor, length: int, states: Any,
+    candidates: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> DraftedChains:  # fmt: skip
+    starts, text = starts.to(drafter.device), torch.tensor([ids], device=drafter.device)
+    hidden = blocks_after(drafter, text, states.to(drafter.device), starts[None] - 1)[0, :, :length]
+    drawn = [candidates(rows) for rows in hidden.unbind(1)]
+    tokens, scalars = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
+    return DraftedChains(starts, tokens, scalars, torch.cat((hidden, hidden[:, -1:]), 1))
+
+
 @torch.no_grad()
-def target_states(target: CausalLM, drafter: Drafter, ids: list[int]) -> Tensor | None:
+def target_states(target: CausalLM, drafter: Drafter | DFlashDraft, ids: list[int]) -> Tensor | None:
     """What a draft reads of the target along a text, `[1, n, width]`; `None` where that is nothing."""
     if drafter.reads is None:
         return None

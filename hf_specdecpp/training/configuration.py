@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import kind_to_train, ready_made
+from hf_specdecpp.training.checks import a_share, above_zero, at_least, build, refuse_unknown
 
 DTYPES = ("auto", "bfloat16", "float32")
 LOSSES = ("kl", "tv", "kl+tv")
@@ -72,15 +73,22 @@ class DistillConfig:
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
         fc_norm: norm each state that an EAGLE-3 draft reads (EAGLE-3.1). Older engines do not serve that.
         norm_output: an EAGLE-3 draft goes on from its normed state (EAGLE-3.1). Likewise.
+        block_size (candidates): of a block, whose draft proposes so many with one pass.
+        block_layers (layers): of a block draft.
+        block_decay (places): a candidate of a block weighs exp(-(place - 1) / block_decay) in the loss, since it counts
+            only where those before it are accepted.
+        block_anchors (blocks): of each text in a pass, each after another token that is chosen at random.
+        mask_token: id of the token that stands in a block for those to be guessed, by default the largest one that the
+            answers do not have.
         cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
             further epochs need no pass of the target; how much that takes is said before.
         loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected;
             `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
-        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layer, training
-            goes on with: for more answers, or more epochs. For an EAGLE-3 draft also the repository of one that others
-            trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets a
-            head, where `enabled` is off. Of two runs' draft vocabularies the one that covers more of the held-out
+        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layers, training
+            goes on with: for more answers, or more epochs. For EAGLE-3 and block drafts also the repository of one that
+            others trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets
+            a head, where `enabled` is off. Of two runs' draft vocabularies the one that covers more of the held-out
             answers is kept. By default training begins with an adapter that changes nothing.
     """
 
@@ -100,6 +108,11 @@ class DistillConfig:
     fusion_rank: int | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    block_size: int = 8
+    block_layers: int = 1
+    block_decay: float = 4.0
+    block_anchors: int = 16
+    mask_token: int | None = None
     cache_states: bool = False
     loss: str = "kl"
     bf16: bool = False
@@ -177,14 +190,15 @@ class TrainingConfig:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
         draft: Hub id or folder of an independent draft; `"conditioned"` for layers of the target that read its hidden
-            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; the repository
-            of an EAGLE-3 draft that others trained, which stays as it is and gets an acceptance head; by default an
-            early exit of the target.
+            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; `"block"` for
+            layers of its own that read them and propose a block of candidates with one pass (DFlash); the repository
+            of an EAGLE-3 or DFlash draft that others trained, which stays as it is and gets an acceptance head; by
+            default an early exit of the target.
         layers: of the target, that draft: a number of first layers, or ascending indices. By default an early exit has
             the first 4, a conditioned draft the last.
-        reads: layers of the target whose outputs a conditioned draft reads beside the final state, or an EAGLE-3 draft
-            in its place. By default a low one, a middle one and a high one; for an EAGLE-3 draft those that every
-            engine serves.
+        reads: layers of the target whose outputs a conditioned draft reads beside the final state, or an EAGLE-3 or
+            block draft in its place. By default a low one, a middle one and a high one; for an EAGLE-3 draft those that
+            every engine serves, for a block draft the last one alone.
         dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
         target_id: what the published config names in place of `target`, where that is a local copy.
         target_revision: commit of `target_id`.
@@ -246,8 +260,13 @@ class TrainingConfig:
 
     @property
     def trains_layer(self) -> bool:
-        """Whether a layer of the draft's own is trained, and no adapter."""
+        """Whether layers of the draft's own are trained, and no adapter."""
         return self.kind.own_layer
+
+    @property
+    def trains_block(self) -> bool:
+        """Whether these layers propose a block of candidates with one pass."""
+        return self.kind.drafts_blocks
 
     def find_ready_made(self) -> None:
         """Where `draft` is the repository of a draft that others trained, say so in the words of the other settings."""
@@ -268,13 +287,13 @@ class TrainingConfig:
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
-        _refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
+        refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
         SpeculationConfig(**self.speculation)
         self._validate_ids()
         self._validate_rollouts()
         self._validate_distill()
         self._validate_head()
-        _at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
+        at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
 
     def _validate_ids(self) -> None:
         if self.draft_id is not None and self.named_draft is None:
@@ -301,9 +320,9 @@ class TrainingConfig:
         if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
             raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
         for name in ("samples_per_prompt", "max_new_tokens", "batch_size", "shard_size"):
-            _at_least(1, f"rollouts.{name}", getattr(rollouts, name))
-        _at_least(0, "rollouts.top_k", rollouts.top_k)
-        _at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # some are held out
+            at_least(1, f"rollouts.{name}", getattr(rollouts, name))
+        at_least(0, "rollouts.top_k", rollouts.top_k)
+        at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # some are held out
 
     def _validate_distill(self) -> None:
         distill = self.distill
@@ -314,13 +333,23 @@ class TrainingConfig:
             raise ValueError(f"distill.enabled=False: {reason}.")
         if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":
             raise ValueError(f"head.inputs='after' {reason}. Use head.inputs='before'.")
+        if (reason := cannot.get("draft vocabulary")) is not None and distill.draft_vocab_size is not None:
+            raise ValueError(f"distill.draft_vocab_size={distill.draft_vocab_size}: {reason}. Leave it out.")
         whole = ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps", "unroll")
-        for name in (*whole, "fusion_rank"):
-            _at_least(1, f"distill.{name}", getattr(distill, name))
-        _at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
-        for name in ("epochs", "learning_rate", "fusion_learning_rate"):
-            _above_zero(f"distill.{name}", getattr(distill, name))
-        _share("distill.dropout", distill.dropout)
+        for name in (*whole, "fusion_rank", "block_size", "block_layers", "block_anchors"):
+            at_least(1, f"distill.{name}", getattr(distill, name))
+        at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
+        at_least(0, "distill.mask_token", distill.mask_token)
+        longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
+        if self.trains_block and self.ready_made is None and distill.block_size > longest:
+            raise ValueError(
+                f"distill.block_size={distill.block_size} is longer than the answers, which have at most {longest} "
+                "tokens (rollouts.max_new_tokens, distill.max_length), so nothing would teach its last places. Lower "
+                "it."
+            )
+        for name in ("epochs", "learning_rate", "fusion_learning_rate", "block_decay"):
+            above_zero(f"distill.{name}", getattr(distill, name))
+        a_share("distill.dropout", distill.dropout)
         if distill.loss not in LOSSES:
             raise ValueError(f"distill.loss={distill.loss!r} must be one of {', '.join(LOSSES)}.")
 
@@ -332,13 +361,13 @@ class TrainingConfig:
                 "'sampled' or 'analytic'."
             )
         for name in ("mixing", "dropout"):
-            _share(f"head.{name}", getattr(head, name))
+            a_share(f"head.{name}", getattr(head, name))
         for name in ("rank", "siblings", "batch_size", "max_texts"):
-            _at_least(1, f"head.{name}", getattr(head, name))
+            at_least(1, f"head.{name}", getattr(head, name))
         for name in ("num_blocks", "top_k"):
-            _at_least(0, f"head.{name}", getattr(head, name))
+            at_least(0, f"head.{name}", getattr(head, name))
         for name in ("rejection_weight", "epochs", "learning_rate"):
-            _above_zero(f"head.{name}", getattr(head, name))
+            above_zero(f"head.{name}", getattr(head, name))
         if head.temperature is not None and head.temperature not in self.rollouts.temperatures:
             raise ValueError(
                 f"head.temperature={head.temperature!r} must be one of rollouts.temperatures="
@@ -351,48 +380,4 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:
         """Build from nested dicts, as read from YAML; an unknown name is an error with its path."""
-        return _build(cls, values, "")
-
-
-def _build(cls: Any, values: dict[str, Any], path: str) -> Any:
-    _refuse_unknown(cls, values, path)
-    built = dict(values)
-    for name, value in values.items():
-        default = getattr(cls(), name)
-        if is_dataclass(default) and isinstance(value, dict):
-            built[name] = _build(type(default), value, f"{path}{name}.")
-        if isinstance(default, float) and isinstance(value, str):
-            built[name] = _number(value)
-    return cls(**built)
-
-
-def _refuse_unknown(cls: Any, values: dict[str, Any], path: str) -> None:
-    known = [item.name for item in fields(cls)]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ValueError(
-            f"Unknown setting {path}{unknown[0]}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
-        )
-
-
-def _number(text: str) -> float | str:
-    """YAML reads 2e-4, which has no point, as text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _at_least(least: int, name: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
-
-
-def _above_zero(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be above 0.")
-
-
-def _share(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name}={value} must be at least 0 and under 1: it is a share.")
+        return build(cls, values, "")

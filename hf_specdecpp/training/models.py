@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.eagle3.checkpoint import tensors_of
-from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
 from hf_specdecpp.kinds.conditioned import FUSION, Fusion, read_fusion
-from hf_specdecpp.kinds.eagle3 import WEIGHTS, read_layer
+from hf_specdecpp.kinds.kind import Kind, Parts
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -132,7 +131,10 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
         assistant.attach(target)
         return assistant
     if config.trains_layer:
-        return SpecDecPPAssistant.from_eagle3(target, load_layer(work), head)
+        made = SpecDecPPConfig(draft_kind=config.kind.name)
+        assistant = SpecDecPPAssistant(made, None, head, Parts(module=load_layer(config.kind, work)))
+        assistant.attach(target)
+        return assistant.eval()
     if config.trains_module:
         fusion, layers = load_fusion(work), layers_of(config, target)
         return SpecDecPPAssistant.from_conditioned(
@@ -148,7 +150,7 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
     """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
     files = (
         Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB), Path(FUSION),
-        *([Path(WEIGHTS)] if config.trains_layer else []),
+        *(map(Path, config.kind.module_files) if config.trains_layer else []),
     )  # fmt: skip
     contents = {str(name): digest(config.work / name) for name in files}
     layers = None if config.independent_draft else config.layers
@@ -179,19 +181,20 @@ def load_fusion(work: Path) -> Fusion:
     return read_fusion(read_json(work / FUSION_CONFIG), work / FUSION)
 
 
-def save_layer(model: Eagle3Model, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path) -> None:
-    """Write a trained layer, whose tensors are in `state`, in half precision, and last its description."""
-    tensors = tensors_of(model, state, dtype)
-    check_finite(tensors, work / WEIGHTS)
-    save_tensors(tensors, work / WEIGHTS)
+def save_layer(kind: Kind, model: Any, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path) -> None:
+    """Write a draft's own trained layers, whose tensors are in `state`, in half precision, and last what they are."""
+    tensors, path = kind.tensors_of(model, state, dtype), work / kind.module_files[0]
+    check_finite(tensors, path)
+    save_tensors(tensors, path)
     save_text(json.dumps(model.settings.to_config(), indent=2) + "\n", work / LAYER_CONFIG)
 
 
-def load_layer(work: Path) -> Eagle3Model:
-    """The layer that `save_layer` wrote; `ValueError` if a file is damaged, or it is not trained yet."""
-    if not (work / LAYER_CONFIG).is_file():
-        raise ValueError(f"{work} has no trained EAGLE-3 layer. Run the stage distill first.")
-    return read_layer(read_json(work / LAYER_CONFIG), work / WEIGHTS)
+def load_layer(kind: Kind, work: Path) -> Any:
+    """The layers that `save_layer` wrote; `ValueError` if a file is damaged, or they are not trained yet."""
+    path = work / kind.module_files[0]
+    if not ((work / LAYER_CONFIG).is_file() and path.is_file()):
+        raise ValueError(f"{work} has no trained layers in {path.name}. Run the stage distill first.")
+    return kind.read_layers(read_json(work / LAYER_CONFIG), path)
 
 
 def _save(module: AcceptanceHead | Fusion, tensors: dict[str, Tensor], weights: Path, config: Path) -> None:

@@ -67,13 +67,19 @@ def test_stored_and_loaded_again(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, tensors(first)[name]) for name, tensor in tensors(again).items())
 
 
-def test_an_object_without_a_name_cannot_be_stored(tmp_path: Path) -> None:
+def test_an_object_without_a_name_is_stored_whole(tmp_path: Path) -> None:
     theirs = PLAIN.theirs()
     theirs.config.name_or_path = ""
     assistant = SpecDecPPAssistant.from_draft(theirs, target=target_for())
     assert assistant.kind.describe(assistant.config) == "DFlash blocks, which read states of the target"
-    with pytest.raises(ValueError, match="model in memory"):
-        assistant.save_pretrained(tmp_path)
+    assistant.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.config.draft_id is None
+    assert all(torch.equal(tensor, tensors(assistant)[name]) for name, tensor in tensors(again).items())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dflash": None}))
+    with pytest.raises(ValueError, match="describes a DFlash draft and not its settings"):
+        load(tmp_path)
 
 
 def test_a_block_is_one_price(tmp_path: Path) -> None:
@@ -189,12 +195,10 @@ def test_what_it_is_not_for(tmp_path: Path) -> None:
         SpecDecPPAssistant.from_draft(folder, target=target_for(), draft_vocab=[1, 2])
     with pytest.raises(ValueError, match="nobody changed here.*method dflash"):
         export(folder, tmp_path / "out", str(tmp_path))
-    with pytest.raises(ValueError, match="loaded, not trained"):
-        TrainingConfig(target="org/model", output=str(tmp_path), draft=DFLASH.name)._validate_distill()
     named = TrainingConfig(target="org/model", output=str(tmp_path), draft=str(folder))
     named.find_ready_made()
-    with pytest.raises(ValueError, match="loaded, not trained"):
-        named._validate_distill()
+    assert (named.draft, named.ready_made) == (DFLASH.name, str(folder)), "it stays as it is, and gets a head"
+    named._validate_distill()
 
 
 def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ ALLOWED = {
     ("config/assistant.py", "independent"),
     ("benchmark/contestants.py", "lookup"),
     ("config/assistant.py", "eagle3"),
+    ("config/assistant.py", "dflash"),
     ("eagle3/description.py", "eagle3"),
     ("dflash/description.py", "dflash"),
     ("serving/commands.py", "eagle3"),
@@ -74,8 +75,8 @@ def test_a_config_is_recognised_by_the_kind_itself() -> None:
 
 
 def test_what_training_asks_for() -> None:
-    asked = [kind_to_train(draft).name for draft in (None, "conditioned", "org/model")]
-    assert asked == ["early_exit", "conditioned", "independent"]
+    asked = [kind_to_train(draft).name for draft in (None, "conditioned", "block", "org/model")]
+    assert asked == ["early_exit", "conditioned", "dflash", "independent"]
 
 
 def test_only_drafts_of_others_can_be_misread() -> None:

@@ -20,6 +20,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors
@@ -100,13 +101,13 @@ def chains_of_text(
     drawn_by = None if sampling.greedy else generator
     states = target_states(target, drafter, ids)
     parts = []
-    for group in together(starts, drafter.model, target):
+    for group in together(starts, *_reading_trees(drafter), target):
         drafted = draft_chains(drafter, ids, group, MAX_TOKENS, sampling.q, vocab_size, drawn_by, states=states)
         p = target_probabilities(reader, ids, group, drafted.tokens, sampling.p, vocab_size).to(drafter.device)
         q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
         rows = {
-            "start": drafted.starts[:, None].expand(-1, MAX_TOKENS),
-            "index": torch.arange(MAX_TOKENS, device=p.device).expand(len(group), -1),
+            "start": drafted.starts[:, None].expand_as(p),
+            "index": torch.arange(p.shape[1], device=p.device).expand_as(p),
             "token": drafted.tokens,
             "hidden": to_half(drafted.hidden[:, :-1] if inputs == "before" else drafted.hidden[:, 1:]),
             "scalars": drafted.scalars,
@@ -116,6 +117,11 @@ def chains_of_text(
         drafted_at_all = ends.cumsum(1) - ends.long() == 0
         parts.append({name: value[drafted_at_all].cpu() for name, value in rows.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _reading_trees(drafter: Any) -> list[CausalLM]:
+    """The draft, if it reads the branches of a text in a pass; a block draft reads none of its candidates."""
+    return [] if isinstance(drafter, DFlashDraft) else [drafter.model]
 
 
 def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Drafter) -> Tensor:
@@ -139,7 +145,8 @@ def _shard(
     for row in rows:
         text = texts[row]
         generator = torch.Generator(assistant.device).manual_seed(config.seed * 1_000_003 + row)
-        last = min(len(text["input_ids"]), longest_text(assistant.ready_drafter().model, target) - MAX_TOKENS)
+        longest = min(assistant.ready_drafter().max_length, longest_text(target))
+        last = min(len(text["input_ids"]), longest - MAX_TOKENS)
         # A round never begins right after the prompt: the first token comes from the target's pass over it.
         places = torch.arange(text["prompt_length"] + 1, max(last, text["prompt_length"] + 1))
         order = torch.randperm(len(places), generator=torch.Generator().manual_seed(config.seed * 1_000_003 + row))

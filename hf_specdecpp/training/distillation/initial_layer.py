@@ -44,32 +44,32 @@ def settings_for(
         ValueError: the target has no attention, whose sizes the layer takes.
     """
     config = target.config.get_text_config(decoder=True)
-    if _size(config, "num_attention_heads") is None:
+    if size_of(config, "num_attention_heads") is None:
         raise ValueError(
             f"{type(target).__name__} has no attention, and an EAGLE-3 layer takes its sizes from the target's. Train "
             "another kind of draft for it, or use an independent one."
         )
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
-    layer = {name: size for name in COPIED if (size := _size(config, name)) is not None}
+    layer = {name: size for name in COPIED if (size := size_of(config, name)) is not None}
     return Eagle3Settings(
         layer={
             "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size, "intermediate_size": 4 * config.hidden_size,
-            "max_position_embeddings": _size(config, "max_position_embeddings") or USUAL_LENGTH, **layer,
+            "max_position_embeddings": size_of(config, "max_position_embeddings") or USUAL_LENGTH, **layer,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
         },
         state_size=config.hidden_size,
         reads=list(reads),
         num_reads=len(reads),
         draft_vocab_size=None if vocab is None else len(vocab),
-        own_head=vocab is not None or _logit_factor(config) != 1.0,
+        own_head=vocab is not None or logit_factor(config) != 1.0,
         fc_norm=fc_norm,
         norm_output=norm_output,
     )  # fmt: skip
 
 
-def _size(config: Any, name: str) -> Any:
+def size_of(config: Any, name: str) -> Any:
     """A number of a target's config, if it is there; of layers that differ, as in Gemma 4, the last one's."""
     try:
         return getattr(config, name, None)
@@ -83,10 +83,10 @@ def untrained(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) 
     model = Eagle3Model(settings).float()
     if model.lm_head is not None:
         ids = torch.arange(model.config.vocab_size, device=target.device) if vocab is None else vocab
-        factor = _logit_factor(target.config.get_text_config(decoder=True))
+        factor = logit_factor(target.config.get_text_config(decoder=True))
         model.lm_head.weight.copy_(factor * _rows(target.get_output_embeddings(), ids))
         model.token_ids = None if vocab is None else vocab.clone()
-    _copy_norm(inner_decoder(target), "norm", model.norm)
+    copy_norm(inner_decoder(target), "norm", model.norm)
     model.to(device=target.device)
     model.meet(target, settings.reads or [])
     return model
@@ -106,7 +106,7 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
         texts: `[1, n]` each.
     """
     stack = layer_stack(inner_decoder(target), target)[1]
-    with _Behind(stack[-1]) as behind:
+    with Behind(stack[-1]) as behind:
         squares, products, e_square = _sums(model, target, len(stack) - 1, texts)
     ridge = RIDGE * squares.diagonal().mean() * torch.eye(len(squares))
     solution = torch.linalg.solve(squares + ridge, products).T
@@ -117,7 +117,7 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
     layer, last = model.decoder.layers[0], stack[-1]
     if model.reader.fc is not None:
         model.reader.fc.weight.copy_(of_states)
-    _copy_norm(last, "input_layernorm", layer.hidden_norm)
+    copy_norm(last, "input_layernorm", layer.hidden_norm)
     norm = layer.hidden_norm.weight.cpu().clone()
     layer.hidden_norm.weight.mul_((g_square / x_square).sqrt())
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -129,8 +129,7 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
         ours, theirs = layer.get_submodule(name).weight, behind.weight(name)
         if theirs is not None and theirs.shape == ours.shape:
             ours.copy_(theirs)
-    before_mlp = "pre_feedforward_layernorm" if behind.is_sandwich else "post_attention_layernorm"
-    _copy_norm(last, before_mlp, layer.post_attention_layernorm)
+    copy_norm(last, behind.before_mlp, layer.post_attention_layernorm)
 
 
 def _sums(model: Eagle3Model, target: CausalLM, layer: int, texts: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,12 +162,12 @@ def _rows(head: Any, vocab: Tensor) -> Tensor:
     return rows_of(head, vocab) if is_quantised(head) else head.weight[vocab]
 
 
-def _logit_factor(config: Any) -> float:
-    """What some families multiply logits with; an EAGLE-3 draft has it in its LM head."""
+def logit_factor(config: Any) -> float:
+    """What some families multiply logits with."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
-class _Behind:
+class Behind:
     """A layer of the target as a Llama layer: its products, with the norms behind them as factors of their rows.
 
     Within the context it measures how large what they norm is.
@@ -178,15 +177,17 @@ class _Behind:
 
     Attributes:
         is_sandwich: whether there are norms before and behind attention and MLP (Gemma).
+        before_mlp: name of the norm before the MLP.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.modules = dict(layer.named_modules())
         self.is_sandwich = "pre_feedforward_layernorm" in self.modules
+        self.before_mlp = "pre_feedforward_layernorm" if self.is_sandwich else "post_attention_layernorm"
         self._inverse: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
 
-    def __enter__(self) -> _Behind:
+    def __enter__(self) -> Behind:
         for name in NORMS_BEHIND:
             if self._norm(name) is not None and name in self.modules:
                 sizes = self._inverse[name] = []
@@ -230,7 +231,8 @@ def _multiplied_by(norm: Any) -> Tensor:
     return made
 
 
-def _copy_norm(module: nn.Module, name: str, ours: Any) -> None:
+def copy_norm(module: nn.Module, name: str, ours: Any) -> None:
+    """Let one of our norms multiply with what the module's norm of this name does, if it has one."""
     norm: Any = dict(module.named_children()).get(name)
     if norm is not None and getattr(norm, "bias", None) is None:
         ours.weight.copy_(_multiplied_by(norm))

@@ -27,7 +27,6 @@ from transformers.utils import logging
 from hf_specdecpp.files import check_finite, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.kinds.conditioned import FUSION
-from hf_specdecpp.kinds.eagle3 import WEIGHTS
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.target_states import StateReader
@@ -60,7 +59,7 @@ logger = logging.get_logger("hf_specdecpp")
 
 REPORT = "distillation.json"
 STATES = "target-states"
-OWN = (CHECKPOINTS, STATES, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG, WEIGHTS, LAYER_CONFIG)
+OWN = (CHECKPOINTS, STATES, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG, LAYER_CONFIG)
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
@@ -80,7 +79,7 @@ def run(config: TrainingConfig) -> None:
     """
     work, state = config.work, process_state()
     train, heldout = (answers.load(work, split) for split in ("train", "heldout"))
-    made = [work / name for name in OWN]
+    made = [work / name for name in (*OWN, *config.kind.module_files)]
     record = Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
@@ -90,8 +89,10 @@ def run(config: TrainingConfig) -> None:
     draft = draft_of(config, target, lambda name: load(name, dtype))
     limit = int(min(config.distill.max_length, longest_text(draft)))
     train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
-    earlier = layer_from(config.distill.start_from) if config.trains_layer and config.distill.start_from else None
-    vocab = _vocabulary(config, target, draft, train, heldout) if earlier is None else earlier.token_ids
+    start = config.distill.start_from if config.trains_layer else None
+    earlier = None if start is None else layer_from(config.kind, start)
+    has_own = earlier is not None and not config.trains_block
+    vocab = earlier.token_ids if has_own else _vocabulary(config, target, draft, train, heldout)
     with state.main_process_first():
         record.begin()
     if vocab is not None and state.is_main_process:
@@ -158,17 +159,26 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
         parts = [Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(FUSION), Path(DRAFT_VOCAB)]
-        parts += [Path(WEIGHTS)] * config.trains_layer
+        parts += map(Path, config.kind.module_files) if config.trains_layer else []
         is_run = any((folder / name).is_file() for name in parts)
         distill["start_from"] = [digest(folder / name) for name in parts] if is_run else config.distill.start_from
     if config.trains_module or config.trains_layer:
         names["reads"] = config.reads
-    else:
-        for name in ("unroll", "fusion_rank", "fusion_learning_rate"):
-            del distill[name]
-    for name in ("rank", "alpha", "dropout", "fusion_rank") if config.trains_layer else ("fc_norm", "norm_output"):
+    for name in _of_no_use(config):
         del distill[name]
     return {**names, "rollouts": rollouts, **distill}
+
+
+def _of_no_use(config: TrainingConfig) -> set[str]:
+    """Settings of `distill` that are of other kinds of draft."""
+    of_adapters = {"rank", "alpha", "dropout", "fusion_rank"}
+    of_states, of_eagle3 = {"unroll", "fusion_rank", "fusion_learning_rate"}, {"fc_norm", "norm_output"}
+    of_blocks = {name for name in asdict(config.distill) if name.startswith("block_")} | {"mask_token"}
+    if config.trains_block:
+        return of_adapters | of_eagle3 | {"unroll"}
+    if config.trains_layer:
+        return of_adapters | of_blocks
+    return of_eagle3 | of_blocks | (set() if config.trains_module else of_states)
 
 
 # Models and data -----------------------------------------------------------------------------------------------------
@@ -306,7 +316,7 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if config.trains_layer:
         own = {name.removeprefix(LAYER_PREFIX): tensor for name, tensor in state.items()}
-        save_layer(student.model, own, dtype, config.work)
+        save_layer(config.kind, student.model, own, dtype, config.work)
         return
     tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}

@@ -1,14 +1,15 @@
-"""Begin distillation with what an earlier run trained, or with a layer that others trained."""
+"""Begin distillation with what an earlier run trained, or with layers that others trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
+from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import kind_of
 from hf_specdecpp.models.adapters import read_adapter
 from hf_specdecpp.training.distillation.student import Student
@@ -56,16 +57,15 @@ def start_from(student: Student, work: Path) -> None:
         student.fusion.load_state_dict(fusion.state_dict())
 
 
-def layer_from(start: str) -> Eagle3Model:
-    """The layer of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
+def layer_from(kind: Kind, start: str) -> Any:
+    """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
     if (Path(start) / LAYER_CONFIG).is_file():
-        return load_layer(Path(start))
+        return load_layer(kind, Path(start))
     repository = Repository(start)
     config = load_config(repository)
-    found = kind_of(config).load_module(config, repository)
-    if not isinstance(found, Eagle3Model):
+    if (found := kind_of(config)) is not kind:
         raise ValueError(
-            f"distill.start_from={start!r} has no EAGLE-3 layer. Name the work_dir of a run of the same kind, or the "
-            "repository of an EAGLE-3 draft."
+            f"distill.start_from={start!r} has a draft of the kind {found.name}, and {kind.name} is trained. Name the "
+            "work_dir of a run of the same kind, or the repository of such a draft."
         )
-    return found
+    return kind.load_module(config, repository)

@@ -23,13 +23,13 @@ CHUNK = 256
 
 
 def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p || q), summed over positions, of logits `[..., vocab]`."""
-    return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="sum", log_target=True)
+    """KL(p || q) of logits `[..., vocab]`."""
+    return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="none", log_target=True).sum(-1)
 
 
 def total_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """1 - sum min(p, q), the chance that a candidate from q is rejected, summed over positions, of the same."""
-    return (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum()
+    """1 - sum min(p, q), the chance that a candidate from q is rejected, of the same."""
+    return (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum(-1)
 
 
 def divergence_and_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -56,23 +56,23 @@ class Taught(nn.Module):
 
     Attributes:
         drafter: it. Not registered: its model is, already, and its LM head is not to be trained, moved or stored.
-        unroll: steps of a round that a draft is taught which reads the target's states.
+        unroll: candidates of a round that a draft is taught which reads the target's states.
         distance: one of `DISTANCES`.
     """
 
-    drafter: Drafter
+    drafter: Any
     unroll: int
     distance: Callable[[Tensor, Tensor], Tensor]
 
     @property
     def fusion(self) -> StateReader | None:
-        return self.drafter.fusion
+        return self.drafter.reads
 
     def forward(
         self,
         input_ids: Tensor,
         answers: Tensor,
-        p_logits: Callable[[slice], Tensor],
+        p_logits: Callable[[Any], Tensor],
         states: Tensor | None = None,
         measure: bool = False,
     ) -> Tensor:
@@ -81,8 +81,8 @@ class Taught(nn.Module):
         Args:
             input_ids: `[batch, n]`, padded on the right, where nothing that is causal looks.
             answers: bool `[batch, n - 1]`: the target wrote the token after this one.
-            p_logits: the target's logits at some of the answers' positions: `[positions, vocab]` to measure; to teach,
-                those of the draft's tokens.
+            p_logits: the target's logits at some of the answers' positions, numbered in order: `[positions, vocab]` to
+                measure; to teach, those of the draft's tokens.
             states: `[batch, n, width]` of the target, for a conditioned draft.
             measure: report on the draft instead of teaching it.
 
@@ -97,8 +97,13 @@ class Taught(nn.Module):
             steps = list(unrolled(self.drafter, input_ids, states, self.unroll))
         hidden = torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
         if measure:
-            return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden))])
-        return _through(hidden, lambda at, states: self._loss(states, p_logits(at))) / len(steps)
+            return self.measured(hidden, p_logits)
+        return through(hidden, lambda at, states: self.distances(states, p_logits(at)).sum()) / len(steps)
+
+    def measured(self, hidden: Tensor, p_logits: Callable[[Any], Tensor]) -> Tensor:
+        """`[positions, steps, 2]` of what the LM head reads, `[positions, steps, hidden_size]`."""
+        at_once = max(CHUNK // hidden.shape[1], 1)
+        return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden), at_once)])
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         """`[positions, steps, 2]` of `hidden` `[positions, steps, hidden_size]` and `p_logits` `[positions, vocab]`.
@@ -115,9 +120,8 @@ class Taught(nn.Module):
         agree = p_logits.argmax(-1)[:, None] == (likeliest if vocab is None else vocab[likeliest])
         return torch.stack((torch.minimum(p[:, None], q).sum(-1), agree.float()), dim=-1)
 
-    def _loss(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """The distance of q from p, which is renormalised on the tokens that the draft has: the sum over positions and
-        steps.
+    def distances(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
+        """The distance `[positions, steps]` of q from p, which is renormalised on the tokens that the draft has.
 
         Args:
             hidden: `[positions, steps, hidden_size]`, what the LM head reads.
@@ -186,11 +190,11 @@ class LayerStudent(Taught):
         self.unroll, self.distance = unroll, DISTANCES[loss]
 
 
-def _chunks(count: int) -> list[slice]:
-    return [slice(start, start + CHUNK) for start in range(0, count, CHUNK)]
+def _chunks(count: int, at_once: int = CHUNK) -> list[slice]:
+    return [slice(start, start + at_once) for start in range(0, count, at_once)]
 
 
-def _through(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
+def through(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
     """The sum of `loss` over chunks of `hidden`, differentiable, with the logits of one chunk in memory at a time.
 
     The gradient with respect to `hidden` is taken chunk by chunk here; what is returned has that gradient and that

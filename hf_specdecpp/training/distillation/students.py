@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -11,15 +12,18 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.dflash.checkpoint import meet as meet_block
+from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.eagle3.layer_ids import usual_reads
 from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_fusion, initial_layer
+from hf_specdecpp.training.distillation import initial_block, initial_fusion, initial_layer
+from hf_specdecpp.training.distillation.block_student import BlockStudent
 from hf_specdecpp.training.distillation.start import start_from
 from hf_specdecpp.training.distillation.student import LayerStudent, Student, Taught
 from hf_specdecpp.training.models import layers_of, reads_of
@@ -39,15 +43,18 @@ def student_of(
     draft: CausalLM,
     vocab: Tensor | None,
     train: Dataset,
-    earlier: Eagle3Model | None = None,
+    earlier: Any = None,
 ) -> Taught:
     """The draft that a run teaches.
 
     Args:
         draft: whose adapter is trained; a layer of its own only begins like one of the target's.
         vocab: token ids that it may propose, or `None` for all.
-        earlier: the layer that training goes on with, if it does.
+        earlier: the layers that training goes on with, if it does.
     """
+    if config.trains_block:
+        distill, block = config.distill, _block(config, target, train, earlier)
+        return BlockStudent(block, target, distill.block_anchors, distill.block_decay, distill.loss)
     if config.trains_layer:
         layer = _layer(config, target, vocab, train, earlier)
         return LayerStudent(layer, target, config.distill.unroll, config.distill.loss)
@@ -91,6 +98,30 @@ def _layer(
         logger.info(f"Fitting the layer's input on {min(len(train), FITTED_ON)} answers.")
         initial_layer.fit(model, target, _texts_to_fit_on(config, target, train))
     return model
+
+
+def _block(config: TrainingConfig, target: CausalLM, train: Dataset, earlier: DFlashModel | None) -> DFlashModel:
+    """The block draft that is trained: an earlier one, or one that begins by least squares; in float32."""
+    distill = config.distill
+    if earlier is not None:
+        meet_block(earlier, target, repr(distill.start_from))
+        return earlier.float()
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    reads = [max(depth - 2, 0)] if config.reads is None else config.reads
+    mask = _unused_token(target, train) if distill.mask_token is None else distill.mask_token
+    settings = initial_block.settings_for(target, reads, distill.block_size, distill.block_layers, mask)
+    model = initial_block.untrained(settings, target)
+    if last_checkpoint(config.work / CHECKPOINTS) is None:
+        logger.info(f"Fitting the first layer's attention on {min(len(train), FITTED_ON)} answers.")
+        initial_block.fit(model, target, _texts_to_fit_on(config, target, train), distill.block_decay)
+    return model
+
+
+def _unused_token(target: CausalLM, train: Dataset) -> int:
+    """The largest token id that no training text has; the last one where they have all."""
+    count = num_embeddings(target)
+    used = {token for ids in train["input_ids"] for token in ids}
+    return next((token for token in reversed(range(count)) if token not in used), count - 1)
 
 
 def _texts_to_fit_on(config: TrainingConfig, target: CausalLM, train: Dataset) -> Iterator[Tensor]:

@@ -106,7 +106,7 @@ class DistillationTrainer(Trainer):
     @torch.no_grad()
     def _teach(
         self, inputs: dict[str, Any], logits: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Callable[[slice], Tensor], Tensor | None]:
+    ) -> tuple[Tensor, Callable[[Any], Tensor], Tensor | None]:
         """Where the answers are, the target's logits there, and its states for a conditioned draft.
 
         The logits are plain ones, which is to say at temperature 1; `logits` makes them of states.
@@ -119,7 +119,7 @@ class DistillationTrainer(Trainer):
         hidden = final[:, :-1][answers]
 
         @torch.no_grad()
-        def p_logits(at: slice) -> Tensor:
+        def p_logits(at: slice | Tensor) -> Tensor:
             return logits(hidden[at])
 
         return answers, p_logits, states

@@ -16,6 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hf_specdecpp.dflash.anchors import in_blocks
+from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import in_rounds
 from hf_specdecpp.estimation.features import scalar_features
@@ -88,8 +90,7 @@ def text_features(
     with TargetStates(target, drafter.reads) as caught:
         logits = target_logits(target, input_ids, prompt_length)
         target_states = caught.take()
-    states = drafter.hidden_states(ids)[0] if target_states is None else in_rounds(drafter, ids, target_states)[0]
-    before = states[prompt_length - 1 : -1]
+    before = _states_along(drafter, ids, target_states)[0, prompt_length - 1 : -1]
     chunks = [
         _candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), head, sampling, generator)
         for p, hidden in zip(logits.split(ROWS_AT_ONCE), before.split(ROWS_AT_ONCE), strict=True)
@@ -103,6 +104,14 @@ def text_features(
     after = drafter.hidden_states(mixed[None])[0, prompt_length:]
     # As in the released code, what was mixed in does not count, not even where it happens to be the draft's token.
     return {"hidden": after, **rows, "mask": (~keeps_target)[:, None].float()}
+
+
+def _states_along(drafter: Any, ids: Tensor, target_states: Tensor | None) -> Tensor:
+    """What q after each token comes from, `[1, n, hidden_size]`."""
+    if target_states is None:
+        return drafter.hidden_states(ids)
+    along = in_blocks if isinstance(drafter, DFlashDraft) else in_rounds
+    return along(drafter, ids, target_states.to(ids.device))
 
 
 def target_logits(target: CausalLM, input_ids: Tensor, prompt_length: int) -> Tensor:

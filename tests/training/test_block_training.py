@@ -1,0 +1,254 @@
+"""A block draft is taught what its rounds do, and what was taught is what is stored."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.distillation_files import PROMPT_LENGTH, be_killed, prepare, rows
+from support.models import VOCAB_SIZE, prompt, quiet_later_layers, tiny
+from support.training_files import training_run
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.dflash.drafter import DFlashDraft
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.texts.branches import draft_chains, target_states
+from hf_specdecpp.training import models
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation import initial_block
+from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation.block_student import BlockStudent, chosen
+from hf_specdecpp.training.run import train
+
+PLACES = 3
+
+
+def begun(folder: Path, family: str = "llama", **distill: Any) -> TrainingConfig:
+    return prepare(folder, "block", family, block_size=PLACES, **{"learning_rate": 2e-3, **distill})
+
+
+@torch.no_grad()
+def block_of(draft: DFlashDraft, target: CausalLM, ids: Tensor, anchor: int) -> Tensor:
+    """Logits `[places, vocab]` of a round after the token at `anchor`."""
+    states: Any = target_states(target, draft, ids[0].tolist())  # type: ignore[arg-type]
+    session = draft.chain_session(VOCAB_SIZE)
+    session.begin_round(ids[:, : anchor + 1], 0, states[:, :anchor])
+    return session._block()[0]
+
+
+@torch.no_grad()
+def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> list[float]:
+    """Mean acceptance by place on the held-out answers, from the blocks of rounds."""
+    draft, chances = assistant.ready_drafter(), []
+    for row in rows(16, seed=2):
+        ids = torch.tensor([row["input_ids"]])
+        p = target(ids).logits[0].softmax(-1)
+        for place in range(max(PROMPT_LENGTH - 1, PLACES), ids.shape[1] - 1):
+            q = [block_of(draft, target, ids, place - k)[k].softmax(-1) for k in range(PLACES)]
+            chances.append([float(torch.minimum(p[place], each).sum()) for each in q])
+    return torch.tensor(chances).mean(0).tolist()
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("qwen3", 2)])
+def test_training_helps_and_is_what_is_stored(family: str, layers: int, tmp_path: Path) -> None:
+    config = begun(tmp_path, family, epochs=8, block_layers=layers)
+    distillation.run(config)
+    report = json.loads((config.work / "distillation.json").read_text())
+    before, after = report["before"]["all"], report["after"]["all"]
+    names = ["acceptance", "acceptance_2", "acceptance_3"]
+    assert all(after[name] > before[name] + 0.01 for name in names), report
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    expected = {name: parameter.clone() for name, parameter in target.named_parameters()}
+    assistant = models.load_assistant(config, target)
+    assert measured(assistant, target) == pytest.approx([after[name] for name in names], abs=2e-3)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in target.named_parameters())
+    assistant.save_pretrained(tmp_path / "repo")
+    stored = json.loads((tmp_path / "repo" / "config.json").read_text())
+    assert (stored["draft_kind"], stored["draft_id"], stored["dflash"]["block_size"]) == ("dflash", None, PLACES)
+    ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
+    for tree in (None, "dyspec"):
+        again = SpecDecPPAssistant.from_pretrained(
+            tmp_path / "repo", target=target, speculation=SpeculationConfig(tree=tree, rule="fixed")
+        )
+        assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
+        assert again.stats.drafted > 0
+        assert len(again.ready_drafter().model.layers) == layers
+        again.detach()
+
+
+@torch.no_grad()
+def loss_of(weights: list[float], decay: float) -> tuple[float, float]:
+    """What a step is taught of one text with a block after each of its tokens, and the same by hand."""
+    target = quiet_later_layers(tiny("llama")).float()
+    settings = initial_block.settings_for(target, [1], PLACES, 1, VOCAB_SIZE - 1)
+    model = initial_block.untrained(settings, target)
+    initial_block.fit(model, target, [prompt(30, seed) for seed in range(20)], 4.0)
+    student = BlockStudent(model, target, 99, decay)
+    ids, answers = prompt(14), torch.arange(13)[None] >= 5
+    with TargetStates(target, model.reader) as caught:
+        p_logits = target(ids).logits[0, 5:13]
+        states = caught.take()
+    ours = float(student(ids, answers, lambda at: p_logits[at], states))
+    total = mass = 0.0
+    for anchor in range(5, 13):
+        block = block_of(student.drafter, target, ids, anchor)
+        for place in range(min(PLACES, 13 - anchor)):
+            p, q = p_logits[anchor + place - 5].log_softmax(-1), block[place].log_softmax(-1)
+            total += weights[place] * float((p.exp() * (p - q)).sum())
+            mass += weights[place]
+    return ours, 8 * total / mass
+
+
+def test_the_loss_is_the_weighted_divergence() -> None:
+    weights = [math.exp(-place / 1.5) for place in range(PLACES)]
+    ours, by_hand = loss_of(weights, 1.5)
+    assert ours == pytest.approx(by_hand, rel=1e-4)
+    assert ours != pytest.approx(loss_of([1.0] * PLACES, 1.5)[1], rel=3e-3), "all places alike"
+    assert ours != pytest.approx(loss_of(weights[::-1], 1.5)[1], rel=3e-3), "the last ones first"
+
+
+def test_which_places_are_taught() -> None:
+    """Two texts of 9 and 7 tokens, padded to 9, whose answers begin with token 5 and 6."""
+    answers = torch.tensor([[False] * 4 + [True] * 4, [False] * 5 + [True] + [False] * 2])
+    anchors, taught = chosen(answers, 6, 3)
+    found = [
+        {(int(anchor), place) for anchor, row in zip(anchors[text], taught[text], strict=True)
+         for place in range(3) if row[place]}
+        for text in range(2)
+    ]  # fmt: skip
+    assert found[0] == {(4, 0), (4, 1), (4, 2), (5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (7, 0)}
+    assert found[1] == {(5, 0)}
+    few = {tuple(sorted(chosen(answers[:1], 2, 3)[0][0].tolist())) for _ in range(60)}
+    assert len(few) == 6, "every pair of four is drawn; the chance that one is not is under 0.0002"
+
+
+@torch.no_grad()
+def test_it_begins_with_what_least_squares_predict() -> None:
+    """The first row's input of the last MLP is the linear map of context and embedding that fits the target's best."""
+    target = quiet_later_layers(tiny("llama", head_dim=32, hidden_size=32)).float()
+    texts = [prompt(40, seed) for seed in range(40)]
+    settings = initial_block.settings_for(target, [0], PLACES, 1, VOCAB_SIZE - 1)
+    model = initial_block.untrained(settings, target)
+    inputs: list[Tensor] = []
+    model.layers[0].post_attention_layernorm.register_forward_pre_hook(lambda _, seen: inputs.append(seen[0]))
+    initial_block.fit(model, target, texts, 4.0)
+    layer: Any = inner_decoder(target).layers[-1]
+    theirs: list[Tensor] = []
+    layer.post_attention_layernorm.register_forward_pre_hook(lambda _, seen: theirs.append(seen[0]))
+    draft, known, wanted, ours = DFlashDraft(model, target), [], [], []
+    for ids in texts:
+        states: Any = target_states(target, draft, ids[0].tolist())  # type: ignore[arg-type]
+        wanted.append(theirs.pop()[0, 5:] - draft.embed(ids)[0, 5:])
+        embeddings = model.layers[0].input_layernorm(draft.embed(ids))[0, 5:]
+        known.append(torch.cat((model.reader(states)[0, 4:-1], embeddings), -1))
+        block_of(draft, target, ids, 20)
+        theirs.clear()
+        ours.append(inputs.pop()[0, 0] - draft.embed(ids)[0, 20])
+    solution = torch.linalg.lstsq(torch.cat(known), torch.cat(wanted)).solution
+    best = torch.stack([each[15] for each in known]) @ solution
+    assert float((torch.stack(ours) - best).square().mean()) < 0.1 * float(best.square().mean())
+
+
+@torch.no_grad()
+def test_the_start_is_better_than_none(tmp_path: Path) -> None:
+    config = begun(tmp_path, epochs=1, learning_rate=1e-9)
+    distillation.run(config)
+    before = json.loads((config.work / "distillation.json").read_text())["before"]["all"]
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    settings = models.load_layer(config.kind, config.work).settings
+    assistant = SpecDecPPAssistant.from_draft(initial_block.untrained(settings, target), target=target)
+    assert before["acceptance"] > measured(assistant, target)[0] + 0.02
+
+
+def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the target's states on disk, too; and a run goes on with another."""
+    monkeypatch.setattr(distillation, "SAVE_EVERY", 0.5)
+    results = []
+    for name in ("whole", "killed"):
+        config = begun(tmp_path / name, answers=20, epochs=2, block_anchors=3)
+        if name == "killed":
+            config.distill.cache_states = True
+            be_killed(config, monkeypatch)
+        distillation.run(config)
+        results.append(load_file(config.work / "dflash.safetensors"))
+    whole, killed = results
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    learned = json.loads((config.work / "distillation.json").read_text())["after"]["all"]["acceptance"]
+    further = begun(tmp_path / "further", answers=20, epochs=1)
+    further.distill.start_from = str(config.work)
+    distillation.run(further)
+    report = json.loads((further.work / "distillation.json").read_text())
+    assert report["before"]["all"]["acceptance"] == pytest.approx(learned, abs=2e-3)
+
+
+def test_chains_on_a_text_are_those_of_rounds() -> None:
+    """What a head learns from, and what it is calibrated and measured on."""
+    target = quiet_later_layers(tiny("llama")).float()
+    settings = initial_block.settings_for(target, [1], PLACES, 1, VOCAB_SIZE - 1)
+    draft = DFlashDraft(initial_block.untrained(settings, target), target)
+    ids = prompt(16)
+    states: Any = target_states(target, draft, ids[0].tolist())
+    starts = torch.tensor([5, 9, 16])
+    drafted = draft_chains(draft, ids[0].tolist(), starts, 20, lambda x: x.softmax(-1), VOCAB_SIZE, None, states=states)
+    assert drafted.tokens.shape == (3, PLACES)
+    for row, start in enumerate(starts.tolist()):
+        logits = block_of(draft, target, ids, start - 1)
+        assert torch.equal(drafted.tokens[row], logits.argmax(-1))
+        found = draft.logits(drafted.hidden[row, :PLACES], VOCAB_SIZE)
+        torch.testing.assert_close(functional.softmax(found, -1), logits.softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_all_stages(tmp_path: Path) -> None:
+    """They end with a repository that has a head, drafts and changes nothing."""
+    config = training_run(tmp_path, num_texts=16, early_exit=True, temperatures=(1.0, 0.0))
+    config.draft, config.layers, config.rollouts.data = "block", None, ["prompts.jsonl"]
+    config.distill.block_size, config.distill.learning_rate = PLACES, 1e-3
+    train(config, ["distill", "head", "calibrate", "eval", "card"])
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    assistant = SpecDecPPAssistant.from_pretrained(config.output, target=target)
+    assert assistant.head is not None
+    ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
+    card = Path(config.output, "README.md").read_text(encoding="utf-8")
+    assert "| draft | DFlash blocks, which read states of" in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"distill.block_size": 600}, "block_size=600 is longer than the answers, which have at most 512 tokens"),
+        ({"distill.max_length": 8}, "block_size=8 is longer than the answers, which have at most 7 tokens"),
+        ({"distill.block_size": 0}, "block_size=0 must be a whole number of at least 1"),
+        ({"distill.block_layers": 0}, "block_layers=0 must be"),
+        ({"distill.block_anchors": 0}, "block_anchors=0 must be"),
+        ({"distill.block_decay": 0.0}, "block_decay=0.0 must be above 0"),
+        ({"distill.mask_token": -1}, "mask_token=-1 must be"),
+        ({"distill.draft_vocab_size": 40}, "draft_vocab_size=40: a block has the target's own LM head.*Leave it out"),
+        ({"distill.enabled": False}, "enabled=False: the layers have to be trained"),
+        ({"head.inputs": "after"}, "head.inputs='after' judges the state at a candidate"),
+    ],
+)
+def test_wrong_settings(changes: dict[str, Any], reason: str) -> None:
+    config = TrainingConfig(target="org/model", output="out", draft="block")
+    config.rollouts.data = ["prompts.jsonl"]
+    config.validate()
+    for name, value in changes.items():
+        part, _, field = name.partition(".")
+        setattr(getattr(config, part), field, value)
+    with pytest.raises(ValueError, match=reason):
+        config.validate()
+
+
+def test_a_mask_token_that_is_none(tmp_path: Path) -> None:
+    config = begun(tmp_path, mask_token=VOCAB_SIZE)
+    with pytest.raises(ValueError, match=f"mask_token={VOCAB_SIZE} is no token of the target"):
+        distillation.run(config)
