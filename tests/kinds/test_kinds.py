@@ -82,7 +82,7 @@ def test_what_training_asks_for() -> None:
 def test_only_drafts_of_others_can_be_misread() -> None:
     for kind in KINDS:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
-        is_of_others = kind.name in ("eagle3", "dflash", "mtp")
+        is_of_others = kind.name in ("eagle3", "dflash", "gemma4", "mtp")
         assert kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
         assert kind.can_be_misread == (kind.name == "eagle3")
         if kind.can_be_misread:
