@@ -20,6 +20,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import BY_NAME, KINDS, kind_of, kind_to_train, recognise
+from hf_specdecpp.kinds.ready_made import TakenAsIs
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.measuring import measure
 
@@ -68,6 +69,9 @@ def test_a_config_is_recognised_by_the_kind_itself() -> None:
     assert recognise({"model_type": "llama"}) is None
     assert recognise({"model_type": "llama", "draft_vocab_size": 9}) is BY_NAME["eagle3"]
     assert recognise({"model_type": "qwen3", "dflash_config": {}}) is BY_NAME["dflash"]
+    assert recognise({"model_type": "gemma4_assistant"}) is BY_NAME["gemma4"]
+    assert recognise({"model_type": "gemma4_unified_assistant"}) is BY_NAME["gemma4"]
+    assert recognise({"model_type": "gemma4_text"}) is None
     assert recognise({"model_type": "specdecpp", "draft_kind": "medusa"}) is None
     with pytest.raises(ValueError, match="draft_kind='medusa' must be one of"):
         kind_of(SpecDecPPConfig(draft_kind="medusa"))
@@ -81,7 +85,7 @@ def test_what_training_asks_for() -> None:
 def test_only_drafts_of_others_can_be_misread() -> None:
     for kind in KINDS:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
-        is_of_others = kind.name in ("eagle3", "dflash")
+        is_of_others = kind.name in ("eagle3", "dflash", "gemma4")
         assert kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
         assert kind.can_be_misread == (kind.name == "eagle3")
         if kind.can_be_misread:
@@ -103,6 +107,7 @@ def test_only_drafts_of_others_can_be_misread() -> None:
         ("conditioned", "layers 0, 2 of the target, which read its states"),
         ("eagle3", "EAGLE-3 org/draft at abc"),
         ("dflash", "DFlash org/draft at abc"),
+        ("gemma4", "Gemma 4 assistant org/draft at abc"),
         ("lookup", "text that was seen before"),
     ],
 )
@@ -114,7 +119,8 @@ def test_descriptions(kind: str, described: str) -> None:
 def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
     for kind in KINDS:
         assert type(kind).export is not Kind.export
-        assert kind.module_file is None or "export" in vars(type(kind)), "what is in its file, no plain model has"
+        own = "export" in vars(type(kind)) or isinstance(kind, TakenAsIs)
+        assert kind.module_file is None or own, "what is in its file, no plain model has"
 
 
 # Drafts that are not a model a step. ----------------------------------------------------------------------------------

@@ -43,6 +43,36 @@ def target_for(name: str = "plain", seed: int = 0, **changes: Any) -> CausalLM:
         return AutoModelForCausalLM.from_config(config).double().eval()
 
 
+def other_pairs() -> dict[str, tuple[CausalLM, CausalLM]]:
+    """Targets and assistants of further classes: the newer family, and a model that also reads images."""
+    layers = {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2}
+    own = {name: value for name, value in SHAPE.items() if "per_layer" not in name}
+    plain: dict[str, Any] = {**own, **layers, "num_kv_shared_layers": 0, "tie_word_embeddings": False}
+    text = AutoConfig.for_model(
+        "gemma4_unified_text", **{**own, **layers, "hidden_size": OWN, "num_kv_shared_layers": 2}
+    )
+    unified = AutoConfig.for_model("gemma4_unified_assistant", text_config=text, backbone_hidden_size=HIDDEN)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+    }  # fmt: skip
+    images = transformers.Gemma4Config(
+        text_config={**SHAPE, **plain, "model_type": "gemma4_text", "pad_token_id": 0},
+        vision_config=vision,
+        audio_config=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        targets = (
+            AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_unified_text", **plain)),
+            transformers.Gemma4ForConditionalGeneration(images),
+        )
+        newer = AutoModelForCausalLM.from_config(unified)
+    drafts = newer.double().eval(), VARIANTS["plain"].theirs()
+    names = ("unified", "images")
+    return {name: (target.double().eval(), draft) for name, target, draft in zip(names, targets, drafts, strict=True)}
+
+
 @dataclass(frozen=True)
 class Variant:
     """An assistant: its layers, and what of its config is not usual."""
