@@ -56,11 +56,8 @@ def other_pairs() -> dict[str, tuple[CausalLM, CausalLM]]:
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
     }  # fmt: skip
-    images = transformers.Gemma4Config(
-        text_config={**SHAPE, **plain, "model_type": "gemma4_text", "pad_token_id": 0},
-        vision_config=vision,
-        audio_config=None,
-    )
+    reader = {**SHAPE, **plain, "model_type": "gemma4_text", "pad_token_id": 0}
+    images = transformers.Gemma4Config(text_config=reader, vision_config=vision, audio_config=None)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         targets = (
@@ -95,7 +92,7 @@ class Variant:
         )  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = transformers.Gemma4AssistantForCausalLM(config).double().eval()
+            model: Any = AutoModelForCausalLM.from_config(config).double().eval()
             if self.clusters:
                 model.masked_embedding.token_ordering.copy_(torch.randperm(text["vocab_size"]))
         model.generation_config.num_assistant_tokens = 4
@@ -141,7 +138,7 @@ class Heard:
         self.rounds: list[tuple[Tensor, int, list[int], Tensor]] = []
         theirs = GENERATOR.get_candidates
 
-        def hear(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def hear(generator: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             ids, logits = theirs(generator, input_ids, *args, **kwargs)
             if logits is not None:
                 outputs = kwargs["model_outputs"]
