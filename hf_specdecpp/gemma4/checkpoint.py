@@ -10,7 +10,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_specdecpp.config.foreign import check_tensors, is_ours, mapping
@@ -49,9 +49,8 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         )
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(raw))
-        config._attn_implementation = "sdpa"
         with torch.device("meta"):
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except (StrictDataclassError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"No Gemma 4 assistant can be built as the config of {source} says: {error}") from None
     model.model.embed_tokens = None  # it reads the target's: its own are its LM head

@@ -28,6 +28,8 @@ class Gemma4Draft(Draft):
         target: whose embeddings it takes.
     """
 
+    model: Any
+
     def __init__(self, model: CausalLM, target: CausalLM) -> None:
         self.model, self.own = model, model.config.get_text_config()
         found = sources(target.config.get_text_config(decoder=True))
@@ -99,8 +101,8 @@ class Gemma4Draft(Draft):
 
     def nothing(self, count: int) -> SharedRows:
         """As many rows of zeros, to measure what a step takes."""
-        made = {"dtype": self.dtype, "device": self.device}
-        rows = {kind: torch.zeros((1, heads, count, size), **made) for kind, (heads, size) in self.heads.items()}
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        rows = {kind: zero.new_zeros((1, heads, count, size)) for kind, (heads, size) in self.heads.items()}
         position = torch.tensor([[count]], device=self.device)
         return SharedRows({kind: (each, each) for kind, each in rows.items()}, dict.fromkeys(rows), position)
 

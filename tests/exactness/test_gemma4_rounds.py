@@ -35,7 +35,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 # With clusters two of the four tokens are drafted.
 VARIANTS = {"all": Variant((SLIDING, FULL)), "clusters": Variant((FULL,), clusters=True)}
 NEW_TOKENS = 4  # the prompt's own, a round of up to two candidates, and more rounds where they are rejected
-SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "sliding_window": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "layer_types": [SLIDING, FULL],
+    "sliding_window": 4,
+}
 
 
 def pair(variant: str, **speculation: Any) -> tuple[CausalLM, SpecDecPPAssistant]:

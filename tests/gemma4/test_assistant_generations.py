@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemma4_files import HIDDEN, VARIANTS, VOCAB, WITH_GENERATOR, begun, target_for
+from support.gemma4_files import HIDDEN, VARIANTS, VOCAB, WITH_GENERATOR, begun, other_pairs, target_for
 from support.models import prompt
 from support.pretend_devices import on_device, pretend_devices
 from torch import Tensor
@@ -130,6 +130,17 @@ def test_variants(name: str, settings: str) -> None:
     assistant = assisted(target, name, **SETTINGS[settings])
     assert torch.equal(target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False), expected)
     assert assistant.stats.drafted > 0
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+@pytest.mark.parametrize("name", ["unified", "images"])
+def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (target, theirs), ear = other_pairs()[name], Ear(monkeypatch)
+    speculation = SpeculationConfig(**SETTINGS[settings])
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
+    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False)
+    assert torch.equal(output, target.generate(TEXT, max_new_tokens=16, do_sample=False))
+    check_rounds(ear, assistant.ready_drafter(), target)
 
 
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])

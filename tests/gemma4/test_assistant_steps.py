@@ -51,7 +51,7 @@ def seen_by(target: CausalLM, text: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """What transformers' target shares after reading all but the last token, in windows what its own layers see."""
     shared = target(text[:, :-1], return_shared_kv_states=True).shared_kv_states
     first = {FULL: 0, SLIDING: max(text.shape[1] - 1 - (WINDOW - 1), 0)}
-    return {kind: tuple(each[:, :, first[kind] :] for each in shared[kind]) for kind in (FULL, SLIDING)}  # type: ignore[misc]
+    return {kind: tuple(each[:, :, first[kind] :] for each in shared[kind]) for kind in (FULL, SLIDING)}
 
 
 @pytest.mark.parametrize("length", [4, 9])

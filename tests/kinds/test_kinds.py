@@ -20,6 +20,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import BY_NAME, KINDS, kind_of, kind_to_train, recognise
+from hf_specdecpp.kinds.ready_made import TakenAsIs
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.measuring import measure
 
@@ -69,6 +70,9 @@ def test_a_config_is_recognised_by_the_kind_itself() -> None:
     assert recognise({"model_type": "llama"}) is None
     assert recognise({"model_type": "llama", "draft_vocab_size": 9}) is BY_NAME["eagle3"]
     assert recognise({"model_type": "qwen3", "dflash_config": {}}) is BY_NAME["dflash"]
+    assert recognise({"model_type": "gemma4_assistant"}) is BY_NAME["gemma4"]
+    assert recognise({"model_type": "gemma4_unified_assistant"}) is BY_NAME["gemma4"]
+    assert recognise({"model_type": "gemma4_text"}) is None
     assert recognise({"model_type": "specdecpp", "draft_kind": "medusa"}) is None
     with pytest.raises(ValueError, match="draft_kind='medusa' must be one of"):
         kind_of(SpecDecPPConfig(draft_kind="medusa"))
@@ -104,6 +108,7 @@ def test_only_drafts_of_others_can_be_misread() -> None:
         ("conditioned", "layers 0, 2 of the target, which read its states"),
         ("eagle3", "EAGLE-3 org/draft at abc"),
         ("dflash", "DFlash org/draft at abc"),
+        ("gemma4", "Gemma 4 assistant org/draft at abc"),
         ("mtp", "MTP org/draft at abc"),
         ("lookup", "text that was seen before"),
     ],
@@ -116,7 +121,8 @@ def test_descriptions(kind: str, described: str) -> None:
 def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
     for kind in KINDS:
         assert type(kind).export is not Kind.export
-        assert kind.module_file is None or "export" in vars(type(kind)), "what is in its file, no plain model has"
+        own = "export" in vars(type(kind)) or isinstance(kind, TakenAsIs)
+        assert kind.module_file is None or own, "what is in its file, no plain model has"
 
 
 # Drafts that are not a model a step. ----------------------------------------------------------------------------------

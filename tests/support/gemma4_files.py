@@ -43,6 +43,33 @@ def target_for(name: str = "plain", seed: int = 0, **changes: Any) -> CausalLM:
         return AutoModelForCausalLM.from_config(config).double().eval()
 
 
+def other_pairs() -> dict[str, tuple[CausalLM, CausalLM]]:
+    """Targets and assistants of further classes: the newer family, and a model that also reads images."""
+    layers = {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2}
+    own = {name: value for name, value in SHAPE.items() if "per_layer" not in name}
+    plain: dict[str, Any] = {**own, **layers, "num_kv_shared_layers": 0, "tie_word_embeddings": False}
+    text = AutoConfig.for_model(
+        "gemma4_unified_text", **{**own, **layers, "hidden_size": OWN, "num_kv_shared_layers": 2}
+    )
+    unified = AutoConfig.for_model("gemma4_unified_assistant", text_config=text, backbone_hidden_size=HIDDEN)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+    }  # fmt: skip
+    reader = {**SHAPE, **plain, "model_type": "gemma4_text", "pad_token_id": 0}
+    images = transformers.Gemma4Config(text_config=reader, vision_config=vision, audio_config=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        targets = (
+            AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_unified_text", **plain)),
+            transformers.Gemma4ForConditionalGeneration(images),
+        )
+        newer = AutoModelForCausalLM.from_config(unified)
+    drafts = newer.double().eval(), VARIANTS["plain"].theirs()
+    names = ("unified", "images")
+    return {name: (target.double().eval(), draft) for name, target, draft in zip(names, targets, drafts, strict=True)}
+
+
 @dataclass(frozen=True)
 class Variant:
     """An assistant: its layers, and what of its config is not usual."""
@@ -65,7 +92,7 @@ class Variant:
         )  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = transformers.Gemma4AssistantForCausalLM(config).double().eval()
+            model: Any = AutoModelForCausalLM.from_config(config).double().eval()
             if self.clusters:
                 model.masked_embedding.token_ordering.copy_(torch.randperm(text["vocab_size"]))
         model.generation_config.num_assistant_tokens = 4
@@ -111,7 +138,7 @@ class Heard:
         self.rounds: list[tuple[Tensor, int, list[int], Tensor]] = []
         theirs = GENERATOR.get_candidates
 
-        def hear(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def hear(generator: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             ids, logits = theirs(generator, input_ids, *args, **kwargs)
             if logits is not None:
                 outputs = kwargs["model_outputs"]
