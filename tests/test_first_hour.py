@@ -306,6 +306,8 @@ def test_target_forgotten_where_it_is_not_needed(place: Place) -> None:
     assistant = load(place / "head")
     assert torch.equal(place.generate(assistant), plain)
     assert "unattached target" in str(assistant.stats)
+    place.target.generate(PROMPT, assistant_model=assistant, max_new_tokens=2, do_sample=False)
+    assert "unattached target: the last round" in str(assistant.stats)  # there was no other one
 
 
 def test_copies(place: Place) -> None:

@@ -137,6 +137,11 @@ class SpeculationStats:
         return self.rounds + self.plain_passes
 
     @property
+    def _is_unused(self) -> bool:
+        """Whether no call with the assistant is behind them; an unattached target reports no last round."""
+        return self.target_passes == 0 and self.complete
+
+    @property
     def tokens_per_pass(self) -> float:
         """Tokens per target pass; 1 is plain decoding."""
         return _ratio(self.generated, self.target_passes)
@@ -213,7 +218,7 @@ class SpeculationStats:
         """Did speculation pay, and if not, why not."""
         if self.refusal is not None:
             return f"The call was a plain one, without the default assistant: {self.refusal}"
-        if self.target_passes == 0:
+        if self._is_unused:
             return "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
         if self.rounds == 0:
             return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
@@ -297,7 +302,7 @@ class SpeculationStats:
         return _ratio(weighted, self.generated + other.generated) or own
 
     def __str__(self) -> str:
-        if self.target_passes == 0:
+        if self._is_unused:
             return self.verdict
         rows = [
             ("tokens generated", f"{self.generated} in {self.target_passes} target passes"),
