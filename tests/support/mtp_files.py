@@ -136,7 +136,7 @@ class Files:
         return load(self.save(folder), self.dtype)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float64) -> CausalLM:
+def load(folder: Path | str, dtype: torch.dtype = torch.float64) -> CausalLM:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     # transformers' classes name the layers of published models only, such as model.layers.61.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH + place}\." for place in range(4)] + [
