@@ -33,9 +33,9 @@ logger = logging.get_logger("hf_specdecpp")
 class SpecDecPPAssistant(Making):
     """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
 
-    Make one with `from_pretrained`, `from_draft`, `from_early_exit`, `from_conditioned` or `from_lookup`. With
-    `target=` it is attached, which is faster, measures more and handles everything that `generate()` offers; without it
-    transformers' own assisted generation runs it. The output is the target's in both cases.
+    Make one with `from_pretrained`, `from_draft`, `from_mtp`, `from_early_exit`, `from_conditioned` or `from_lookup`.
+    With `target=` it is attached, which is faster, measures more and handles everything that `generate()` offers;
+    without it transformers' own assisted generation runs it. The output is the target's in both cases.
 
     Attributes:
         speculation: the settings of a run; change them at any time between two calls.

@@ -175,7 +175,7 @@ class Kind:
         config: SpecDecPPConfig,
         repository: Repository,
         draft: CausalLM | str | Path | None = None,  # noqa: ARG002
-    ) -> nn.Module | None:
+    ) -> Any:
         """What was trained beside an adapter, of the assistant's repository or of one that the config names.
 
         Args:

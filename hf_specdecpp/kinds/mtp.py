@@ -12,7 +12,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import Repository
 from hf_specdecpp.kinds.conditioned import Conditioned
 from hf_specdecpp.kinds.kind import Feat, Parts
-from hf_specdecpp.kinds.ready_made import ReadyMade, is_model
+from hf_specdecpp.kinds.ready_made import ReadyMade, is_model, pinned
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.mtp.checkpoint import MtpLayers, read_layers
 from hf_specdecpp.mtp.drafter import MtpDraft
@@ -55,7 +55,7 @@ class Mtp(ReadyMade):
         return self.config_of(repository, commit), read_layers(repository)
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        return f"multi-token layers of {target}" if config.draft_id is None else self.pinned(config)
+        return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
 
     def load_module(
         self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None

@@ -82,7 +82,7 @@ class ReadyMade(Kind):
 
     def pinned(self, config: SpecDecPPConfig) -> str:
         """The draft and its commit, for messages."""
-        return f"{self.title} {config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"
+        return f"{self.title} {pinned(config)}"
 
     def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:
         """It is made of a target."""
@@ -166,6 +166,11 @@ def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return raw if isinstance(raw, dict) else None
+
+
+def pinned(config: SpecDecPPConfig) -> str:
+    """The repository of a draft and its commit, for messages."""
+    return f"{config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"
 
 
 def is_model(draft: CausalLM | str | Path | None) -> bool:

@@ -108,7 +108,7 @@ def layers_among(names: Iterable[str], depth: int, source: str) -> list[dict[str
     appended = sorted((int(start[2]), f"{start[1]}{start[2]}.") for start in starts if start and int(start[2]) >= depth)
     if appended:
         return [_part(names, start, APPENDED, source, AGAIN) for _, start in appended]
-    nested = sorted({match[0] for name in names if (match := re.match(r"(.*\.)?mtp\.", name))})
+    nested = sorted({match[0] for name in names if (match := re.match(r"(.*\.)?mtp[._]", name))})
     return [_part(names, start, NESTED, source) for start in nested]
 
 

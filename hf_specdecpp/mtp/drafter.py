@@ -88,13 +88,13 @@ class Rows:
 
     Attributes:
         count: rows in the cache.
-        states: `[1, n, hidden_size]`, those of the rows from `first` on.
+        states: `[1, n, hidden_size]`, those of the rows from `first` on; `None` before there were any.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.cache = drafter, DynamicCache(config=drafter.text_config)
         self.count = self.first = 0
-        self.states: Tensor | None = None
+        self.states: Any = None
 
     def offer(self, states: Tensor, row: int) -> None:
         """States of the rows from `row` on, in the place of what was known of them."""
@@ -139,7 +139,7 @@ class LayersReading(Reading):
         self.layers, self.vocab_size, self.embed = [Rows(layer) for layer in layers], vocab_size, layers[0].embed
         self.device = layers[0].device
         self._text: Tensor = torch.empty(1, 0, dtype=torch.long, device=self.device)
-        self._last: Tensor | None = None  # what the last layer returned in its last row, `[1, 1, hidden_size]`
+        self._last: Any = None  # what the last layer returned in its last row, `[1, 1, hidden_size]`
 
     @property
     def length(self) -> int:
@@ -165,9 +165,11 @@ class LayersReading(Reading):
         place = min(len(candidates), len(self.layers) - 1)
         layer, rows = self.layers[place], self.length - 1
         if len(candidates) < len(self.layers):
-            path = torch.cat((self._text, *(each.view(1, 1) for each in candidates)), dim=1)
-            begin, states = layer.count, layer.states
-            hidden = layer.read(path[:, begin + place + 1 :], states[:, begin - layer.first : rows - layer.first])
+            begin = layer.count
+            first = begin + place + 1  # the token that the first unread row reads
+            drawn = [each.view(1, 1) for each in candidates[max(first - self.length, 0) :]]
+            states = layer.states[:, begin - layer.first : rows - layer.first]
+            hidden = layer.read(torch.cat((self._text[:, first:], *drawn), dim=1), states)
             if place + 1 < len(self.layers):
                 self.layers[place + 1].offer(hidden, begin)
         else:

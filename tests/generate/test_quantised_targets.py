@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import partly_agreeing, prompt, random_fusion, random_layer
+from support.mtp_files import Files
 from support.quantised import SHAPE, ordinary, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
 from torch import Tensor, nn
@@ -356,3 +357,27 @@ def test_a_draft_may_quantise_its_activations() -> None:
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=CHAIN)
     assert torch.equal(generate(target, assistant), generate(target))
     assert assistant.stats.accepted > 0
+
+
+# Multi-token layers. --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["torchao", "bitsandbytes"])
+def test_multi_token_layers_of_the_original(how: str, tmp_path: Path) -> None:
+    """They are read as they are, from files beside those of a quantised target, and draft with its LM head."""
+    if how == "torchao":
+        torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+        config: Any = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    else:
+        pytest.importorskip("bitsandbytes", exc_type=ImportError)
+        config = BitsAndBytesConfig(load_in_4bit=True)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "first_k_dense_replace": 3}
+    Files("glm4_moe", 1, seed=7, dtype=torch.float32, overrides=sizes).save(tmp_path)
+    target: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config)
+    assistant = SpecDecPPAssistant.from_mtp(target, speculation=CHAIN)
+    ids = 1 + prompt() % 11
+    assert torch.equal(generate(target, assistant, ids), generate(target, None, ids))
+    assert assistant.stats.drafted > 0
+    layer = assistant.drafter.model.model.layers[0]
+    assert all(type(part) is nn.Linear for part in layer.modules() if isinstance(part, nn.Linear))
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}

@@ -109,7 +109,7 @@ def test_only_drafts_of_others_can_be_misread() -> None:
         ("eagle3", "EAGLE-3 org/draft at abc"),
         ("dflash", "DFlash org/draft at abc"),
         ("gemma4", "Gemma 4 assistant org/draft at abc"),
-        ("mtp", "MTP org/draft at abc"),
+        ("mtp", "multi-token layers of org/draft at abc"),
         ("lookup", "text that was seen before"),
     ],
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.hub_server import HubServer
 from support.models import prompt, tiny
 from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, change_config, change_tensors, into_shards, load
+from support.repos import files_of
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.files import Repository
@@ -108,6 +111,32 @@ def test_of_several_files_only_those_with_the_layers_are_opened(
     assert not {files[0], files[1]} & set(asked)
 
 
+def test_the_commit_of_the_hub_is_stored(hub: HubServer, tmp_path: Path) -> None:
+    """What is committed later is not read, and of several files the target's own are not downloaded again."""
+    files, folder = dense(), tmp_path / "files"
+    files.save(folder)
+    shards = into_shards(folder)
+    commit = hub.commit("org/target", files_of(folder))
+    target = load("org/target")
+    assistant = SpecDecPPAssistant.from_mtp(target)
+    expected = accepted(target, assistant)
+    assert (assistant.config.draft_id, assistant.config.draft_revision) == ("org/target", commit)
+    assistant.push_to_hub("org/assistant")
+    hub.commit("org/target", dict.fromkeys([*shards, "model.safetensors.index.json"], b"nothing"))
+    shutil.rmtree(tmp_path / "cache")  # another machine
+    hub.requests.clear()
+    again = SpecDecPPAssistant.from_pretrained("org/assistant")
+    asked = [path.split("/resolve/")[1] for _, path, _ in hub.requests if path.startswith("/org/target/resolve/")]
+    assert set(asked) == {f"{commit}/{name}" for name in ("config.json", "model.safetensors.index.json", shards[2])} | (
+        {f"{commit}/model.safetensors"}  # which is not there
+    )
+    assistant.detach()
+    again.attach(target)
+    assert accepted(target, again) == expected
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        SpecDecPPAssistant.from_mtp(target, source="org/target")
+
+
 def test_what_is_announced_beside_the_text_of_a_multimodal_config(tmp_path: Path) -> None:
     """`text_config` says how many layers the target has, and names begin further out."""
     names = [f"model.language_model.layers.{DEPTH}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "x.y")]
@@ -176,13 +205,19 @@ def test_damaged_layers(damage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mtp.0.e_proj.weight", "model.mtp.layers.0.enorm.weight", "mtp.layers.1.mlp.up_proj.weight"]
+    "name",
+    [
+        "mtp.0.e_proj.weight",
+        "model.mtp.layers.0.enorm.weight",
+        "mtp.layers.1.mlp.up_proj.weight",
+        "model.mtp_block.0.input_layernorm.weight",
+    ],
 )
 def test_layers_of_other_forms(name: str, tmp_path: Path) -> None:
-    """DeepSeek-V4, MiMo, and several layers with one projection."""
+    """DeepSeek-V4, MiMo, several layers with one projection, Ernie."""
     target = load(dense().save(tmp_path, with_layers=False))
-    change_tensors(tmp_path, **{name: OTHER})
-    with pytest.raises(ValueError, match=rf"a form that hf_specdecpp does not know.*{name.split('.')[-2]}"):
+    change_tensors(tmp_path, "$^", **{name: OTHER})
+    with pytest.raises(ValueError, match=r"multi-token layers of a form that hf_specdecpp does not know \(.*mtp[._]"):
         SpecDecPPAssistant.from_mtp(target)
 
 

@@ -53,6 +53,8 @@ def test_rounds_are_those_of_transformers(
 ) -> None:
     """Token for token, and logit for logit, in the first round and in those after it."""
     target = Files(family, num_layers).load(tmp_path)
+    if getattr(target.config, "num_mtp_layers", None) is None:
+        pytest.skip("this transformers has no multi-token layers of this family")
     rounds: list[tuple[Tensor, Tensor, Tensor]] = []
     assert generator is not None
     theirs = generator.get_candidates

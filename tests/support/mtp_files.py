@@ -99,9 +99,10 @@ class Files:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
         centre = 0.0 if self.family in HYBRID else 1.0  # Qwen's norms scale by 1 + weight
-        enorm, hnorm, post_norm = (centre + 0.2 * random(HIDDEN) for _ in range(3))
-        eye = torch.eye(HIDDEN, dtype=self.dtype)
-        project = torch.cat((eye, 0.1 * eye), dim=1) + 0.02 * random(HIDDEN, 2 * HIDDEN)
+        size = self.config().hidden_size
+        enorm, hnorm, post_norm = (centre + 0.2 * random(size) for _ in range(3))
+        eye = torch.eye(size, dtype=self.dtype)
+        project = torch.cat((eye, 0.1 * eye), dim=1) + 0.02 * random(size, 2 * size)
         if self.family in NESTED:
             start, own = "mtp.layers.0.", {
                 "mtp.fc": project, "mtp.pre_fc_norm_embedding": enorm, "mtp.pre_fc_norm_hidden": hnorm,
@@ -111,8 +112,8 @@ class Files:
             start = f"model.layers.{DEPTH + place}."
             own = {
                 f"{start}eh_proj": project, f"{start}enorm": enorm, f"{start}hnorm": hnorm,
-                f"{start}shared_head.norm": post_norm, f"{start}embed_tokens": random(VOCAB, HIDDEN),
-                f"{start}shared_head.head": random(VOCAB, HIDDEN),
+                f"{start}shared_head.norm": post_norm, f"{start}embed_tokens": random(VOCAB, size),
+                f"{start}shared_head.head": random(VOCAB, size),
             }  # fmt: skip
         other = f"model.layers.{WHERE.get(self.family, DEPTH - 1)}."
         with TemporaryDirectory() as folder:
@@ -136,7 +137,7 @@ class Files:
         return load(self.save(folder), self.dtype)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float64) -> CausalLM:
+def load(folder: Path | str, dtype: torch.dtype = torch.float64) -> CausalLM:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     # transformers' classes name the layers of published models only, such as model.layers.61.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH + place}\." for place in range(4)] + [
