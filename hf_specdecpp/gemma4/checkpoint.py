@@ -49,6 +49,7 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         )
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(raw))
+        _check_clusters(config)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except (StrictDataclassError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -58,10 +59,10 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     embeddings = named.pop(EMBEDDINGS, None)
     if config.tie_word_embeddings and embeddings is not None:
         named[HEAD] = embeddings
-    weights = {name: tensor for name, tensor in named.items() if name != ORDER}
     if (wanted := expected.pop(ORDER, None)) is not None:
         _check_order(named.get(ORDER), wanted.numel(), source)
-    check_tensors(weights, expected, source, "of Gemma 4 assistants ")
+    floating = {name: tensor for name, tensor in named.items() if wanted is None or name != ORDER}
+    check_tensors(floating, expected, source, "of Gemma 4 assistants ")
     model.load_state_dict(named, assign=True)
     # Several rows of a pass are nodes of a tree, none of which follows another, and logits of all are needed.
     for layer in model.model.layers:
@@ -75,6 +76,16 @@ def _renew_rotary(model: CausalLM, device: torch.device) -> None:
     """Its frequencies are in no file, and stay in float32 whatever the weights are in."""
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(rotary.config, device=device)
+
+
+def _check_clusters(config: Any) -> None:
+    """Raise `ValueError` unless clusters, if there are any, are equally large and some of them are chosen."""
+    count, chosen, tokens = config.num_centroids, config.centroid_intermediate_top_k, config.text_config.vocab_size
+    if config.use_ordered_embeddings and (not 1 <= chosen <= count or tokens % count):
+        raise ValueError(
+            f"vocab_size={tokens} tokens cannot lie in num_centroids={count} clusters of one size, of which "
+            f"centroid_intermediate_top_k={chosen} are read."
+        )
 
 
 def _check_order(order: Tensor | None, count: int, source: str) -> None:

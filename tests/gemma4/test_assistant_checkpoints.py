@@ -163,6 +163,12 @@ def test_a_class_that_this_transformers_lacks(tmp_path: Path) -> None:
 PLAIN = VARIANTS["plain"].theirs().config.to_dict()
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"text_config": None}, ""),
+    "clusters of no size": ({"use_ordered_embeddings": True, "num_centroids": 5}, "vocab_size=12 .*num_centroids=5"),
+    "more than there are": (
+        {"use_ordered_embeddings": True, "num_centroids": 4, "centroid_intermediate_top_k": 5},
+        "centroid_intermediate_top_k=5",
+    ),
+    "no clusters": ({"use_ordered_embeddings": True, "num_centroids": 0}, "num_centroids=0"),
     "nonsense": ({"backbone_hidden_size": "wide"}, "backbone_hidden_size"),
     "a layer of its own": ({"text_config": {**PLAIN["text_config"], "num_kv_shared_layers": 1}}, "must be shared"),
 }
@@ -193,6 +199,13 @@ def test_tensors(name: str, tmp_path: Path) -> None:
     found = {**load_file(file), **changes}
     save_file({key: tensor for key, tensor in found.items() if tensor is not None}, file)
     with pytest.raises(ValueError, match=reason):
+        load(tmp_path)
+
+
+def test_an_order_without_clusters(tmp_path: Path) -> None:
+    file = saved(tmp_path) / "model.safetensors"
+    save_file({**load_file(file), "masked_embedding.token_ordering": torch.arange(VOCAB)}, file)
+    with pytest.raises(ValueError, match="has unknown masked_embedding.token_ordering"):
         load(tmp_path)
 
 
