@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from torch import Tensor
 
 from hf_specdecpp.config.foreign import check_tensors, renamed
 from hf_specdecpp.dflash.description import read_settings, refuse_relatives
 from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.dflash.settings import DFlashSettings
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, num_embeddings, renew_rotary
 from hf_specdecpp.models.quantised import sizes_of
 
 # What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
@@ -48,7 +47,7 @@ def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) 
         model = DFlashModel(settings)
     check_tensors(named, model.state_dict(), source, "of DFlash ")
     model.load_state_dict(named, assign=True)
-    model.rotary_emb = Qwen3RotaryEmbedding(settings.layer_config())  # its buffers are in no file
+    renew_rotary(model, torch.device("cpu"))
     return model.eval().requires_grad_(False)
 
 
@@ -98,7 +97,7 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
             f"{name} {wrong} in {type(target).__name__}. It takes the target's own embeddings and LM head, so it works "
             "with the target that it was trained for alone: load that one, or a draft of this one."
         )
-    nn.Module.to(model, device=input_device(target), dtype=target.dtype)
+    move(model, input_device(target), target.dtype)
     if settings.scales_as_target:
         multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
         model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)

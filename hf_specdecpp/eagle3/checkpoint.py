@@ -15,6 +15,7 @@ from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.eagle3.description import TRAIN, Description
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import NUM_USUAL, Eagle3Settings
+from hf_specdecpp.models.causal_lm import renew_rotary
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -106,8 +107,7 @@ def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) 
         model = Eagle3Model(settings)
     check_tensors(named, model.state_dict(), source, "", original)
     model.load_state_dict(named, assign=True)
-    rotary = model.decoder.rotary_emb
-    model.decoder.rotary_emb = type(rotary)(config=model.config)  # its buffers are in no file
+    renew_rotary(model, torch.device("cpu"))
     model.token_ids = token_ids
     return model.eval().requires_grad_(False)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from hf_specdecpp.eagle3.layer_ids import meanings
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.self_check import TEXT, choose
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
 from hf_specdecpp.models.vocabulary import tokenizer_of
 
 logger = logging.get_logger("hf_specdecpp")
@@ -26,7 +25,7 @@ def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | N
         ValueError: the draft was made for another target.
     """
     _check_fits(model, target, name)
-    nn.Module.to(model, device=input_device(target), dtype=dtype or target.dtype)
+    move(model, input_device(target), dtype or target.dtype)
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     found = meanings(model.settings, depth)
     if max(found[0], default=0) >= depth:

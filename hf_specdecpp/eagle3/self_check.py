@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_specdecpp.config.foreign import DEFAULT_THETA
 from hf_specdecpp.drafting.unrolling import unrolled
@@ -15,7 +15,7 @@ from hf_specdecpp.eagle3.checkpoint import build, tensors_of
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import Eagle3Settings
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 
@@ -111,7 +111,7 @@ def compare(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[Reading]
     tensors = tensors_of(model)
     for name, overrides in variants(model.settings, target.config.get_text_config(decoder=True)):
         other = build(changed(model.settings, overrides), tensors, "The draft")
-        nn.Module.to(other, device=model.device, dtype=model.dtype)
+        move(other, model.device, model.dtype)
         other.meet(target, other.settings.reads or [])
         found.append(Reading(name, overrides, heard.agreement(other)))
     return found

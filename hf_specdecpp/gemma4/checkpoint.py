@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_specdecpp.config.foreign import check_tensors, is_ours, mapping
 from hf_specdecpp.gemma4.shared_rows import heads_of, sources
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device, move, num_processes, renew_rotary
 from hf_specdecpp.models.early_exit import layer_stack
 
 HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
@@ -68,14 +68,8 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     model.model.first_kv_shared_layer_idx = None
-    _renew_rotary(model, torch.device("cpu"))
+    renew_rotary(model, torch.device("cpu"))
     return model.eval().requires_grad_(False)
-
-
-def _renew_rotary(model: CausalLM, device: torch.device) -> None:
-    """Its frequencies are in no file, and stay in float32 whatever the weights are in."""
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(rotary.config, device=device)
 
 
 def _check_clusters(config: Any) -> None:
@@ -113,8 +107,7 @@ def meet(model: CausalLM, target: CausalLM, name: str) -> None:
             f"{name} {wrong} in {type(target).__name__}. It reads the keys and values in the target's cache, so it "
             "works with the Gemma 4 that it was trained for alone: load that one, or a draft of this target."
         )
-    nn.Module.to(model, device=input_device(target), dtype=target.dtype)
-    _renew_rotary(model, input_device(target))
+    move(model, input_device(target), target.dtype)
 
 
 def _misfit(model: CausalLM, target: CausalLM) -> str | None:

@@ -124,6 +124,23 @@ def num_processes(model: CausalLM) -> int:
     return getattr(model, "tp_size", None) or 1
 
 
+def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a model's weights. Its rotary frequencies stay in float32 whatever these are in.
+
+    Example: in bfloat16 0.1 is 0.1001, which turns the 30,000th token by three radians more.
+    """
+    nn.Module.to(model, device=device, dtype=dtype)
+    renew_rotary(model, device)
+
+
+def renew_rotary(model: nn.Module, device: torch.device) -> None:
+    """Compute a model's rotary frequencies, which are in no file, anew from its config."""
+    for module in list(model.modules()):
+        for name, part in module.named_children():
+            if hasattr(part, "inv_freq"):
+                setattr(module, name, type(part)(part.config).to(device))
+
+
 def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
     """All end-of-sequence ids of a generation."""
     prepared = getattr(generation_config, "_eos_token_tensor", None)

@@ -211,6 +211,14 @@ def test_a_lookup_beside_it() -> None:
     assert torch.equal(output, target.generate(repeated, max_new_tokens=24, do_sample=False))
 
 
+def test_rotary_frequencies_stay_in_float32() -> None:
+    assistant = assisted(target_for().to(torch.bfloat16))
+    model = assistant.ready_drafter().model
+    assert model is not None
+    assert model.dtype == torch.bfloat16
+    assert model.rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_the_target_stays_as_it_is() -> None:
     target = target_for()
     weights = {name: tensor.clone() for name, tensor in target.state_dict().items()}

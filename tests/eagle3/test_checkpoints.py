@@ -175,3 +175,13 @@ def test_two_states_and_no_ids(tmp_path: Path) -> None:
     folder = Checkpoint(num_reads=2).save(tmp_path, eagle_config=...)
     refused(folder, "layer_ids=None must name 2 layers")
     assert load(folder, eagle3={"reads": [0, 2]}).reader.reads == [0, 2]
+
+
+def test_rotary_frequencies_stay_in_float32(tmp_path: Path) -> None:
+    """Rounded to bfloat16 they turn far tokens by whole radians more."""
+    target = tiny("llama", hidden_size=HIDDEN, vocab_size=VOCAB).to(torch.bfloat16)
+    draft = load(PLAIN.save(tmp_path), target)
+    (frequencies,) = (each for name, each in draft.named_buffers() if name.endswith("rotary_emb.inv_freq"))
+    assert draft.dtype == torch.bfloat16
+    assert frequencies.dtype == torch.float32
+    assert not torch.equal(frequencies, frequencies.bfloat16().float())

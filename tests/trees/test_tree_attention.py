@@ -208,7 +208,7 @@ def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
         ("rwkv", {}, "does not use a key-value cache"),
         ("qwen3_next", {}, "layers of type linear_attention"),
         ("lfm2", {}, "layers of type conv"),
-        ("deepseek_v32", {}, "layers of type indexed_attention"),
+        ("deepseek_v32", {}, "tokens that an indexer chooses"),
         ("bart", {}, "takes no position_ids"),
         ("roberta", {}, "reads a token tree differently"),
         ("gpt_neo", {}, "local attention"),
