@@ -55,8 +55,8 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
         )
     if (chosen := getattr(config.get_text_config(), "index_topk", None)) is not None:  # DeepSeek V3.2, GLM 5
         return (
-            f"attends to the index_topk={chosen} tokens that an indexer chooses, and in transformers the choice depends "
-            "on how many tokens a pass reads, so a longer text would be another one"
+            f"attends to the index_topk={chosen} tokens that an indexer chooses, and in transformers the choice "
+            "depends on how many tokens a pass reads, so a longer text would be another one"
         )
     if config.model_type == "moshi":  # the only one whose cache slides while its mask is `create_causal_mask`'s
         return "has an attention window in its cache but not in its mask, so candidates would see more tokens"
