@@ -94,8 +94,9 @@ class SpeculationConfig:
         int8_draft: on a CPU, for a float32 draft of an attached target: it reads a few tokens with int8 copies of its
             weights (a quarter of their memory), which takes about a third of the time. Prompts it reads as ever. The
             output is the target's own as before; a few candidates fewer are accepted.
-        compile: compile the draft's steps in chains with `torch.compile`, on CUDA as graphs (`docs/gpu.md`). The first
-            texts take longer. Trees and batches run uncompiled, and so does a draft that cannot be compiled.
+        compile: compile the draft's steps, in chains and trees, with `torch.compile`, on CUDA as graphs
+            (`docs/gpu.md`). The first texts take longer. Batches run uncompiled, and so does a draft that cannot be
+            compiled.
 
     Raises:
         ValueError: a value is outside its range.

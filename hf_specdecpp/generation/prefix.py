@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import GenerationMixin, StaticCache
 
 from hf_specdecpp.caches.paths import PathRows, keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back
@@ -47,6 +47,9 @@ class Prefix:
         self.static = StaticRows(self.cache, longest_text(target)) if isinstance(self.cache, StaticCache) else None
         self.pending, self.width = 0, 0  # the latter: tokens that the last pass was prepared for, dummies included
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
+        # Of a mask with four dimensions others might ask more than whether it is there.
+        usual = GenerationMixin.prepare_inputs_for_generation
+        self._makes_usual_inputs = type(target).prepare_inputs_for_generation is usual
         self._padding: int | None = None  # tokens of the text that take no position
         # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
         self.mark = Mark(self.cache) if self.num_settled and is_recurrent(self.cache) else None
@@ -105,9 +108,13 @@ class Prefix:
                 "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
             )
 
-    def chain_inputs(self, input_ids: Tensor, candidates: Tokens) -> dict[str, Any]:
+    def chain_inputs(self, input_ids: Tensor, candidates: Tokens, has_mask: bool = False) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
-        what is pending. In a static cache dummies follow them, for a pass of few widths."""
+        what is pending. In a static cache dummies follow them, for a pass of few widths.
+
+        Args:
+            has_mask: whether the caller has one, so that none needs to be made.
+        """
         if not self.pending and is_recurrent(self.cache):
             self.mark = Mark(self.cache)
         count = len(candidates)
@@ -116,11 +123,11 @@ class Prefix:
         if dummies:
             tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, dummies)), dim=1)
         self.width = self.pending + count + 1 + dummies
+        further = self._for_further(count, dummies)
+        if has_mask and self._makes_usual_inputs:
+            further = further | {"attention_mask": NO_MASK}
         inputs = self.target.prepare_inputs_for_generation(
-            tokens,
-            next_sequence_length=self.width,
-            is_first_iteration=False,
-            **self._for_further(count, dummies),
+            tokens, next_sequence_length=self.width, is_first_iteration=False, **further
         )
         if "logits_to_keep" in inputs:
             # In a static cache all, which has one name for every width: the number would be compiled for, too.
@@ -147,7 +154,7 @@ class Prefix:
             return self.chain_inputs(input_ids, [])
         width = 0 if self.static is None else width_of(len(tree_pass.order))
         tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, width)
-        inputs = self.chain_inputs(input_ids, tokens)
+        inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, self.rows, self.shown, position)
 
@@ -221,6 +228,8 @@ class Prefix:
 # Arguments of a forward that grow with the text.
 GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 COLUMNS_AHEAD = 256
+# A mask that transformers leaves alone. Of one with two dimensions it would make another, which reads the device.
+NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
 
 def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:

@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.compiling import graphs
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt
 from support.pretend_devices import on_device, pretend_devices
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.dflash.checkpoint import read_model
@@ -20,7 +28,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.kinds.known import DFLASH
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
-from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 COSTS = {"draft": 0.1, "branch": 0.0, "block": 4, "verify": [1.0]}
@@ -96,6 +104,24 @@ def check_rounds(ear: Ear, draft: Any, target: CausalLM, first: int = 0) -> None
     assert len(ear.rounds) > 4
     for text, logits in ear.rounds:
         torch.testing.assert_close(logits, anew(draft, target, text, first), rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.skipif(not RETURNS_CHOSEN, reason="such drafts leave the target uncompiled")
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+def test_a_target_that_is_compiled(settings: str, traced_only: CompileConfig) -> None:
+    """The same text and candidates as beside the uncompiled one."""
+    target = target_for()
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": "static"}
+    expected = target.generate(TEXT, **how)
+    assistant = assisted(target, adapt=False, **SETTINGS[settings])
+    found = []
+    for further in ({"disable_compile": True}, {"compile_config": traced_only}):
+        assert graphs() == 0
+        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how, **further), expected)
+        found.append((assistant.stats.accepted, assistant.stats.drafted))
+    assert graphs() > 0
+    assert found[0] == found[1]
+    assert found[0][0] > 0
 
 
 @pytest.mark.parametrize("options", OPTIONS)

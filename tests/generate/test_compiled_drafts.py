@@ -6,20 +6,17 @@ needs a C++ compiler.
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Sequence
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from support.compiling import graphs
 from support.models import Rounds, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting import compiled
@@ -27,24 +24,17 @@ from hf_specdecpp.drafting.compiled import CompiledSession
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.models.causal_lm import CausalLM
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="makes masks that dynamo cannot trace, so nothing compiles",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.23"),
+        reason="makes masks that dynamo cannot trace, so nothing compiles",
+    ),
+    pytest.mark.usefixtures("traced_drafts"),
+]
 
 FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 LENGTHS = (3, 40, 230)
-
-
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
-    monkeypatch.setattr(
-        compiled, "torch", SimpleNamespace(**{**vars(torch), "compile": partial(torch.compile, backend="eager")})
-    )
 
 
 def generate(target: CausalLM, assistant: SpecDecPPAssistant | None, length: int, **options: Any) -> Tensor:
@@ -109,12 +99,12 @@ def test_nothing_is_compiled_again(kind: str) -> None:
     assistant = assistant_of(kind, target, rule="threshold", threshold=0.8, compile=True)
     for length in (5, 260, 300):
         generate(target, assistant, length)
-    before = counters["stats"]["unique_graphs"]
+    before = graphs()
     assert 2 <= before <= 4  # one token and several, in a cache of 256 and in any other
     for length in (1, 2, 17, 100, 249, 300, 600):
         generate(target, assistant, length)
         generate(target, assistant, length, do_sample=True, temperature=1.3)
-    assert counters["stats"]["unique_graphs"] == before
+    assert graphs() == before
 
 
 def test_one_draft_for_two_targets() -> None:
@@ -122,10 +112,10 @@ def test_one_draft_for_two_targets() -> None:
     assistant = assistant_for(first, attached=False, mix=0.9, rule="fixed", num_tokens=3, compile=True)
     for target in (first, second, first):
         assert generate(target, assistant, 9).tolist() == generate(target, None, 9).tolist()
-    graphs = counters["stats"]["unique_graphs"]
+    known = graphs()
     assistant.attach(second)
     assert generate(second, assistant, 9).tolist() == generate(second, None, 9).tolist()
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert graphs() == known
 
 
 def test_many_assistants_are_all_compiled() -> None:

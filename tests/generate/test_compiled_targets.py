@@ -5,15 +5,14 @@ Dynamo traces, and what it has traced is run as it is.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
+from support.compiling import graphs
 from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny
 from support.static_caches import STATIC
 from torch import Tensor
-from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -26,22 +25,6 @@ SHORT: dict[str, Any] = {**STATIC, "max_new_tokens": 24}
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 LENGTHS = (60, 3, 17)
 READING = ("conditioned", "eagle3")
-
-
-@pytest.fixture
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> CompileConfig:
-    """Traces with dynamo, and runs the traced operations as they are."""
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
-    config = CompileConfig(backend="eager", dynamic=False)  # each width for itself
-    config._compile_all_devices = True  # type: ignore[assignment]  # transformers annotates a class attribute
-    return config
-
-
-def graphs() -> int:
-    found: int = counters["stats"]["unique_graphs"]
-    return found
 
 
 class Texts:

@@ -1,0 +1,44 @@
+"""Compilation without its time: dynamo traces, and what it has traced is run as it is."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+from hf_specdecpp.drafting import compiled
+
+
+def graphs() -> int:
+    """How many graphs have been compiled in this test."""
+    found: int = counters["stats"]["unique_graphs"]
+    return found
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> CompileConfig:
+    """How targets are compiled."""
+    _forget(monkeypatch)
+    config = CompileConfig(backend="eager", dynamic=False)  # each width for itself
+    config._compile_all_devices = True  # type: ignore[assignment]  # transformers annotates a class attribute
+    return config
+
+
+@pytest.fixture
+def traced_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's steps are compiled so."""
+    _forget(monkeypatch)
+    monkeypatch.setattr(
+        compiled, "torch", SimpleNamespace(**{**vars(torch), "compile": partial(torch.compile, backend="eager")})
+    )
