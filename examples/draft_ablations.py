@@ -47,6 +47,7 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
     text = AutoConfig.from_pretrained(config.target).get_text_config(decoder=True)
     last, middle, epochs = text.num_hidden_layers - 1, text.num_hidden_layers // 2, config.distill.epochs
     rate = config.distill.learning_rate
+    layer = {**EAGLE3, ".learning_rate": rate / 3}  # all of its weights learn, and no adapter
     return {
         "as configured": {},
         "reads the final state only": {"reads": []},
@@ -66,10 +67,10 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "half of the answers, as many steps": {"answers": 0.5, ".epochs": 2 * epochs},
         "twice the epochs": {".epochs": 2 * epochs},
         "KL and total variation as the loss": {".loss": "kl+tv"},
-        "an EAGLE-3 layer": EAGLE3,
-        "an EAGLE-3 layer of 3.1": {**EAGLE3, ".fc_norm": True, ".norm_output": True},
-        "an EAGLE-3 layer at three times the rate": {**EAGLE3, ".learning_rate": 3 * rate},
-        "an EAGLE-3 layer, mixing at the same rate": {**EAGLE3, ".fusion_learning_rate": rate},
+        "an EAGLE-3 layer": layer,
+        "an EAGLE-3 layer of 3.1": {**layer, ".fc_norm": True, ".norm_output": True},
+        "an EAGLE-3 layer at the same rate": EAGLE3,
+        "an EAGLE-3 layer, mixing at its rate": {**layer, ".fusion_learning_rate": rate / 3},
         "a block": {**BLOCK, ".learning_rate": rate / 3},
         "a block at the same rate": {**BLOCK, ".learning_rate": rate},
         "a block of two layers": {**BLOCK, ".learning_rate": rate / 3, ".block_layers": 2},

@@ -50,13 +50,14 @@ class Eagle3Input(StateReader):
             embeddings: `[..., hidden_size]`.
         """
         if self.fc is not None and states.shape[-1] == self.width:
-            states = self.fc(self._normed(states))
+            states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)
 
     def to_config(self) -> dict[str, Any]:
         return self.arguments
 
-    def _normed(self, states: Tensor) -> Tensor:
+    def normed(self, states: Tensor) -> Tensor:
+        """What fc mixes, of the target's states `[..., width]`."""
         if self.input_norm is not None:
             normed: Tensor = self.input_norm(states)
             return normed

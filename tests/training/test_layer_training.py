@@ -11,13 +11,11 @@ import torch
 from safetensors.torch import load_file
 from support.distillation_files import be_killed, check_that_training_helps, prepare
 from support.eagle3_files import Checkpoint
-from support.models import prompt, quiet_later_layers, tiny
+from support.models import prompt, tiny
 from support.zoo import tiny_of
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.models.causal_lm import inner_decoder
-from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import initial_layer
 from hf_specdecpp.training.distillation import stage as distillation
@@ -83,33 +81,6 @@ def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: P
         distillation.run(config)
 
 
-@torch.no_grad()
-def test_it_begins_with_the_input_of_the_targets_last_layer() -> None:
-    """What fc and the embedding's half make of what is known is the least-squares solution, but for the ridge."""
-    target = quiet_later_layers(tiny("llama")).float()
-    texts = [prompt(40, seed) for seed in range(40)]
-    settings = initial_layer.settings_for(target, [0, 1], None)
-    model = initial_layer.untrained(settings, target, None)
-    initial_layer.fit(model, target, texts)
-    known, wanted = (torch.cat(each) for each in zip(*[known_and_wanted(target, ids) for ids in texts], strict=True))
-    solution = torch.linalg.lstsq(known, wanted).solution
-    assert model.reader.fc is not None
-    of_states = known[:, :64]
-    error = model.reader.fc(of_states) - of_states @ solution[:64]
-    assert float(error.square().mean()) < 0.01 * float((of_states @ solution[:64]).square().mean())
-    layer: Any = inner_decoder(target).layers[-1]
-    query = model.decoder.layers[0].self_attn.q_proj.weight
-    assert torch.equal(query[:, 32:], layer.self_attn.q_proj.weight)
-    # The two halves, each normed with what its place has on average, make what the layer's own product makes.
-    state, token = known.split((64, 32), dim=1)
-    first = model.decoder.layers[0]
-    g = model.reader.fc(state)
-    ours = torch.cat((first.input_layernorm(token), first.hidden_norm(g)), -1) @ query.T
-    x = known @ solution
-    theirs = layer.input_layernorm(x) @ layer.self_attn.q_proj.weight.T
-    assert float((ours - theirs).square().mean()) < 0.2 * float(theirs.square().mean())
-
-
 def test_sizes_that_a_target_does_not_name() -> None:
     """GPT-2 has no `intermediate_size`; that of the first Llama would be far too much."""
     settings = initial_layer.settings_for(tiny("gpt2"), [0, 1], None)
@@ -128,17 +99,6 @@ def test_layers_that_differ() -> None:
 def test_a_target_without_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="has no attention.*another kind of draft"):
         initial_layer.settings_for(tiny_of("mamba"), [0], None)
-
-
-def known_and_wanted(target: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    reader = StateReader()
-    reader.hidden_size, reader.reads, reader.reads_final = 32, [0, 1, 1], False
-    with TargetStates(target, reader) as caught:
-        target(ids)
-        states = caught.take()
-    assert states is not None
-    read, inputs = states[0].split((64, 32), dim=-1)
-    return torch.cat((read[:-1], target.get_input_embeddings().weight[ids[0, 1:]]), -1), inputs[1:]
 
 
 def test_what_training_takes_no_part_of(tmp_path: Path) -> None:

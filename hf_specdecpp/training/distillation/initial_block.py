@@ -23,14 +23,8 @@ from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.training.distillation.initial_fusion import OUTLIER, RIDGE
-from hf_specdecpp.training.distillation.initial_layer import (
-    COPIED,
-    USUAL_LENGTH,
-    Behind,
-    copy_norm,
-    logit_factor,
-    size_of,
-)
+from hf_specdecpp.training.distillation.initial_layer import COPIED, USUAL_LENGTH, logit_factor, size_of
+from hf_specdecpp.training.distillation.layer_behind import LayerBehind, copy_norm
 
 SHARPNESS = 4.0  # of attention by distance: with it nine tenths of a row's weight or more are on one place
 FASTEST = 0.4  # radians a token: faster rotations count less, so that attention falls with the distance
@@ -118,7 +112,7 @@ def fit(model: DFlashModel, target: CausalLM, texts: Iterable[Tensor], decay: fl
         decay: of the weights of places, in places.
     """
     stack, last = layer_stack(inner_decoder(target), target)[1], model.layers[-1]
-    with Behind(stack[-1]) as behind:
+    with LayerBehind(stack[-1]) as behind:
         weights = [behind.weight(name) for name in MLP]
         has_mlp = all(
             weight is not None and weight.shape == last.get_submodule(name).weight.shape

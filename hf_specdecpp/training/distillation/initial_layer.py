@@ -1,12 +1,13 @@
-"""Where the training of an EAGLE-3 layer begins: the target's last layer, with an input that imitates that layer's."""
+"""Where the training of an EAGLE-3 layer begins: like the target's last layer, in every step of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import Eagle3Settings
@@ -15,25 +16,22 @@ from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
+from hf_specdecpp.training.distillation import initial_attention
+from hf_specdecpp.training.distillation.initial_attention import Fitted
 from hf_specdecpp.training.distillation.initial_fusion import OUTLIER, RIDGE
+from hf_specdecpp.training.distillation.layer_behind import LayerBehind, copy_norm
 
-COPIED = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-PARTS = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-# Norms that some families put behind a product, and a Llama layer has not: on average they are a factor of its rows.
-NORMS_BEHIND = {
-    "self_attn.q_proj": "self_attn.q_norm",
-    "self_attn.k_proj": "self_attn.k_norm",
-    "self_attn.o_proj": "post_attention_layernorm",
-    "mlp.down_proj": "post_feedforward_layernorm",
-}
+COPIED = ("intermediate_size", "num_attention_heads", "head_dim", "rms_norm_eps")
+PARTS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 LEAST_ROWS = 3  # tokens of a text
+TINY = 1e-6  # beside the mean square of a vector that is normed
 USUAL_LENGTH = 2048  # tokens, where a target does not say for how long texts it was made (Bloom)
 
 
 def settings_for(
     target: CausalLM, reads: Sequence[int], vocab: Tensor | None, fc_norm: bool = False, norm_output: bool = False
 ) -> Eagle3Settings:
-    """A draft of the target's own sizes: one Llama layer, which every engine serves.
+    """A draft of the target's own sizes, each head with keys of its own: one Llama layer, which every engine serves.
 
     Args:
         reads: the target's layers whose outputs it reads.
@@ -57,6 +55,7 @@ def settings_for(
             "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size, "intermediate_size": 4 * config.hidden_size,
             "max_position_embeddings": size_of(config, "max_position_embeddings") or USUAL_LENGTH, **layer,
+            "num_key_value_heads": layer["num_attention_heads"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
         },
         state_size=config.hidden_size,
@@ -94,37 +93,25 @@ def untrained(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) 
 
 @torch.no_grad()
 def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
-    """Begin like the target's last layer, where the draft can.
+    """Begin like the target's last layer.
 
-    The input x of that layer at a token is, by least squares, a linear function of the target's states at the token
-    before, a, and of the token's embedding e: x = F a + M e. The draft's fc becomes F, and the products of its
-    attention those of that layer, applied to M e in their first half. The residual of that layer has M e, too, and the
-    draft's has not: that it has to learn. Parts that a target of another family does not have stay random.
+    By least squares fc makes of the target's states its final state before the final norm, of usual size: what the
+    draft's own state y imitates, so that every step of a round goes on from the same kind of vector. The input of that
+    layer is, by least squares again, a linear function of this state and the embedding of the token after it. What of
+    it the residual lacks the draft's attention carries (`initial_attention`); its MLP is that layer's. Parts that a
+    target of another family does not have stay random.
 
     Args:
         model: is changed.
         texts: `[1, n]` each.
     """
-    stack = layer_stack(inner_decoder(target), target)[1]
-    with Behind(stack[-1]) as behind:
-        squares, products, e_square = _sums(model, target, len(stack) - 1, texts)
-    ridge = RIDGE * squares.diagonal().mean() * torch.eye(len(squares))
-    solution = torch.linalg.solve(squares + ridge, products).T
-    of_states, of_tokens = solution.split((model.reader.width, model.reader.embedding_size), dim=1)
-    known = squares[: model.reader.width, : model.reader.width]
-    g_square = (of_states @ known @ of_states.T).diagonal().mean()
-    x_square = (solution @ squares @ solution.T).diagonal().mean()
-    layer, last = model.decoder.layers[0], stack[-1]
-    if model.reader.fc is not None:
-        model.reader.fc.weight.copy_(of_states)
-    copy_norm(last, "input_layernorm", layer.hidden_norm)
-    norm = layer.hidden_norm.weight.cpu().clone()
-    layer.hidden_norm.weight.mul_((g_square / x_square).sqrt())
-    for name in ("q_proj", "k_proj", "v_proj"):
-        wide, narrow = getattr(layer.self_attn, name).weight, behind.weight(f"self_attn.{name}")
-        if narrow is not None and 2 * narrow.shape[1] == wide.shape[1] and narrow.shape[0] == wide.shape[0]:
-            of_embedding = (narrow * norm) @ of_tokens * (e_square / x_square).sqrt()
-            wide.copy_(torch.cat((of_embedding, narrow), dim=1))
+    texts, last = list(texts), layer_stack(inner_decoder(target), target)[1][-1]
+    with LayerBehind(last) as behind:
+        if model.reader.fc is not None:
+            model.reader.fc.weight.copy_(_mixing(_places(model, target, behind, texts)))
+        fitted = _fitted(model, _places(model, target, behind, texts))
+    layer = model.decoder.layers[0]
+    initial_attention.begin(layer.self_attn, behind, fitted, model.decoder.rotary_emb.inv_freq)
     for name in PARTS:
         ours, theirs = layer.get_submodule(name).weight, behind.weight(name)
         if theirs is not None and theirs.shape == ours.shape:
@@ -132,30 +119,87 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
     copy_norm(last, behind.before_mlp, layer.post_attention_layernorm)
 
 
-def _sums(model: Eagle3Model, target: CausalLM, layer: int, texts: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Means over places: the squares of what is known, its products with that layer's input, and the mean square of an
-    embedding's numbers."""
-    catching = StateReader()
-    catching.reads, catching.reads_final = [*model.reader.reads, layer - 1], False
-    reader, known_size = Reader(target), model.reader.width + model.reader.embedding_size
-    squares, products = torch.zeros(known_size, known_size), torch.zeros(known_size, model.settings.state_size)
-    of_e, rows = torch.zeros(()), 0
+@dataclass(frozen=True)
+class _Places:
+    """Of a text, for each token but the first: float32 on the CPU, `[n, ...]` each.
+
+    Attributes:
+        states: what fc reads, of the token before.
+        final: the target's state there that the draft's own is like.
+        embeddings: of the token.
+        inputs: of the target's last layer.
+        attended: what the heads of that layer gave; without columns where that is not known.
+    """
+
+    states: Tensor
+    final: Tensor
+    embeddings: Tensor
+    inputs: Tensor
+    attended: Tensor
+
+
+def _places(model: Eagle3Model, target: CausalLM, behind: LayerBehind, texts: Iterable[Tensor]) -> Iterator[_Places]:
+    """Without those where the target stores something in a state, which is far larger then."""
+    reads, size = model.reader, model.settings.state_size
+    depth = len(layer_stack(inner_decoder(target), target)[1])
+    catching, reader = StateReader(), Reader(target)
+    catching.reads, catching.reads_final = [*reads.reads, depth - 1, depth - 2], reads.reads_final
     with TargetStates(target, catching) as caught:
         for ids in texts:
             reader.hidden_states(ids)
-            states = caught.take()
-            if states is None or ids.shape[1] < LEAST_ROWS:
+            found = caught.take()
+            if found is None or ids.shape[1] < LEAST_ROWS:
                 continue
-            read, wanted = states[0].cpu().float().split((model.reader.width, model.settings.state_size), dim=-1)
-            embeddings = reader.embed(ids[0, 1:]).cpu().float()
-            sizes = wanted[1:].norm(dim=-1)
-            usual = (sizes < OUTLIER * sizes.median()) & (read[:-1].norm(dim=-1) < OUTLIER * read.norm(dim=-1).median())
-            known, inputs = torch.cat((read[:-1], embeddings), dim=-1)[usual], wanted[1:][usual]
-            squares += known.T @ known
-            products += known.T @ inputs
-            of_e += embeddings[usual].square().mean(-1).sum()
-            rows += len(known)
-    return squares / rows, products / rows, of_e / rows
+            read, final, inputs = found[0].float().split((reads.width, size, size), dim=-1)
+            usual = (_is_usual(read[:-1]) & _is_usual(final[:-1]) & _is_usual(inputs[1:])).cpu()
+            attended = read[:, :0] if behind.attended is None else behind.attended[0]
+            own = model.norm(final.to(model.device)) if model.settings.norm_output else final
+            states = reads.normed(read.to(model.device))
+            before, after = slice(0, -1), slice(1, None)
+            parts = states[before], own[before], reader.embed(ids[0, after]), inputs[after], attended[after]
+            yield _Places(*(part.float().cpu()[usual] for part in parts))
+
+
+def _is_usual(states: Tensor) -> Tensor:
+    sizes = states.norm(dim=-1)
+    return sizes < OUTLIER * sizes.median()
+
+
+def _mixing(places: Iterable[_Places]) -> Tensor:
+    """The weight of fc."""
+    squares = products = sizes = torch.zeros(())
+    rows = 0
+    for at in places:
+        squares, products = squares + at.states.T @ at.states, products + at.states.T @ _unit(at.final)
+        sizes, rows = sizes + at.final.square().mean(-1).sum(), rows + len(at.final)
+    return (sizes / rows).sqrt() * _solved(squares, products).T
+
+
+def _fitted(model: Eagle3Model, places: Iterable[_Places]) -> Fitted:
+    """What the two normed vectors say that the attention reads: in first steps, and in further ones."""
+    fc = None if model.reader.fc is None else model.reader.fc.weight.cpu()
+    squares = products = of_attended = torch.zeros(())
+    rows, size = 0, model.settings.state_size
+    for at in places:
+        for g in (at.states if fc is None else at.states @ fc.T, at.final):
+            known = torch.cat((_unit(at.embeddings), _unit(g)), dim=-1)
+            wanted = torch.cat((at.inputs, g, torch.ones(len(g), 1), at.attended), dim=-1)
+            squares, products = squares + known.T @ known, products + known.T @ wanted
+            of_attended, rows = of_attended + at.attended.T @ at.attended, rows + len(g)
+    solution = _solved(squares, products).T
+    inputs, states, one, attended = solution.split((size, size, 1, len(solution) - 2 * size - 1))
+    left = (of_attended - attended @ squares @ attended.T) / rows
+    return Fitted(squares / rows, inputs, states, one, attended, left)
+
+
+def _solved(squares: Tensor, products: Tensor) -> Tensor:
+    ridge = RIDGE * squares.diagonal().mean() * torch.eye(len(squares))
+    return torch.linalg.solve(squares + ridge, products)
+
+
+def _unit(states: Tensor) -> Tensor:
+    """As the draft's norms make them, whose weights begin with ones."""
+    return states * (states.square().mean(-1, keepdim=True) + TINY).rsqrt()
 
 
 def _rows(head: Any, vocab: Tensor) -> Tensor:
@@ -165,74 +209,3 @@ def _rows(head: Any, vocab: Tensor) -> Tensor:
 def logit_factor(config: Any) -> float:
     """What some families multiply logits with."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-
-
-class Behind:
-    """A layer of the target as a Llama layer: its products, with the norms behind them as factors of their rows.
-
-    Within the context it measures how large what they norm is.
-
-    Example: q_norm makes of a head's query q the vector w q / |q|, with |q| the root of the mean square. Where 1 / |q|
-    is 0.5 on average, the rows of that head's product become 0.5 w times what they were.
-
-    Attributes:
-        is_sandwich: whether there are norms before and behind attention and MLP (Gemma).
-        before_mlp: name of the norm before the MLP.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.modules = dict(layer.named_modules())
-        self.is_sandwich = "pre_feedforward_layernorm" in self.modules
-        self.before_mlp = "pre_feedforward_layernorm" if self.is_sandwich else "post_attention_layernorm"
-        self._inverse: dict[str, list[Tensor]] = {}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Behind:
-        for name in NORMS_BEHIND:
-            if self._norm(name) is not None and name in self.modules:
-                sizes = self._inverse[name] = []
-                self._handles.append(self.modules[name].register_forward_hook(self._note(name, sizes)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _norm(self, name: str) -> nn.Module | None:
-        behind = NORMS_BEHIND.get(name)
-        if behind == "post_attention_layernorm" and not self.is_sandwich:
-            return None  # that one stands before the MLP
-        return self.modules.get(behind or "")
-
-    def _note(self, name: str, sizes: list[Tensor]) -> Any:
-        norm: Any = self._norm(name)
-
-        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            parts = output.detach().float().unflatten(-1, (-1, norm.weight.shape[0]))
-            sizes.append(parts.square().mean(-1).rsqrt().flatten(0, -2).mean(0).cpu())  # by head
-
-        return hook
-
-    def weight(self, name: str) -> Tensor | None:
-        """The weight of a product in float32; `None` where it is not there."""
-        found = getattr(self.modules.get(name), "weight", None)
-        if not isinstance(found, Tensor) or found.dim() != 2:
-            return None
-        weight, norm = found.float().cpu(), self._norm(name)
-        if norm is None or not self._inverse.get(name):
-            return weight
-        factors = torch.stack(self._inverse[name]).mean(0)[:, None] * _multiplied_by(norm).float().cpu()
-        return factors.flatten()[:, None] * weight
-
-
-def _multiplied_by(norm: Any) -> Tensor:
-    """What a norm multiplies with: what it makes of a vector of ones, also where that is 1 + its weight."""
-    made: Tensor = norm(torch.ones_like(norm.weight)[None])[0]
-    return made
-
-
-def copy_norm(module: nn.Module, name: str, ours: Any) -> None:
-    """Let one of our norms multiply with what the module's norm of this name does, if it has one."""
-    norm: Any = dict(module.named_children()).get(name)
-    if norm is not None and getattr(norm, "bias", None) is None:
-        ours.weight.copy_(_multiplied_by(norm))
