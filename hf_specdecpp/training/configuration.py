@@ -63,7 +63,8 @@ class DistillConfig:
         alpha: LoRA's alpha; the adapter's update is multiplied by alpha / rank.
         dropout (share of inputs): of the adapter, left out at random while it learns.
         epochs (passes over the texts): may be a fraction.
-        learning_rate: the highest of its cosine schedule. For an EAGLE-3 layer, all of whose weights learn, 1e-4 is good.
+        learning_rate: the highest of its cosine schedule. For an EAGLE-3 layer, all of whose weights learn, 1e-4 is
+            good.
         batch_size (texts): in one forward and backward pass of a process.
         gradient_accumulation_steps (passes): before each step of the optimiser.
         max_length (tokens): a prompt with its answer is cut off there.

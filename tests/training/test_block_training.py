@@ -24,9 +24,9 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.branches import draft_chains, target_states
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_block
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.block_student import BlockStudent, chosen
+from hf_specdecpp.training.distillation.initial import block as initial_block
 from hf_specdecpp.training.run import train
 
 PLACES = 3

@@ -20,8 +20,9 @@ from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.branches import draft_chains, target_states
 from hf_specdecpp.training import models
-from hf_specdecpp.training.distillation import initial_fusion, state_cache, students
 from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import state_cache, students
+from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 

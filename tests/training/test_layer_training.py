@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.models.causal_lm import inner_decoder
 from hf_specdecpp.training import models
-from hf_specdecpp.training.distillation import initial_layer
 from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation.initial import layer as initial_layer
 
 WEIGHTS = "eagle3.safetensors"
 

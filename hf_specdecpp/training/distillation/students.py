@@ -22,8 +22,10 @@ from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_block, initial_fusion, initial_layer
 from hf_specdecpp.training.distillation.block_student import BlockStudent
+from hf_specdecpp.training.distillation.initial import block as initial_block
+from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
+from hf_specdecpp.training.distillation.initial import layer as initial_layer
 from hf_specdecpp.training.distillation.start import start_from
 from hf_specdecpp.training.distillation.student import LayerStudent, Student, Taught
 from hf_specdecpp.training.models import layers_of, reads_of

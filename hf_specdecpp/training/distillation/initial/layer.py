@@ -16,10 +16,10 @@ from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
-from hf_specdecpp.training.distillation import initial_attention
-from hf_specdecpp.training.distillation.initial_attention import Fitted
-from hf_specdecpp.training.distillation.initial_fusion import OUTLIER, RIDGE
-from hf_specdecpp.training.distillation.layer_behind import LayerBehind, copy_norm
+from hf_specdecpp.training.distillation.initial import attention
+from hf_specdecpp.training.distillation.initial.attention import Fitted
+from hf_specdecpp.training.distillation.initial.fusion import OUTLIER, RIDGE
+from hf_specdecpp.training.distillation.initial.layer_behind import LayerBehind, copy_norm
 
 COPIED = ("intermediate_size", "num_attention_heads", "head_dim", "rms_norm_eps")
 PARTS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -98,7 +98,7 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
     By least squares fc makes of the target's states its final state before the final norm, of usual size: what the
     draft's own state y imitates, so that every step of a round goes on from the same kind of vector. The input of that
     layer is, by least squares again, a linear function of this state and the embedding of the token after it. What of
-    it the residual lacks the draft's attention carries (`initial_attention`); its MLP is that layer's. Parts that a
+    it the residual lacks the draft's attention carries (`initial/attention.py`); its MLP is that layer's. Parts that a
     target of another family does not have stay random.
 
     Args:
@@ -111,7 +111,7 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
             model.reader.fc.weight.copy_(_mixing(_places(model, target, behind, texts)))
         fitted = _fitted(model, _places(model, target, behind, texts))
     layer = model.decoder.layers[0]
-    initial_attention.begin(layer.self_attn, behind, fitted, model.decoder.rotary_emb.inv_freq)
+    attention.begin(layer.self_attn, behind, fitted, model.decoder.rotary_emb.inv_freq)
     for name in PARTS:
         ours, theirs = layer.get_submodule(name).weight, behind.weight(name)
         if theirs is not None and theirs.shape == ours.shape:

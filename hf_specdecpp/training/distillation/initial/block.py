@@ -22,9 +22,9 @@ from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embedding
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.training.distillation.initial_fusion import OUTLIER, RIDGE
-from hf_specdecpp.training.distillation.initial_layer import COPIED, USUAL_LENGTH, logit_factor, size_of
-from hf_specdecpp.training.distillation.layer_behind import LayerBehind, copy_norm
+from hf_specdecpp.training.distillation.initial.fusion import OUTLIER, RIDGE
+from hf_specdecpp.training.distillation.initial.layer import COPIED, USUAL_LENGTH, logit_factor, size_of
+from hf_specdecpp.training.distillation.initial.layer_behind import LayerBehind, copy_norm
 
 SHARPNESS = 4.0  # of attention by distance: with it nine tenths of a row's weight or more are on one place
 FASTEST = 0.4  # radians a token: faster rotations count less, so that attention falls with the distance

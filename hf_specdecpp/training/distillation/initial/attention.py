@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.training.distillation.layer_behind import MIXES, LayerBehind, norm_weight
+from hf_specdecpp.training.distillation.initial.layer_behind import MIXES, LayerBehind, norm_weight
 
 DISTANCES = 2048  # places before its own that a head must not attend to
 MARGIN = 12.0  # by which the score of the own place is above all others: e^-12 each
