@@ -64,7 +64,7 @@ class Draft:
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
         suspect: its name, if others trained it and perhaps for another target (`SpeculationStats.verdict`).
-        is_compiled: whether chains are drafted with compiled steps.
+        is_compiled: whether chains and trees are drafted with compiled steps.
     """
 
     model: CausalLM | None
@@ -123,7 +123,7 @@ class Draft:
         """Raise `ValueError` if the target was moved after a draft of its layers with parts of its own was made."""
 
     def compile_steps(self, wanted: bool) -> None:
-        """Compile its steps in chains, or no longer."""
+        """Compile its steps, or no longer."""
 
     def describe(self) -> dict[str, Any]:
         """All that decides what drafting costs, beside the model; JSON-able."""

@@ -51,7 +51,7 @@ class DraftModel(Reader):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether chains are drafted with compiled steps."""
+        """Whether chains and trees are drafted with compiled steps."""
         return self.steps is not None and self.steps.works
 
     @property

@@ -16,6 +16,8 @@ from hf_specdecpp.caches.masks import as_mask, layer_types
 from hf_specdecpp.caches.paths import grow_in, shown_rows
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
+WINDOWED = ("sliding_attention", "chunked_attention")
+
 
 def tree_inputs(
     model: CausalLM,
@@ -65,10 +67,11 @@ def tree_inputs(
         elif layer is not None:
             num_rows = shown_rows(layer, num_queries)
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
-        text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=device)
-        padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
-        places = torch.cat((text, num_prefix + depths))
-        seen = _within(seen, config, kind, places[-num_queries:], places, padding)
+        if kind in WINDOWED:
+            text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=device)
+            padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
+            places = torch.cat((text, num_prefix + depths))
+            seen &= _near(config, kind, places[-num_queries:], places, padding)
         masks[kind] = as_mask(nn.functional.pad(seen, (0, unused)) if unused else seen, model)
     below = depths[-num_queries:]
     return {
@@ -97,19 +100,17 @@ def _seen(ancestors: Tensor, num_prefix: int, num_rows: int, prefix_mask: Tensor
     return seen
 
 
-def _within(seen: Tensor, config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
-    """What of bool `seen` `[n_query, kv]` lies within the window or chunk of each query.
+def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
+    """Bool `[n_query, kv]`: which keys lie within the window or chunk of each query.
 
     Args:
-        queries, keys: places in the text, `[n_query]` and `[kv]`.
+        queries, keys: their places in the text, `[n_query]` and `[kv]`.
         padding: tokens before the text, which chunks do not count.
     """
     if kind == "sliding_attention":
-        return seen & (keys > queries[:, None] - config.sliding_window)
-    if kind == "chunked_attention":
-        size = config.attention_chunk_size
-        return seen & ((keys - padding) // size == (queries[:, None] - padding) // size)
-    return seen
+        return keys > queries[:, None] - config.sliding_window
+    size = config.attention_chunk_size
+    return (keys - padding) // size == (queries[:, None] - padding) // size
 
 
 def inputs_in_place(
@@ -135,7 +136,7 @@ def inputs_in_place(
     keys = num_prefix + torch.where(nodes < 0, nodes, depths.index_select(0, known))
     queries = num_prefix + places
     masks = {
-        kind: as_mask(_within(seen, config, kind, queries, keys), model)
+        kind: as_mask(seen & _near(config, kind, queries, keys) if kind in WINDOWED else seen, model)
         for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers))
     }
     return {

@@ -124,8 +124,8 @@ def test_layers_of_a_compiled_target_keep_their_own_products() -> None:
 # Trees ----------------------------------------------------------------------------------------------------------------
 
 
-def grown(name: str, budget: int = 12, **further: Any) -> SpeculationConfig:
-    shape = {"tree_shape": [3, 2, 1]} if name == "static" else {}
+def grown(name: Any, budget: int = 12, **further: Any) -> SpeculationConfig:
+    shape: dict[str, Any] = {"tree_shape": [3, 2, 1]} if name == "static" else {}
     return SpeculationConfig(tree=name, tree_budget=budget, tree_depth=4, **shape, **further)
 
 

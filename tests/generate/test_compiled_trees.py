@@ -123,11 +123,14 @@ def test_passes_that_are_wrong_are_noticed(
     """In what is drafted: greedy texts are verified."""
     monkeypatch.setattr(compiled, "_compile", lambda function, _: function)
     target = quiet_later_layers(tiny("llama"))
-    settings: Any = (target, "independent", monkeypatch)
-    expected = outcomes(*settings, False, "static", LENGTHS[:1])
-    assert outcomes(*settings, True, "static", LENGTHS[:1]) == expected
+
+    def drafted(is_compiled: bool) -> list[Any]:
+        return outcomes(target, "independent", monkeypatch, is_compiled, "static", LENGTHS[:1])
+
+    expected = drafted(False)
+    assert drafted(True) == expected
     monkeypatch.setattr(owner, name, mutant)
-    found = outcomes(*settings, True, "static", LENGTHS[:1])
+    found = drafted(True)
     texts, plain = ([each for each in some if isinstance(each, list)] for some in (found, expected))
     assert texts[0] == plain[0]
     assert found != expected
@@ -203,7 +206,7 @@ def launched(
     """What the rounds of a text cost after the first one, a round on average, and the text."""
     target, rounds = quiet_later_layers(tiny("llama", num_hidden_layers=layers)), []
     take = AssistedDecoding._round
-    settings = {"tree": "dyspec", "tree_budget": 15, "tree_depth": 4, "compile": is_compiled}
+    speculation = SpeculationConfig(tree="dyspec", tree_budget=15, tree_depth=4, compile=is_compiled)
     with pretend_devices() as counts, torch.no_grad(), monkeypatch.context() as patch:
 
         def counted(decoding: AssistedDecoding, ids: Tensor) -> Any:
@@ -216,9 +219,7 @@ def launched(
         patch.setattr(compiled, "_compile", lambda function, _: as_graph(counts, function))
         patch.setattr(type(target), "get_compiled_call", lambda model, _: as_graph(counts, model.__call__))
         on_device(target)
-        assistant = SpecDecPPAssistant.from_conditioned(
-            target, 1, reads=[1, 2], speculation=SpeculationConfig(**settings)
-        )
+        assistant = SpecDecPPAssistant.from_conditioned(target, 1, reads=[1, 2], speculation=speculation)
         torch.manual_seed(0)
         text: Any = target.generate(
             on_device(prompt()), assistant_model=assistant, do_sample=do_sample, max_new_tokens=16, pad_token_id=0,

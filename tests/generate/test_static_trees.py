@@ -152,7 +152,8 @@ def test_costs_of_the_widths_that_are_run() -> None:
 
 def test_held_rows_are_those_of_the_text_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in ("llama", "gemma3_text", "mistral"):
-        target, found = quiet_later_layers(tiny(family)), []
+        target = quiet_later_layers(tiny(family))
+        found: list[Any] = []
 
         def note(prefix: Prefix, found: list[Any] = found) -> None:
             found.append((prefix.num_settled, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
