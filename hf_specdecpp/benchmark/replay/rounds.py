@@ -88,7 +88,9 @@ class ChainDrafting:
     def draft(self, input_ids: Tensor, room: int, /) -> DraftTree:
         step = stepper(self.session, self.processing, input_ids, greedy=self.randomness is None)
         chain = draft_chain(step, self.rule, self.randomness, room, self.eos, self.session.unread)
-        return DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores)
+        tree = DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores)
+        tree.passes = self.session.passes
+        return tree
 
     def learn(self, tree: DraftTree, path: list[int]) -> None:
         self.rule.update(len(tree), len(path))
