@@ -337,10 +337,11 @@ class TrainingConfig:
         if (reason := cannot.get("draft vocabulary")) is not None and distill.draft_vocab_size is not None:
             raise ValueError(f"distill.draft_vocab_size={distill.draft_vocab_size}: {reason}. Leave it out.")
         whole = ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps", "unroll")
-        for name in (*whole, "fusion_rank", "block_size", "block_layers", "block_anchors"):
+        for name in (*whole, "fusion_rank", "block_layers", "block_anchors"):
             at_least(1, f"distill.{name}", getattr(distill, name))
         at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
         at_least(0, "distill.mask_token", distill.mask_token)
+        at_least(2, "distill.block_size", distill.block_size)
         longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
         if self.trains_block and self.ready_made is None and distill.block_size > longest:
             raise ValueError(

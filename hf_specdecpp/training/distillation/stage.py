@@ -89,10 +89,11 @@ def run(config: TrainingConfig) -> None:
     draft = draft_of(config, target, lambda name: load(name, dtype))
     limit = int(min(config.distill.max_length, longest_text(draft)))
     train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
-    start = config.distill.start_from if config.trains_layer else None
-    earlier = None if start is None else layer_from(config.kind, start)
-    has_own = earlier is not None and not config.trains_block
-    vocab = earlier.token_ids if has_own else _vocabulary(config, target, draft, train, heldout)
+    earlier: Any = None
+    if config.trains_layer and config.distill.start_from is not None:
+        earlier = layer_from(config.kind, config.distill.start_from)
+    has_vocab = earlier is not None and not config.trains_block
+    vocab = earlier.token_ids if has_vocab else _vocabulary(config, target, draft, train, heldout)
     with state.main_process_first():
         record.begin()
     if vocab is not None and state.is_main_process:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from hf_specdecpp.training.distillation.initial.layer_behind import LayerBehind,
 
 SHARPNESS = 4.0  # of attention by distance: with it nine tenths of a row's weight or more are on one place
 FASTEST = 0.4  # radians a token: faster rotations count less, so that attention falls with the distance
+LEAST = 1e-9  # where texts are too short for a second place, its map is zero
 KINDS = 4  # of heads: the first row's and the later ones', each for the text before the anchor and for the anchor
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -157,8 +159,10 @@ def _sums(model: DFlashModel, target: CausalLM, module: nn.Module, texts: Iterab
     sums = [torch.zeros(*shape) for shape in ((2 * width,) * 2, (2 * width, width), (2 * width + 1,) * 2)]
     sums += [torch.zeros(2 * width + 1, width), torch.zeros(2 * width)]
     count, weight_of_later, caught_inputs = 0, 0.0, list[Tensor]()
-    handle = module.register_forward_pre_hook(lambda _module, inputs: caught_inputs.append(inputs[0]))
-    with TargetStates(target, model.reader) as caught:
+    with ExitStack() as hooks:
+        handle = module.register_forward_pre_hook(lambda _module, inputs: caught_inputs.append(inputs[0]))
+        hooks.callback(handle.remove)
+        caught = hooks.enter_context(TargetStates(target, model.reader))
         for ids in texts:
             caught_inputs.clear()
             reader.hidden_states(ids)
@@ -180,15 +184,14 @@ def _sums(model: DFlashModel, target: CausalLM, module: nn.Module, texts: Iterab
                 sums[2] += weight * (before.T @ before)
                 sums[3] += weight * (before.T @ (wanted[1 + place :] - masked.cpu())[rows])
                 weight_of_later += weight * len(before)
-    handle.remove()
-    mean = sums[4] / max(count, 1)
-    totals = (count, count, weight_of_later, weight_of_later)
-    means = [each / total for each, total in zip(sums[:4], totals, strict=True)]
-    return _Sums(*means, mean, norm(masked)[0].cpu())
+    mean = sums[4] / count
+    totals = (count, count, *[max(weight_of_later, LEAST)] * 2)
+    first, first_wanted, later, later_wanted = (each / total for each, total in zip(sums[:4], totals, strict=True))
+    return _Sums(first, first_wanted, later, later_wanted, mean, norm(masked)[0].cpu())
 
 
 def _solve(squares: Tensor, products: Tensor) -> Tensor:
-    ridge = RIDGE * squares.diagonal().mean() * torch.eye(len(squares))
+    ridge = (RIDGE * squares.diagonal().mean() + LEAST) * torch.eye(len(squares))
     return torch.linalg.solve(squares + ridge, products)
 
 
