@@ -272,7 +272,7 @@ def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
     target, options = tiny("llama"), {"no_repeat_ngram_size": 2}
     plain, rounds = generate(target, **options), {}
     for read in (0.0, 0.2, 100.0):
-        rule = {"rule": "throughput", "costs": {**COSTS, "read": read}}
+        rule: dict[str, Any] = {"rule": "throughput", "costs": {**COSTS, "read": read}}
         assistant = assistant_for(target, mix=1.0, lookup=True, **rule, **SHAPES[shape])
         assert torch.equal(generate(target, assistant, **options), plain)
         rounds[read] = assistant.stats.target_passes
@@ -283,7 +283,7 @@ def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
 def test_a_draft_never_reads_a_prompt_where_too_few_tokens_are_left() -> None:
     """Reading the prompt takes 1.8 s, and drafting saves about 0.4 s a token."""
     target = tiny("llama")
-    rule = {"rule": "throughput", "costs": {**COSTS, "read": 0.15}}
+    rule: dict[str, Any] = {"rule": "throughput", "costs": {**COSTS, "read": 0.15}}
     for tokens, reads in ((4, False), (60, True)):
         assistant = assistant_for(target, mix=1.0, lookup=True, **rule)
         generate(target, assistant, max_new_tokens=tokens, no_repeat_ngram_size=2)

@@ -92,8 +92,10 @@ def run(config: TrainingConfig) -> None:
     earlier: Any = None
     if config.trains_layer and config.distill.start_from is not None:
         earlier = layer_from(config.kind, config.distill.start_from)
-    has_vocab = earlier is not None and not config.trains_block
-    vocab = earlier.token_ids if has_vocab else _vocabulary(config, target, draft, train, heldout)
+    if earlier is not None and not config.trains_block:
+        vocab = earlier.token_ids
+    else:
+        vocab = _vocabulary(config, target, draft, train, heldout)
     with state.main_process_first():
         record.begin()
     if vocab is not None and state.is_main_process:
