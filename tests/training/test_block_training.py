@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.distillation_files import PROMPT_LENGTH, be_killed, prepare, rows
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, tiny
 from support.training_files import training_run
@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.dflash.checkpoint import tensors_of
 from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import TargetStates
@@ -264,3 +265,25 @@ def test_a_mask_token_that_is_none(tmp_path: Path) -> None:
     config = begun(tmp_path, mask_token=VOCAB_SIZE)
     with pytest.raises(ValueError, match=f"mask_token={VOCAB_SIZE} is no token of the target"):
         distillation.run(config)
+
+
+def test_a_head_on_a_block_of_others(tmp_path: Path) -> None:
+    """Named by its repository, in the original dialect; it stays as it is."""
+    config = training_run(tmp_path, num_texts=12)
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    settings = initial_block.settings_for(target, [0], PLACES, 1, VOCAB_SIZE - 1)
+    block = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0], "sample_from_anchor": True}
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    save_file(tensors_of(initial_block.untrained(settings, target)), theirs / "model.safetensors")
+    raw = {"model_type": "qwen3", **settings.layer, "block_size": PLACES, "is_causal": True, "dflash_config": block}
+    (theirs / "config.json").write_text(json.dumps(raw))
+    before = (theirs / "model.safetensors").read_bytes()
+    config.draft, config.layers, config.rollouts.data = str(theirs), None, ["prompts.jsonl"]
+    train(config, ["distill", "head", "calibrate", "eval", "card"])
+    assert "after" not in json.loads((config.work / "distillation.json").read_text())
+    assert (theirs / "model.safetensors").read_bytes() == before
+    again = SpecDecPPAssistant.from_pretrained(config.output, target=target, draft=theirs)
+    assert again.head is not None
+    ids, options = prompt(9), {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
