@@ -137,7 +137,7 @@ def renew_rotary(model: nn.Module, device: torch.device) -> None:
     """Compute a model's rotary frequencies, which are in no file, anew from its config."""
     for module in list(model.modules()):
         for name, part in module.named_children():
-            if hasattr(part, "inv_freq"):
+            if any(buffer.endswith("inv_freq") for buffer, _ in part.named_buffers(recurse=False)):
                 setattr(module, name, type(part)(part.config).to(device))
 
 
