@@ -11,6 +11,7 @@ from support.compiling import graphs
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt
 from support.pretend_devices import on_device, pretend_devices
+from support.snapshots import hooks_of
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -255,8 +256,7 @@ def test_the_target_stays_as_it_is() -> None:
     assert type(target) is kind
     assert torch.equal(target(TEXT).logits, logits)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in target.state_dict().items())
-    hooks = [hook for module in target.modules() for hook in module._forward_hooks.values()]
-    assert {hook.__module__ for hook in hooks} <= {"transformers.utils.output_capturing"}
+    assert hooks_of(target) == 0
 
 
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])

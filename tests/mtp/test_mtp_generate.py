@@ -10,6 +10,7 @@ import torch
 from support.models import prompt
 from support.mtp_files import DEPTH, FAMILIES, HIDDEN, HYBRID, VOCAB, Files
 from support.pretend_devices import on_device, pretend_devices
+from support.snapshots import hooks_of
 from transformers import DynamicCache
 from transformers.generation import candidate_generator
 
@@ -186,7 +187,7 @@ def test_the_target_stays_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(target(TEXT).logits, logits)
     assert set(target.state_dict()) == set(weights)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in target.state_dict().items())
-    assert not any(module._forward_hooks for module in target.modules())
+    assert hooks_of(target) == 0
     assert len(target.model.layers) == DEPTH
 
 

@@ -26,6 +26,14 @@ def hash_of(model: CausalLM) -> str:
     return digest.hexdigest()
 
 
+def hooks_of(target: CausalLM) -> int:
+    """Forward hooks, but for those that transformers leaves in a model whose hidden states were asked for."""
+    hooks = [
+        hook for m in target.modules() for each in (m._forward_hooks, m._forward_pre_hooks) for hook in each.values()
+    ]
+    return sum(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks)
+
+
 def snapshot(target: CausalLM) -> dict[str, Any]:
     """All that a user could notice about a target."""
     with torch.no_grad():
@@ -34,10 +42,10 @@ def snapshot(target: CausalLM) -> dict[str, Any]:
         "logits": logits.numpy().tobytes(),
         "weights": hash_of(target),
         "class": type(target),
-        "attributes": sorted(vars(target)),
+        "attributes": sorted(vars(target).keys() - {"_output_capturing_hooks_installed"}),  # transformers' own
         "config": target.config.to_dict(),
         "generation_config": target.generation_config.to_dict(),
         "flags": [(name, p.requires_grad, p.data_ptr()) for name, p in target.named_parameters()],
         "training": [module.training for module in target.modules()],
-        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in target.modules()),
+        "hooks": hooks_of(target),
     }
