@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_specdecpp.caches.fixed import FixedCache
 from hf_specdecpp.caches.static import width_of
-from hf_specdecpp.drafting.compiled import CompiledSession, CompiledSteps
+from hf_specdecpp.drafting.compiled import CompiledSession
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.models.causal_lm import upload
 from hf_specdecpp.trees.attention import inputs_in_place
@@ -55,37 +55,23 @@ class CompiledTreeSession(CompiledSession):
     accepted are read again with the next root, in a pass that is made anyway.
     """
 
-    def __init__(self, drafter: DraftModel, vocab_size: int, steps: CompiledSteps) -> None:
-        super().__init__(drafter, vocab_size, steps)
-        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
-
     @property
     def reads_again(self) -> bool:
         return True
 
-    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `Reading`: the root first."""
-        if nodes == [0]:
-            self._lineage = Lineage()
-            self._lineage.feed(tree, nodes)
-            logits, hidden = self.step([])
-            return logits[None], hidden[None]
-        if self._lineage is None:
-            raise ValueError("The root of a tree is fed first, by itself.")
+    def _expand(
+        self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         count = len(nodes)
         width = max(width_of(count), LEAST_WIDTH)
-        tokens, ancestors, depths, counts = self._level(self._lineage, tree, nodes, width)
-        states = None
-        if self.reads_states:
-            known = torch.stack([self._own_states[tree.parents[node]] for node in nodes])
-            states = F.pad(known, (0, 0, 0, width - count))[None]
+        tokens, ancestors, depths, counts = self._level(lineage, tree, nodes, width)
+        if states is not None:
+            states = F.pad(states, (0, 0, 0, width - count))
         cache = self.with_room(self._length + width)
         logits, hidden = self.steps.call(
             read_level, width, self.drafter, cache, tokens, states, ancestors, depths, counts, self.vocab_size
         )
         self._length += count
-        self.passes += 1
-        self._own_states.update(zip(nodes, hidden[:count], strict=True))
         return logits[:count], hidden[:count]
 
     def _level(self, lineage: Lineage, tree: DraftTree, nodes: list[int], width: int) -> list[Tensor]:

@@ -42,6 +42,11 @@ class ModelReading(Reading):
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._fed_candidates = 0
         self._own_states: dict[int, Tensor] = {}  # if it reads states: its own `[hidden_size]` after these nodes
+        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
+
+    @abstractmethod
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """As in `Reading`: a model always has something to propose."""
 
     @abstractmethod
     def _forget(self, count: int) -> None:
@@ -79,6 +84,33 @@ class ModelReading(Reading):
         self.passes += 1
         return joined(tokens), joined(states) if states else None
 
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
+        if nodes == [0]:
+            self._lineage = Lineage()
+            self._lineage.feed(tree, nodes)
+            logits, hidden = self.step([])
+            return logits[None], hidden[None]
+        if self._lineage is None:
+            raise ValueError("The root of a tree is fed first, by itself.")
+        states = None
+        if self.reads_states:
+            states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
+        logits, hidden = self._expand(self._lineage, tree, nodes, states)
+        self.passes += 1
+        self._own_states.update(zip(nodes, hidden, strict=True))
+        return logits, hidden
+
+    def _expand(
+        self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Read nodes below fed ones, with the draft's own states `[1, n, hidden_size]` before them if it reads any.
+
+        Returns:
+            Logits `[n, vocab_size]` and hidden states `[n, hidden_size]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts chains.")
+
 
 class DraftSession(ModelReading):
     """The draft model's side of one generation: its KV cache, and the next step."""
@@ -87,7 +119,6 @@ class DraftSession(ModelReading):
         super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
         self._recording = False
-        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
         self._mark: Mark | None = None  # of a draft with recurrent layers, before the round's candidates
 
     @property
@@ -119,25 +150,14 @@ class DraftSession(ModelReading):
             self._mark = Mark(self.cache)
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
-    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
-        if nodes == [0]:
-            self._lineage = Lineage()
-            self._lineage.feed(tree, nodes)
-            logits, hidden = self.step([])
-            return logits[None], hidden[None]
-        if self._lineage is None:
-            raise ValueError("The root of a tree is fed first, by itself.")
-        num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
-        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
+    def _expand(
+        self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        num_prefix = self.cache.get_seq_length() - len(lineage.nodes)
+        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *lineage.feed(tree, nodes)
         tokens, ancestors, depths = upload(fed, self.device)
         inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
-        states = None
-        if self.reads_states:
-            states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
-        self.passes += 1
-        self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def keep(self, path: list[int]) -> None:

@@ -92,7 +92,7 @@ class ReadyMade(Kind):
 
 
 class TakenAsIs(ReadyMade):
-    """One that is never trained or changed here: an assistant names its repository, where its weights stay.
+    """One that others trained and nobody changes here: an assistant names its repository, where its weights stay.
 
     Attributes:
         served_by: who else serves it, and how, for messages.

@@ -7,23 +7,27 @@ candidate, and a candidate that is dropped because of its own value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, worst_error
 from support.mtp_files import Files
-from support.stock_rounds import PROMPT, VOCAB, target_distribution
+from support.stock_rounds import VOCAB
+from support.whole_generations import (
+    NEW_TOKENS,
+    Enumerate,
+    assert_caught,
+    assert_exactly_p,
+    change_chains,
+    hotter,
+    tell_another_q,
+)
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 
-TOLERANCE, VISIBLE = 1e-6, 1e-3  # logits become float32 before anything else
 CHAINS: dict[str, dict[str, Any]] = {
     "block": {"rule": "fixed", "num_tokens": 2},
     "token": {"rule": "fixed", "num_tokens": 2, "verification": "token"},
@@ -36,7 +40,6 @@ TREES: dict[str, dict[str, Any]] = {
     "static, block": {"tree": "static", "tree_shape": [2, 1]},
 }
 TARGETS = {"one layer": ("glm4_moe", 1), "two layers": ("glm4_moe", 2), "hybrid": ("qwen3_5_text", 1)}
-NEW_TOKENS = 4  # the prompt's own, a round of up to two candidates, and more rounds where they are rejected
 
 
 @cache
@@ -53,105 +56,56 @@ def pair(name: str, **speculation: Any) -> tuple[CausalLM, SpecDecPPAssistant]:
     return target, assistant
 
 
-def generations(
-    target: CausalLM, assistant: SpecDecPPAssistant, use: Callable[[Replay], None], count: int = NEW_TOKENS
-) -> tuple[Probs, int]:
-    """What `generate()` emits, and how many ways there are to it."""
-    paths = 0
-
-    def program(replay: Replay) -> Tokens:
-        nonlocal paths
-        paths += 1
-        use(replay)
-        assistant.memory.clear()  # every path begins alike
-        options: Any = {"temperature": 0.8, "top_k": 2, "do_sample": True, "max_new_tokens": count}
-        output = target.generate(PROMPT, assistant_model=assistant, **options)
-        return tuple(output[0, PROMPT.shape[1] :].tolist())
-
-    return exact_distribution(program), paths
-
-
-def check(target: CausalLM, distribution: Probs, paths: int, count: int = NEW_TOKENS) -> None:
-    p = target_distribution(target, 0.8, 2)
-    assert worst_error(distribution, p, VOCAB) < TOLERANCE
-    for tokens, weight in distribution.items():
-        joint = torch.stack([p(tokens[:place])[token] for place, token in enumerate(tokens)]).prod()
-        assert weight == pytest.approx(float(joint), abs=TOLERANCE)
-    assert {len(tokens) for tokens in distribution} == {count}
-    assert paths > len(distribution), "no candidate was rejected"
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("shape", CHAINS)
 @pytest.mark.parametrize("name", TARGETS)
-def test_chains_emit_exactly_p(name: str, shape: str, enumerate_torch: Callable[[Replay], None]) -> None:
-    target, assistant = pair(name, **CHAINS[shape])
-    check(target, *generations(target, assistant, enumerate_torch))
+def test_chains_emit_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
+    assert_exactly_p(*pair(name, **CHAINS[shape]), enumerate_torch)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("shape", TREES)
-def test_trees_emit_exactly_p(shape: str, enumerate_torch: Callable[[Replay], None]) -> None:
-    target, assistant = pair("one layer", **TREES[shape])
-    check(target, *generations(target, assistant, enumerate_torch))
+def test_trees_emit_exactly_p(shape: str, enumerate_torch: Enumerate) -> None:
+    assert_exactly_p(*pair("one layer", **TREES[shape]), enumerate_torch)
 
 
 @pytest.mark.slow
-def test_two_layers_go_on_by_themselves(enumerate_torch: Callable[[Replay], None]) -> None:
+def test_two_layers_go_on_by_themselves(enumerate_torch: Enumerate) -> None:
     """A third candidate, which the second layer drafts of what it has just returned."""
-    target, assistant = pair("two layers", rule="fixed", num_tokens=3)
-    check(target, *generations(target, assistant, enumerate_torch, NEW_TOKENS + 1), NEW_TOKENS + 1)
+    assert_exactly_p(*pair("two layers", rule="fixed", num_tokens=3), enumerate_torch, NEW_TOKENS + 1)
 
 
 # Mutants. -------------------------------------------------------------------------------------------------------------
 
 
-def hotter(chain: Any) -> None:
-    chain.q[:] = [(row * 0.7).softmax(-1) for row in chain.scores]
+def warmer(chain: Any) -> Any:
+    chain.q[:] = [hotter(row).softmax(-1) for row in chain.scores]
+    return chain
 
 
-def of_the_next(chain: Any) -> None:
+def of_the_next(chain: Any) -> Any:
     chain.q[:] = [row.softmax(-1) for row in [*chain.scores[1:], *chain.scores[:1]]]
+    return chain
 
 
-def unlikely(chain: Any) -> None:
+def unlikely(chain: Any) -> Any:
     """Dropped because of its own value: the less likely one of the two that may come."""
     if len(chain.tokens) > 1 and float(chain.q[-1].flatten()[int(chain.tokens[-1])]) < 0.5:
         del chain.tokens[-1], chain.q[-1], chain.scores[-1]
         chain.drawn = None
+    return chain
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize("mutate", [hotter, of_the_next, unlikely])
+@pytest.mark.parametrize("mutate", [warmer, of_the_next, unlikely])
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutants_are_caught(
-    name: str, mutate: Any, enumerate_torch: Callable[[Replay], None], monkeypatch: pytest.MonkeyPatch
+    name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = SpecDecPPCandidateGenerator.draft
-
-    def wrong(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
-        chain = draft(self, *args, **kwargs)
-        mutate(chain)
-        return chain
-
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", wrong)
-    target, assistant = pair(name, **CHAINS["token"])
-    distribution, _ = generations(target, assistant, enumerate_torch)
-    assert worst_error(distribution, target_distribution(target, 0.8, 2), VOCAB) > VISIBLE
+    change_chains(monkeypatch, mutate)
+    assert_caught(*pair(name, **CHAINS["token"]), enumerate_torch)
 
 
-def test_a_mutant_of_trees_is_caught(
-    enumerate_torch: Callable[[Replay], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft_tree = SpecDecPPCandidateGenerator.draft_tree
-
-    def wrong(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
-        tree = draft_tree(self, *args, **kwargs)
-        for node in tree.scores:
-            tree.scores[node] = tree.scores[node] * 0.7
-        return tree
-
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft_tree", wrong)
-    target, assistant = pair("one layer", **TREES["dyspec, block"])
-    distribution, _ = generations(target, assistant, enumerate_torch)
-    assert worst_error(distribution, target_distribution(target, 0.8, 2), VOCAB) > VISIBLE
+def test_a_mutant_of_trees_is_caught(enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_another_q(monkeypatch, hotter)
+    assert_caught(*pair("one layer", **TREES["dyspec, block"]), enumerate_torch)

@@ -14,11 +14,9 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.compiling import graphs
+from support.compiling import generate, graphs
 from support.models import Rounds, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
-from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting import compiled
 from hf_specdecpp.drafting.compiled import CompiledSession
 from hf_specdecpp.drafting.session import DraftSession
@@ -35,13 +33,6 @@ pytestmark = [
 FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 LENGTHS = (3, 40, 230)
-
-
-def generate(target: CausalLM, assistant: SpecDecPPAssistant | None, length: int, **options: Any) -> Tensor:
-    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
-    torch.manual_seed(0)
-    text: Tensor = target.generate(prompt(length), assistant_model=assistant, **settings)
-    return text
 
 
 def outcomes(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.compiling import graphs
+from support.compiling import generate, graphs
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.pretend_devices import on_device, pretend_devices
 from support.tree_generation import TREES
@@ -41,13 +41,6 @@ FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 LENGTHS = (3, 240)
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
-
-
-def generate(target: CausalLM, assistant: SpecDecPPAssistant | None, length: int, **options: Any) -> Tensor:
-    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
-    torch.manual_seed(0)
-    text: Tensor = target.generate(prompt(length), assistant_model=assistant, **settings)
-    return text
 
 
 def outcomes(

@@ -13,7 +13,15 @@ from support.families import informed_draft, model_of
 from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny
 from support.multimodal import multimodal
 from support.outputs import RECORDS, NoRepeat, assert_same
-from support.static_caches import OPTIONS, STATIC, assert_prefilled, held, settled, static_cache
+from support.static_caches import (
+    OPTIONS,
+    STATIC,
+    assert_held_rows_are_those_of_the_text,
+    assert_other_rows_are_never_attended_to,
+    assert_prefilled,
+    held,
+    static_cache,
+)
 from support.watchers import no_work
 from support.zoo import tiny_of
 from torch import Tensor
@@ -22,7 +30,7 @@ from transformers import StaticCache
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.static import StaticRows, hold, width_of
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.generation.prefix import Prefix, extended
+from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput.measuring import in_widths
 
@@ -164,31 +172,13 @@ def test_records(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 def test_held_rows_are_those_of_the_text_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, found = quiet_later_layers(tiny(family)), []
-
-    def note(prefix: Prefix) -> None:
-        found.append((prefix.num_settled, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
-
-    settled(monkeypatch, note)
-    text = target.generate(prompt(), assistant_model=attached(target), **STATIC)
-    assert found[0][0] == 12
-    assert found[-1][0] == text.shape[1] - 1
-    for length, rows in found:
-        assert {keys.shape[2] for keys, _ in rows} == {length}
-        assert_prefilled(rows, target, text[:, :length])
+    target = quiet_later_layers(tiny(family))
+    assert_held_rows_are_those_of_the_text(target, attached(target), monkeypatch)
 
 
 def test_rows_that_are_not_held_are_never_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    plain = target.generate(prompt(), **STATIC)
-
-    def poison(prefix: Prefix) -> None:
-        for layer in prefix.cache.layers:
-            layer.keys[:, :, prefix.num_settled :] = 1e8
-            layer.values[:, :, prefix.num_settled :] = 1e8
-
-    settled(monkeypatch, poison)
-    assert torch.equal(target.generate(prompt(), assistant_model=attached(target), **STATIC), plain)
+    assert_other_rows_are_never_attended_to(target, attached(target), monkeypatch)
 
 
 def no_roll_back(rows: StaticRows, count: int, path: Any) -> int:

@@ -10,7 +10,15 @@ import pytest
 import torch
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.outputs import RECORDS, NoRepeat, assert_same
-from support.static_caches import OPTIONS, STATIC, assert_prefilled, held, settled, static_cache
+from support.static_caches import (
+    OPTIONS,
+    STATIC,
+    assert_held_rows_are_those_of_the_text,
+    assert_other_rows_are_never_attended_to,
+    assert_prefilled,
+    held,
+    static_cache,
+)
 from support.tree_generation import TREES, assert_trees_mattered
 from torch import Tensor
 from transformers import StaticCache
@@ -19,7 +27,6 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import static
 from hf_specdecpp.caches.paths import PathRows, move
 from hf_specdecpp.caches.static import StaticRows, hold
-from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -153,32 +160,12 @@ def test_costs_of_the_widths_that_are_run() -> None:
 def test_held_rows_are_those_of_the_text_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in ("llama", "gemma3_text", "mistral"):
         target = quiet_later_layers(tiny(family))
-        found: list[Any] = []
-
-        def note(prefix: Prefix, found: list[Any] = found) -> None:
-            found.append((prefix.num_settled, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
-
-        with monkeypatch.context() as patch:
-            settled(patch, note)
-            text = target.generate(prompt(), assistant_model=attached(target), **STATIC)
-        assert found[0][0] == 12
-        assert found[-1][0] == text.shape[1] - 1
-        for length, rows in found:
-            assert {keys.shape[2] for keys, _ in rows} == {length}
-            assert_prefilled(rows, target, text[:, :length])
+        assert_held_rows_are_those_of_the_text(target, attached(target), monkeypatch)
 
 
 def test_rows_that_are_not_held_are_never_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    plain = target.generate(prompt(), **STATIC)
-
-    def poison(prefix: Prefix) -> None:
-        for layer in prefix.cache.layers:
-            layer.keys[:, :, prefix.num_settled :] = 1e8
-            layer.values[:, :, prefix.num_settled :] = 1e8
-
-    settled(monkeypatch, poison)
-    assert torch.equal(target.generate(prompt(), assistant_model=attached(target), **STATIC), plain)
+    assert_other_rows_are_never_attended_to(target, attached(target), monkeypatch)
 
 
 def stays(rows: Tensor, indices: Tensor, to: int) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting import compiled
+from hf_specdecpp.models.causal_lm import CausalLM
+from support.models import prompt
 
 
 def graphs() -> int:
@@ -24,6 +29,14 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would format all of it
+
+
+def generate(target: CausalLM, assistant: SpecDecPPAssistant | None, length: int, **options: Any) -> Tensor:
+    """A text to a prompt of so many tokens, under one seed."""
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
+    torch.manual_seed(0)
+    text: Tensor = target.generate(prompt(length), assistant_model=assistant, **settings)
+    return text
 
 
 @pytest.fixture

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.models import prompt
 from support.outputs import assert_same, prefill
 
 # Without repetitions, in which rows could be mistaken for one another.
@@ -46,3 +49,37 @@ def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> 
         then(prefix)
 
     monkeypatch.setattr(Prefix, "settle", and_then)
+
+
+def assert_held_rows_are_those_of_the_text(
+    target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every round of a text to `prompt()`."""
+    found: list[Any] = []
+
+    def note(prefix: Prefix) -> None:
+        found.append((prefix.num_settled, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
+
+    with monkeypatch.context() as patch:
+        settled(patch, note)
+        text = target.generate(prompt(), assistant_model=assistant, **STATIC)
+    assert found[0][0] == 12
+    assert found[-1][0] == text.shape[1] - 1
+    for length, rows in found:
+        assert {keys.shape[2] for keys, _ in rows} == {length}
+        assert_prefilled(rows, target, text[:, :length])
+
+
+def assert_other_rows_are_never_attended_to(
+    target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is that of plain generation though rows that are not held are spoilt after every round."""
+    plain = target.generate(prompt(), **STATIC)
+
+    def poison(prefix: Prefix) -> None:
+        for layer in prefix.cache.layers:
+            layer.keys[:, :, prefix.num_settled :] = 1e8
+            layer.values[:, :, prefix.num_settled :] = 1e8
+
+    settled(monkeypatch, poison)
+    assert torch.equal(target.generate(prompt(), assistant_model=assistant, **STATIC), plain)

@@ -1,0 +1,95 @@
+"""The exact distribution of what `generate()` emits with a draft of any kind, and a q that is told wrongly.
+
+Everything is product code; only the random numbers are replaced by a `Replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.models.causal_lm import CausalLM
+from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, worst_error
+from support.stock_rounds import PROMPT, VOCAB, target_distribution
+
+TOLERANCE, VISIBLE = 1e-6, 1e-3  # logits become float32 before anything else
+NEW_TOKENS = 4  # the prompt's own, a round of up to two candidates, and more rounds where they are rejected
+Enumerate = Callable[[Replay], None]
+
+
+def generations(
+    target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS
+) -> tuple[Probs, int]:
+    """What `generate()` emits, and how many ways there are to it."""
+    paths = 0
+
+    def program(replay: Replay) -> Tokens:
+        nonlocal paths
+        paths += 1
+        use(replay)
+        assistant.memory.clear()  # every path begins alike
+        options: Any = {"temperature": 0.8, "top_k": 2, "do_sample": True, "max_new_tokens": count}
+        output = target.generate(PROMPT, assistant_model=assistant, **options)
+        return tuple(output[0, PROMPT.shape[1] :].tolist())
+
+    return exact_distribution(program), paths
+
+
+def assert_exactly_p(target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS) -> None:
+    """What is emitted has the target's distribution, and some candidates were rejected."""
+    distribution, paths = generations(target, assistant, use, count)
+    p = target_distribution(target, 0.8, 2)
+    assert worst_error(distribution, p, VOCAB) < TOLERANCE
+    for tokens, weight in distribution.items():
+        joint = torch.stack([p(tokens[:place])[token] for place, token in enumerate(tokens)]).prod()
+        assert weight == pytest.approx(float(joint), abs=TOLERANCE)
+    assert {len(tokens) for tokens in distribution} == {count}
+    assert paths > len(distribution), "no candidate was rejected"
+
+
+def assert_caught(target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate) -> None:
+    """What is emitted visibly has another distribution than the target's."""
+    distribution, _ = generations(target, assistant, use)
+    assert worst_error(distribution, target_distribution(target, 0.8, 2), VOCAB) > VISIBLE
+
+
+def change_chains(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Any], Any]) -> None:
+    """Let what is drafted in chains be what `mutate` makes of it."""
+    draft = SpecDecPPCandidateGenerator.draft
+    monkeypatch.setattr(
+        SpecDecPPCandidateGenerator, "draft", lambda self, *args, **kwargs: mutate(draft(self, *args, **kwargs))
+    )
+
+
+def tell_another_q(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Tensor], Tensor]) -> None:
+    """Let chains and trees draw from q, and tell the one of mutated scores."""
+    draft_tree = SpecDecPPCandidateGenerator.draft_tree
+
+    def wrong(chain: Any) -> Any:
+        chain.q[:] = [mutate(row).softmax(-1) for row in chain.scores]
+        return chain
+
+    def wrong_tree(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
+        tree = draft_tree(self, *args, **kwargs)
+        for node in tree.scores:
+            tree.scores[node] = mutate(tree.scores[node])
+        return tree
+
+    change_chains(monkeypatch, wrong)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft_tree", wrong_tree)
+
+
+def hotter(scores: Tensor) -> Tensor:
+    """A q of another temperature."""
+    return scores * 0.7
+
+
+def as_if_of_all(scores: Tensor) -> Tensor:
+    """A q as if the draft could have proposed all tokens."""
+    return scores.where(scores.isfinite(), scores[scores.isfinite()].mean())
