@@ -21,10 +21,13 @@ INSTEAD = (
     "Draft with an EAGLE-3 or DFlash draft of this target (docs/ready-made.md), or train one (specdecpp train --draft "
     "eagle3)"
 )
-# What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM), and what it
-# is called here. The embeddings and LM head there are the target's once more.
-APPENDED = ((r"^(shared_head\.norm|post_norm)\.", "post_norm."), (r"^(?!(enorm|hnorm|eh_proj|post_norm)\.)", "block."))
-AGAIN = ("embed_tokens.weight", "shared_head.head.weight")
+# What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM; Step has
+# `transformer.` before some), and what it is called here. Embeddings and LM head there are the target's once more.
+APPENDED = (
+    (r"^((transformer\.)?shared_head\.norm|post_norm)\.", "post_norm."),
+    (r"^(?!(enorm|hnorm|eh_proj|post_norm)\.)", "block."),
+)
+AGAIN = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
 # What stands after `mtp.` (Qwen, Mellum).
 NESTED = (
     (r"^fc\.", "eh_proj."),

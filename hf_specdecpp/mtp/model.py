@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
@@ -71,7 +72,7 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
         if (wanted := _wanted(text, place, said, usual)) is not None and getattr(text, kind, None):
             setattr(decoder.config, kind, [wanted])
     stack, layers = layer_stack(decoder, model)
-    loaded = _loaded(tensors, decoder, stack, target.dtype, source)
+    loaded = _loaded(tensors, decoder, stack, target, source)
     layer, norm = getattr(loaded, stack)[0], loaded.norm
     for module in layer.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
@@ -101,10 +102,12 @@ def _wanted(config: Any, place: int, said: str, usual: str | None) -> str | None
     return usual if usual in (getattr(config, "layer_types", None) or ()) else None
 
 
-def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, dtype: torch.dtype, source: str) -> Any:
+def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, source: str) -> Any:
     """A decoder with the layer and its norm, read by transformers as it reads the target; next to no embeddings."""
     config = copy.deepcopy(decoder.config)
-    config.vocab_size, config.pad_token_id = 1, None
+    config.vocab_size, config.pad_token_id = 1, 0
+    if get_checkpoint_conversion_mapping(config.model_type) is None:
+        config.model_type = target.config.model_type  # which says how the whole model's files are written
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     block = {f"{stack}.0.{name[6:]}": tensor for name, tensor in tensors.items() if name.startswith("block.")}
@@ -115,7 +118,7 @@ def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, dtype: torch.dtype,
     problem = ""
     try:
         loaded, found = type(decoder).from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=state, dtype=target.dtype, output_loading_info=True
         )
     except (RuntimeError, ValueError) as error:  # shapes that differ
         problem = str(error)[:600]
