@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -48,6 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**LINEAR, **SHARED},
     "bailing_hybrid": {**LATENT, **KIMI},
     "sarvam_moe": {**ROUTED, "first_k_dense_replace": 1, "head_dim": 8, "num_experts": 4},
+    "inkling_text": {
+        **ROUTED, "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+        "sliding_window_size": 6, "d_rel": 4, "rel_extent": 16, "local_layer_ids": [1],
+        "mlp_layer_types": ["dense", "dense", "sparse"], "chain_hidden_post_norm": True,
+    },
     "step3p7": {
         **EXPERTS, "n_routed_experts": 4, "share_expert_dim": 16, "head_dim": 8, "sliding_window": 6,
         "num_sliding_attention_heads": 6, "pad_token_id": 0,
@@ -60,12 +66,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
 }  # fmt: skip
+FAMILIES = {name: values for name, values in FAMILIES.items() if name in CONFIG_MAPPING}  # of this transformers
 EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
 SEEING = ("step3p7",)
 QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-HYBRID = (*QWEN, "bailing_hybrid")
-NESTED = (*QWEN, "mellum")  # `mtp.*` in the checkpoint; others have `model.layers.N.*`
-WHERE = dict.fromkeys((*NESTED, "bailing_hybrid", "step3p7"), 1)  # a layer of the target of the kind of a multi-token layer
+HYBRID = (*QWEN, "bailing_hybrid", "inkling_text")
+NESTED = (*QWEN, "mellum", "inkling_text")  # `mtp.*` in the checkpoint; others have `model.layers.N.*`
+# A layer of the target of the kind of a multi-token layer.
+WHERE = {**dict.fromkeys((*NESTED, "bailing_hybrid", "step3p7"), 1), "inkling_text": 0}
 
 
 @dataclass
@@ -87,6 +95,7 @@ class Files:
 
     def config(self) -> Any:
         own = "mtp_num_hidden_layers" if self.family in QWEN else "num_nextn_predict_layers"
+        own = "num_mtp_layers" if self.family == "inkling_text" else own
         values = {**SHAPE, **FAMILIES[self.family], own: self.num_layers, **self.overrides}
         if self.family in SEEING:
             return AutoConfig.for_model(self.family, text_config=values, vision_config=EYE, image_token_id=VOCAB - 1)
@@ -111,19 +120,29 @@ class Files:
         """The tensors of the layers by the names of the checkpoint."""
         return [self._layer(place) for place in range(self.num_layers)]
 
+    def _noise(self, place: int) -> Callable[..., Tensor]:
+        """What makes normal numbers of a shape, for a layer."""
+        generator = torch.Generator().manual_seed(100 * self.seed + place)
+        return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.dtype)
+
     def _layer(self, place: int) -> dict[str, Tensor]:
         """The decoder layer is one of another model of the family, as transformers writes it."""
-        generator = torch.Generator().manual_seed(100 * self.seed + place)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.dtype)
+        random = self._noise(place)
 
         centre = 0.0 if self.family in QWEN else 1.0  # Qwen's norms scale by 1 + weight
         size = HIDDEN
         enorm, hnorm, post_norm = (centre + 0.2 * random(size) for _ in range(3))
         eye = torch.eye(size, dtype=self.dtype)
         project = torch.cat((eye, 0.1 * eye), dim=1) + 0.02 * random(size, 2 * size)
-        if self.family in NESTED:
+        if self.family == "inkling_text":  # the norm after them is the one that all of them have
+            start = f"mtp.layers.{place}."
+            own = {
+                f"{start}input_proj": project.roll(size, dims=1),  # states come first
+                f"{start}embed_norm": enorm, f"{start}hidden_norm": hnorm,
+                "mtp.chain_norm": 1.0 + 0.2 * self._noise(99)(size),
+            }  # fmt: skip
+            start += "transformer_block."
+        elif self.family in NESTED:
             start, own = "mtp.layers.0.", {
                 "mtp.fc": project, "mtp.pre_fc_norm_embedding": enorm, "mtp.pre_fc_norm_hidden": hnorm,
                 "mtp.norm": post_norm,
