@@ -43,7 +43,8 @@ class Reader(nn.Module):
         object.__setattr__(self, "_decoder", inner_decoder(model))
         self._cache_argument = cache_argument(self._decoder)
         self._scale = getattr(self.text_config, "logit_scale", None)  # Cohere
-        self._divisor = getattr(self.text_config, "logits_scaling", None)  # Granite
+        divisors = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
+        self._divisor = next((each for name in divisors if (each := getattr(self.text_config, name, None))), None)
         self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
         self._check_logits()
 
@@ -142,9 +143,8 @@ class Reader(nn.Module):
                 f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not know. "
                 "Use another model."
             )
-        actual = self._head_logits(self._head(), hidden).to(
-            expected.device
-        )  # a spread model returns it to where it began
+        actual = self._head_logits(self._head(), hidden)[: len(expected)]  # Inkling drops rows that pad its head
+        actual = actual.to(expected.device)  # a spread model returns it to where it began
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
         error = float((actual - expected).abs().max())
         if not error <= tolerance * max(1.0, float(expected.abs().max())):

@@ -17,14 +17,18 @@ logger = logging.get_logger("hf_specdecpp")
 
 ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields of a config
 OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # beside those of the decoder layer
+POST_NORM = "post_norm.weight"  # of Inkling's layers: one for all of them, or none
 INSTEAD = (
     "Draft with an EAGLE-3 or DFlash draft of this target (docs/ready-made.md), or train one (specdecpp train --draft "
     "eagle3)"
 )
-# What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM), and what it
-# is called here. The embeddings and LM head there are the target's once more.
-APPENDED = ((r"^(shared_head\.norm|post_norm)\.", "post_norm."), (r"^(?!(enorm|hnorm|eh_proj|post_norm)\.)", "block."))
-AGAIN = ("embed_tokens.weight", "shared_head.head.weight")
+# What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM; Step has
+# `transformer.` before some), and what it is called here. Embeddings and LM head there are the target's once more.
+APPENDED = (
+    (r"^((transformer\.)?shared_head\.norm|post_norm)\.", "post_norm."),
+    (r"^(?!(enorm|hnorm|eh_proj|post_norm)\.)", "block."),
+)
+AGAIN = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
 # What stands after `mtp.` (Qwen, Mellum).
 NESTED = (
     (r"^fc\.", "eh_proj."),
@@ -33,12 +37,19 @@ NESTED = (
     (r"^norm\.", "post_norm."),
     (r"^layers\.0\.", "block."),
 )
+# What stands after `mtp.layers.N.` (Inkling).
+NUMBERED = (
+    (r"^input_proj\.", "eh_proj."),
+    (r"^embed_norm\.", "enorm."),
+    (r"^hidden_norm\.", "hnorm."),
+    (r"^transformer_block\.", "block."),
+)
 
 
 @dataclass(frozen=True)
 class MtpLayers:
     """The tensors of multi-token layers, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, `post_norm.weight`
-    and `block.*`, those of a decoder layer as the checkpoint calls them.
+    (some have none) and `block.*`, those of a decoder layer as the checkpoint calls them.
 
     Attributes:
         tensors: of each layer.
@@ -62,7 +73,7 @@ def read_layers(source: Repository) -> MtpLayers:
         OSError, huggingface_hub errors: a file is missing or cannot be reached.
     """
     raw = read_json(source.file("config.json"))
-    config = mapping(raw, "text_config") or raw
+    config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
     name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
     files = find_tensors(source)
     if not files:
@@ -70,7 +81,8 @@ def read_layers(source: Repository) -> MtpLayers:
             f"{source.name!r} has neither {CHECKPOINT} nor {INDEX}, and nothing but safetensors is opened here: a "
             "pickle could run code. Name a repository that has them: from_mtp(model, source=ID)."
         )
-    named = layers_among(files, config["num_hidden_layers"], source.name)
+    is_chained = bool(config.get("chain_hidden_post_norm"))
+    named = layers_among(files, config["num_hidden_layers"], source.name, is_chained)
     if not named and name is not None:
         raise ValueError(
             f"The config.json of {source.name!r} announces multi-token layers ({name}={count}), and its files hold no "
@@ -90,7 +102,7 @@ def read_layers(source: Repository) -> MtpLayers:
     return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source.name)
 
 
-def layers_among(names: Iterable[str], depth: int, source: str) -> list[dict[str, str]]:
+def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
     """For each multi-token layer, what its tensors are called here and in the checkpoint.
 
     Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
@@ -99,6 +111,7 @@ def layers_among(names: Iterable[str], depth: int, source: str) -> list[dict[str
         names: of a checkpoint's tensors.
         depth: the target's layers.
         source: for messages.
+        is_chained: whether layers that have no norm of their own after them have one together.
 
     Raises:
         ValueError: there are some in a form that is not known.
@@ -108,18 +121,31 @@ def layers_among(names: Iterable[str], depth: int, source: str) -> list[dict[str
     appended = sorted((int(start[2]), f"{start[1]}{start[2]}.") for start in starts if start and int(start[2]) >= depth)
     if appended:
         return [_part(names, start, APPENDED, source, AGAIN) for _, start in appended]
+    starts = [re.match(r"((?:.*\.)?mtp\.)layers\.(\d+)\.(?=transformer_block\.)", name) for name in names]
+    numbered = sorted({(int(start[2]), start[0], start[1]) for start in starts if start})
+    if numbered:
+        norm = f"{numbered[0][2]}chain_norm.weight"
+        if is_chained and norm not in names:
+            raise ValueError(f"{source!r} says chain_hidden_post_norm=True and lacks {norm}. {INSTEAD}.")
+        together = {POST_NORM: norm} if is_chained else {}
+        return [{**_part(names, start, NUMBERED, source, lacks=(POST_NORM,)), **together} for _, start, _ in numbered]
     nested = sorted({match[0] for name in names if (match := re.match(r"(.*\.)?mtp[._]", name))})
     return [_part(names, start, NESTED, source) for start in nested]
 
 
 def _part(
-    names: list[str], start: str, patterns: tuple[tuple[str, str], ...], source: str, ignored: tuple[str, ...] = ()
+    names: list[str],
+    start: str,
+    patterns: tuple[tuple[str, str], ...],
+    source: str,
+    ignored: tuple[str, ...] = (),
+    lacks: tuple[str, ...] = (),
 ) -> dict[str, str]:
     """What the tensors whose names begin like this are called here, and in the checkpoint."""
     own = [name.removeprefix(start) for name in names if name.startswith(start)]
     part = {renamed(name, patterns): start + name for name in own if name not in ignored}
     strange = [there for here, there in part.items() if here not in OWN and not here.startswith("block.")]
-    lacking = [here for here in OWN if here not in part]
+    lacking = [here for here in OWN if here not in (*part, *lacks)]
     if strange or lacking:
         what = f"among others {', '.join(sorted(strange)[:3])}" if strange else f"without {', '.join(lacking)}"
         raise ValueError(

@@ -93,6 +93,7 @@ class Rows:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.cache = drafter, DynamicCache(config=drafter.text_config)
+        self.cache.activate_past_recording()  # of the prompt, too, its last rows are taken back
         self.count = self.first = 0
         self.states: Any = None
 
@@ -115,8 +116,6 @@ class Rows:
     def read(self, tokens: Tensor, states: Tensor) -> Tensor:
         """Read rows `[1, n]`: what the layer returns in them, `[1, n, hidden_size]`."""
         hidden = self.drafter.hidden_states(tokens, self.cache, states)
-        if not self.count:
-            self.cache.activate_past_recording()  # from here on it goes back
         self.count += tokens.shape[1]
         return hidden
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
 from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.mtp.checkpoint import POST_NORM
 
 # What a config says of the kind of each layer, what it says of that of multi-token layers, and the usual kind of these.
 KINDS = (("layer_types", "mtp_layer_types", "full_attention"), ("mlp_layer_types", "mtp_mlp_layer_types", None))
@@ -28,10 +30,12 @@ class MtpInput(StateReader):
     Args:
         tensors: of the layer.
         norm: the target's final norm, of whose class the two are.
+        states_first: x = P [norm_h(h); norm_e(e)] (Inkling).
     """
 
-    def __init__(self, tensors: Tensors, norm: nn.Module) -> None:
+    def __init__(self, tensors: Tensors, norm: nn.Module, states_first: bool = False) -> None:
         super().__init__()
+        self.states_first = states_first
         self.reads: list[int] = []
         self.hidden_size = self.embedding_size = tensors["eh_proj.weight"].shape[0]
         self.enorm, self.hnorm = _norm(norm, tensors["enorm.weight"]), _norm(norm, tensors["hnorm.weight"])
@@ -40,7 +44,8 @@ class MtpInput(StateReader):
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
         """The inputs `[..., hidden_size]` of the layer, of states and embeddings of the same shape."""
-        inputs: Tensor = self.eh_proj(torch.cat((self.enorm(embeddings), self.hnorm(states)), dim=-1))
+        read = self.enorm(embeddings), self.hnorm(states)
+        inputs: Tensor = self.eh_proj(torch.cat(read[::-1] if self.states_first else read, dim=-1))
         return inputs
 
     def to_config(self) -> dict[str, Any]:
@@ -71,12 +76,13 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
         if (wanted := _wanted(text, place, said, usual)) is not None and getattr(text, kind, None):
             setattr(decoder.config, kind, [wanted])
     stack, layers = layer_stack(decoder, model)
-    loaded = _loaded(tensors, decoder, stack, target.dtype, source)
-    layer, norm = getattr(loaded, stack)[0], loaded.norm
+    loaded = _loaded(tensors, decoder, stack, target, source)
+    layer = getattr(loaded, stack)[0]
+    norm = loaded.norm if POST_NORM in tensors else nn.Identity()
     for module in layer.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config = decoder.config  # which says how attention is computed
-    reader = MtpInput(tensors, norm)
+    reader = MtpInput(tensors, loaded.norm, getattr(text, "mtp_hidden_states_first", False))
     reader.to(dtype=target.dtype)  # the layer has its own: some parts of experts stay in float32
     for part in (layer, norm, reader):
         part.to(device=input_device(target)).requires_grad_(False)
@@ -101,21 +107,24 @@ def _wanted(config: Any, place: int, said: str, usual: str | None) -> str | None
     return usual if usual in (getattr(config, "layer_types", None) or ()) else None
 
 
-def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, dtype: torch.dtype, source: str) -> Any:
+def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, source: str) -> Any:
     """A decoder with the layer and its norm, read by transformers as it reads the target; next to no embeddings."""
     config = copy.deepcopy(decoder.config)
-    config.vocab_size, config.pad_token_id = 1, None
+    config.vocab_size, config.pad_token_id = 1, 0
+    if get_checkpoint_conversion_mapping(config.model_type) is None:
+        config.model_type = target.config.model_type  # which says how the whole model's files are written
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     block = {f"{stack}.0.{name[6:]}": tensor for name, tensor in tensors.items() if name.startswith("block.")}
     embeddings = decoder.get_input_embeddings()
     table = next(name for name, module in decoder.named_modules() if module is embeddings)
-    width = embeddings.weight.shape[1]
-    state = {**block, "norm.weight": tensors["post_norm.weight"], f"{table}.weight": torch.zeros(1, width)}
+    around = {f"{table}.{name}": tensor for name, tensor in embeddings.state_dict().items()}
+    around[f"{table}.weight"] = torch.zeros(1, embeddings.weight.shape[1])
+    state = {**around, **block, "norm.weight": tensors.get(POST_NORM, torch.ones(embeddings.weight.shape[1]))}
     problem = ""
     try:
         loaded, found = type(decoder).from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=state, dtype=target.dtype, output_loading_info=True
         )
     except (RuntimeError, ValueError) as error:  # shapes that differ
         problem = str(error)[:600]
@@ -136,7 +145,7 @@ def _check_sizes(tensors: Tensors, target: CausalLM, source: str) -> None:
     size = target.config.get_text_config(decoder=True).hidden_size
     wanted = {"eh_proj": [size, 2 * size], **dict.fromkeys(("enorm", "hnorm", "post_norm"), [size])}
     for name, shape in wanted.items():
-        if (found := list(tensors[f"{name}.weight"].shape)) != shape:
+        if f"{name}.weight" in tensors and (found := list(tensors[f"{name}.weight"].shape)) != shape:
             raise ValueError(
                 f"The multi-token layers of {source} have {name} of shape {found}, and {type(target).__name__} needs "
                 f"{shape}. They are of another model: name the repository of this one."

@@ -10,17 +10,21 @@ import torch
 from support.models import prompt
 from support.mtp_files import FAMILIES, HYBRID, VOCAB, Files
 from torch import Tensor
-from transformers import generation
+from transformers import generation, modeling_layers
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import TargetStates
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 CANDIDATES = [3, 7, 1, 4]
-SERVED = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1)]
+SERVED = [
+    *(("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1), ("step3p7", 2)),
+    *(("inkling_text", 2), ("inkling_text", 1)),  # with a norm after each layer, and without
+]
 generator = getattr(generation.candidate_generator, "MTPCandidateGenerator", None)
+MtpModel = getattr(modeling_layers, "MtpModel", None)
 of_transformers = pytest.mark.skipif(generator is None, reason="this transformers has no multi-token layers of its own")
 
 
@@ -52,8 +56,15 @@ def test_rounds_are_those_of_transformers(
     family: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token for token, and logit for logit, in the first round and in those after it."""
-    target = Files(family, num_layers).load(tmp_path)
-    if getattr(target.config, "num_mtp_layers", None) is None:
+    files = Files(family, num_layers)
+    if family == "step3p7":  # whose layers transformers takes by other names, and with the heads of full attention
+        files.overrides, files.start_of_head = {"num_sliding_attention_heads": 4}, "shared_head"
+        if not hasattr(MtpModel, "forward_layer"):
+            pytest.skip("this transformers cannot give layers of several kinds their rotary frequencies")
+    if (family, num_layers) == ("inkling_text", 1):
+        files.overrides = {"chain_hidden_post_norm": False}
+    target = files.load(tmp_path)
+    if getattr(target.config.get_text_config(), "num_mtp_layers", None) is None:
         pytest.skip("this transformers has no multi-token layers of this family")
     rounds: list[tuple[Tensor, Tensor, Tensor]] = []
     assert generator is not None
@@ -68,7 +79,7 @@ def test_rounds_are_those_of_transformers(
     monkeypatch.setattr(generator, "get_candidates", hear)
     target.generate(TEXT, max_new_tokens=14, do_sample=False, use_mtp=True)
     draft = fixed(target).ready_drafter()
-    assert len(rounds) > 5
+    assert len(rounds) >= 5
     for text, candidates, logits in rounds:
         ours = drafted(target, draft, text, candidates[:-1].tolist())
         assert ours.argmax(-1).tolist() == candidates.tolist()
@@ -187,12 +198,33 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
     assert float((drafted(target, draft, TEXT, CANDIDATES).double() - expected).abs().max()) > 1e-2
 
 
+@torch.no_grad()
+def test_a_layer_of_inkling_with_a_window_is_what_its_mask_says(tmp_path: Path) -> None:
+    """transformers' own generator reads the prompt with another mask, and agrees once that is out of sight."""
+    window = 6
+    files = Files(
+        "inkling_text", overrides={"mtp_local_layer_ids": [0], "sliding_window_size": window, "rel_extent": 6}
+    )
+    target = files.load(tmp_path)
+    draft: Any = fixed(target).ready_drafter()
+    decoder, states = inner_decoder(draft.model), states_of(target, draft, TEXT)
+    assert decoder.config.layer_types == ["hybrid_sliding"]
+    distance = torch.arange(states.shape[1])[:, None] - torch.arange(states.shape[1])
+    for shown, same in ((window, True), (window - 1, False)):
+        mask = torch.zeros(distance.shape, dtype=torch.float64)
+        mask = mask.masked_fill((distance < 0) | (distance >= shown), float("-inf"))[None, None]
+        rows = decoder.layers[0](draft.fusion(states, draft.embed(TEXT[:, 1:])), attention_mask=mask, conv_mask=None)
+        expected = draft.logits(decoder.norm(rows)[0, -1], VOCAB)
+        assert torch.allclose(drafted(target, draft, TEXT, [])[0], expected, rtol=1e-5, atol=1e-5) is same
+
+
 # Rounds of one generation are what a round that reads all anew says. --------------------------------------------------
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "num_layers"), [("glm4_moe", 3), ("deepseek_v3", 2), ("mellum", 1), ("qwen3_next", 1)]
+    ("family", "num_layers"),
+    [("glm4_moe", 3), ("deepseek_v3", 2), ("mellum", 1), ("qwen3_next", 1), ("inkling_text", 3)],
 )
 def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Path) -> None:
     """Rounds with 0 to 5 candidates, of which 0 to all stand; some rounds draft nothing."""
@@ -223,13 +255,15 @@ def test_every_number_of_the_file_is_in_the_layer(family: str, tmp_path: Path) -
     files = Files(family)
     target = files.load(tmp_path)
     draft = fixed(target).ready_drafter()
-    parts = [draft.model.model.layers[0], draft.model.model.norm, draft.fusion]
+    decoder = inner_decoder(draft.model)
+    parts = [decoder.layers[0], decoder.norm, draft.fusion]
     held = torch.cat([tensor.flatten() for part in parts for tensor in part.state_dict().values()])
-    again = ("embed_tokens.weight", "shared_head.head.weight")
+    again = ("embed_tokens.weight", "shared_head.head.weight", "shared_head.output.weight")
     stored = torch.cat([tensor.flatten() for name, tensor in files.layers[0].items() if not name.endswith(again)])
     torch.testing.assert_close(held.sort().values, stored.sort().values, rtol=0, atol=1e-7)  # routers are float32
     shared = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     assert draft.model.get_input_embeddings().weight is shared[0]
     assert draft.model.get_output_embeddings().weight is shared[1]
-    assert draft.model.config.num_hidden_layers == 1
-    assert family not in HYBRID or draft.model.config.layer_types == ["full_attention"]
+    assert decoder.config.num_hidden_layers == 1
+    kind = "hybrid" if family == "inkling_text" else "full_attention"
+    assert family not in HYBRID or decoder.config.layer_types == [kind]
