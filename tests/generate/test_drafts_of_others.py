@@ -60,7 +60,10 @@ class Pair:
         return plain
 
 
-@pytest.fixture(params=[(make, name) for make in (dflash, gemma4, mtp) for name in SETTINGS], ids=lambda of: f"{of[0].__name__}-{of[1]}")
+@pytest.fixture(
+    params=[(make, name) for make in (dflash, gemma4, mtp) for name in SETTINGS],
+    ids=lambda of: f"{of[0].__name__}-{of[1]}",
+)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     make, name = request.param
     target, assistant = make(tmp_path)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import dflash_files, gemma4_files
 from support.models import partly_agreeing, prompt, random_fusion, random_layer
 from support.mtp_files import Files
-from support.quantised import SHAPE, ordinary, with_bitsandbytes, with_torch_ao, with_torchao
+from support.quantised import SHAPE, ordinary, quantised_in_place, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache, TorchAoConfig
@@ -357,6 +358,26 @@ def test_a_draft_may_quantise_its_activations() -> None:
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=CHAIN)
     assert torch.equal(generate(target, assistant), generate(target))
     assert assistant.stats.accepted > 0
+
+
+# Drafts of others. ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", ["chain", "tree"])
+@pytest.mark.parametrize("kind", ["dflash", "gemma4"])
+def test_drafts_of_others(kind: str, settings: str, tmp_path: Path) -> None:
+    """They read the states or the cache of a quantised target, and its embeddings and LM head."""
+    if kind == "dflash":
+        target = quantised_in_place(dflash_files.target_for().float())
+        draft = dflash_files.VARIANTS["plain"].save(tmp_path)
+        assistant = SpecDecPPAssistant.from_pretrained(draft, target=target, speculation=SETTINGS[settings])
+    else:
+        target = quantised_in_place(gemma4_files.target_for().float())
+        theirs = gemma4_files.VARIANTS["plain"].theirs().float()
+        assistant = SpecDecPPAssistant.from_draft(theirs, target, speculation=SETTINGS[settings])
+    ids = 1 + prompt() % 11
+    assert torch.equal(generate(target, assistant, ids), generate(target, None, ids))
+    assert assistant.stats.drafted > 0
 
 
 # Multi-token layers. --------------------------------------------------------------------------------------------------

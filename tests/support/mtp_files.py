@@ -130,7 +130,7 @@ class Files:
         random = self._noise(place)
 
         centre = 0.0 if self.family in QWEN else 1.0  # Qwen's norms scale by 1 + weight
-        size = HIDDEN
+        size = self.config().get_text_config().hidden_size
         enorm, hnorm, post_norm = (centre + 0.2 * random(size) for _ in range(3))
         eye = torch.eye(size, dtype=self.dtype)
         project = torch.cat((eye, 0.1 * eye), dim=1) + 0.02 * random(size, 2 * size)

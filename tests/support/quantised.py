@@ -27,8 +27,14 @@ def with_torchao(
     config: str = "Int8WeightOnlyConfig", dtype: torch.dtype = torch.float32, kinds: Any = nn.Linear, **arguments: Any
 ) -> CausalLM:
     """All layers of these kinds quantised in place, the LM head too."""
+    return quantised_in_place(ordinary(dtype), config, kinds, **arguments)
+
+
+def quantised_in_place(
+    model: CausalLM, config: str = "Int8WeightOnlyConfig", kinds: Any = nn.Linear, **arguments: Any
+) -> CausalLM:
+    """A model whose layers of these kinds torchao has quantised."""
     torchao = optional("torchao.quantization")
-    model = ordinary(dtype)
     quantize = getattr(torchao, config)(**arguments)
     torchao.quantize_(model, quantize, filter_fn=lambda layer, _: isinstance(layer, kinds))
     return model
