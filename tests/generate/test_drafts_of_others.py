@@ -33,7 +33,7 @@ def dflash(folder: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
     return target, SpecDecPPAssistant.from_pretrained(folder, target=target)
 
 
-def gemma4(folder: Path) -> tuple[CausalLM, SpecDecPPAssistant]:  # noqa: ARG001
+def gemma4(folder: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
     target = gemma4_files.target_for()
     return target, SpecDecPPAssistant.from_draft(gemma4_files.VARIANTS["plain"].theirs(), target=target)
 
@@ -60,10 +60,10 @@ class Pair:
         return plain
 
 
-@pytest.fixture(
-    params=[(make, name) for make in (dflash, gemma4, mtp) for name in SETTINGS],
-    ids=lambda of: f"{of[0].__name__}-{of[1]}",
-)
+WHICH = [(make, name) for make in (dflash, gemma4, mtp) for name in SETTINGS]
+
+
+@pytest.fixture(params=WHICH, ids=lambda which: f"{which[0].__name__}-{which[1]}")
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     make, name = request.param
     target, assistant = make(tmp_path)
