@@ -57,7 +57,7 @@ def demo(
     ] = False,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Picture of the last answer, with and without, as it is written."),
+        typer.Option(metavar="FILE", help="Picture of the last answer, written with and without."),
     ] = None,
 ) -> None:
     """Answer prompts with and without the assistant, and compare tokens and times."""

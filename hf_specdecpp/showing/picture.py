@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -57,64 +57,75 @@ def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str]
     Args:
         notes: lines of small print under them, such as what was measured where.
     """
-    panes = [("plain", "plain generate()", plain), ("ours", "with the assistant", assisted)]
     longest = max(plain.seconds, assisted.seconds)
-    loop = longest + PAUSE
-    rows = max(len(_lines(_text(answer.said))) for _, _, answer in panes)
-    foot = TOP + rows * LINE
+    foot = TOP + LINE * max(len(_lines(_text(answer.said))) for answer in (plain, assisted))
     height = foot + BELOW + 16 * len(notes)
-    parts, rules = [], []
-    for number, (name, title, answer) in enumerate(panes):
-        left = MARGIN + number * (PANE + GAP)
-        parts += [
-            _label(left, 60, title, "head"),
-            _label(left, 80, answer.rate, "note"),
-            f'<rect class="bar {name} {name}-bar" x="{left:g}" y="88" width="{PANE * answer.seconds / longest:.1f}" '
-            'height="4" rx="2"/>',
-        ]
-        rules.append(
-            f"@keyframes {name}-bar{{0%{{transform:scaleX(0)}}{_share(answer.seconds, loop)},to{{transform:none}}}}"
-            f".{name}-bar{{animation:{name}-bar {loop:.2f}s linear infinite}}"
-        )
-        for place, (seconds, drawn) in enumerate(_passes(answer.said, left)):
-            key = f"{name[0]}{place}"
-            parts.append(f'<g class="{key}">{drawn}</g>')
-            rules.append(
-                f"@keyframes {key}{{0%{{opacity:0}}{_share(seconds, loop)}{{opacity:1}}}}"
-                f".{key}{{animation:{key} {loop:.2f}s step-end infinite}}"
-            )
-    first = _shortened(question, 2 * COLUMNS)
     legend = "a candidate that the target accepted, several at a time; all other tokens it chose itself"
-    parts += [
-        _label(MARGIN, 34, first),
+    parts = [
+        f'<rect class="card" x=".5" y=".5" width="{WIDTH - 1:g}" height="{height - 1:g}" rx="8"/>',
+        _label(MARGIN, 34, _shortened(question, 2 * COLUMNS)),
+        *_pane("plain", "plain generate()", plain, MARGIN, longest),
+        *_pane("ours", "with the assistant", assisted, MARGIN + PANE + GAP, longest),
         f'<rect class="hit" x="{MARGIN:g}" y="{foot + 23:.1f}" width="24" height="14" rx="3"/>',
         _label(MARGIN + 32, foot + 34, legend, "note"),
         *(_label(MARGIN, foot + 56 + 16 * row, note, "note") for row, note in enumerate(notes)),
     ]
+    rules = [STYLE, *_animation("plain", plain, longest), *_animation("ours", assisted, longest)]
     about = f"{question}: {plain.rate} by plain generate(), {assisted.rate} with the assistant."
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
-        f'height="{height:g}" role="img">\n<title>{_plain(about)}</title>\n<style>{STYLE}{chr(10).join(rules)}\n</style>\n'
-        f'<rect class="card" x=".5" y=".5" width="{WIDTH - 1:g}" height="{height - 1:g}" rx="8"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
+            f'height="{height:g}" role="img">',
+            f"<title>{_plain(about)}</title>",
+            *("<style>", *rules, "</style>"),
+            *(*parts, "</svg>\n"),
+        )
     )
 
 
-def _passes(said: Sequence[Said], left: float) -> Iterator[tuple[float, str]]:
-    """Of each pass of the target its seconds and the drawing of its tokens, where they stand in the text."""
+def _pane(name: str, title: str, answer: Answer, left: float, longest: float) -> list[str]:
+    """One answer: its title, its time as a number and as a bar, and its tokens, grouped by the passes of the target."""
+    width = PANE * answer.seconds / longest
+    return [
+        _label(left, 60, title, "head"),
+        _label(left, 80, answer.rate, "note"),
+        f'<rect class="bar {name} {name}-bar" x="{left:g}" y="88" width="{width:.1f}" height="4" rx="2"/>',
+        *(f'<g class="{name[0]}{place}">{drawn}</g>' for place, drawn in enumerate(_passes(answer.said, left))),
+    ]
+
+
+def _animation(name: str, answer: Answer, longest: float) -> list[str]:
+    """CSS that writes one answer, pass by pass, and again after a pause at the end of the longer one."""
+    loop = longest + PAUSE
+    return [
+        f"@keyframes {name}-bar{{0%{{transform:scaleX(0)}}{_share(answer.seconds, loop)},to{{transform:none}}}}"
+        f".{name}-bar{{animation:{name}-bar {loop:.2f}s linear infinite}}",
+        *(
+            f"@keyframes {name[0]}{place}{{0%{{opacity:0}}{_share(seconds, loop)}{{opacity:1}}}}"
+            f".{name[0]}{place}{{animation:{name[0]}{place} {loop:.2f}s step-end infinite}}"
+            for place, seconds in enumerate(_times(answer.said))
+        ),
+    ]
+
+
+def _times(said: Sequence[Said]) -> list[float]:
+    """The seconds of each pass of the target."""
+    return list(dict.fromkeys(each.seconds for each in said))
+
+
+def _passes(said: Sequence[Said], left: float) -> list[str]:
+    """Of each pass of the target the drawing of its tokens, where they stand in the text."""
     text = _text(said)
     owners = [place for place, each in enumerate(said) for _ in _written(each.text)]
-    runs: dict[float, list[str]] = {each.seconds: [] for each in said}
+    runs: dict[float, list[str]] = {seconds: [] for seconds in _times(said)}
     for row, (begin, end) in enumerate(_lines(text)):
         end = begin + len(text[begin:end].rstrip())
-        for owner, places in groupby(range(begin, end), key=owners.__getitem__):
-            first = next(places)
-            last = 1 + max(places, default=first)
-            x = left + CELL * cell_len(text[begin:first])
-            runs[said[owner].seconds].append(_run(x, TOP + LINE * (row + 1), text[first:last], said[owner].accepted))
-    for seconds, drawn in runs.items():
-        yield seconds, "".join(drawn)
+        for owner, group in groupby(range(begin, end), key=owners.__getitem__):
+            places = list(group)
+            x = left + CELL * cell_len(text[begin : places[0]])
+            part, token = text[places[0] : places[-1] + 1], said[owner]
+            runs[token.seconds].append(_run(x, TOP + LINE * (row + 1), part, token.accepted))
+    return ["".join(drawn) for drawn in runs.values()]
 
 
 def _run(x: float, y: float, text: str, accepted: bool) -> str:
