@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from support.browser import page
 
 from hf_specdecpp.showing.picture import COLUMNS, MARGIN, PAUSE, WIDTH, Answer, picture
 from hf_specdecpp.showing.told import Said
@@ -145,3 +148,22 @@ def _luminance(colour: str) -> float:
     parts = [int(full[place : place + 2], 16) / 255 for place in (0, 2, 4)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_in_a_browser(motion: str, tmp_path: Path) -> None:
+    """It is written in time, and stands there at once for those who want no motion."""
+    answer = [Said("now", False, 0.001), Said(" later", True, 1.5)]
+    file = tmp_path / "answer.svg"
+    file.write_text(picture("?", Answer(answer, 1.5), Answer(answer, 1.5)), encoding="utf-8")
+    with page(reduced_motion=motion) as tab:
+        tab.goto(file.as_uri())
+        shown = {name: opacity(tab, name) for name in ("p0", "p1", "o1")}
+        later = "1" if motion == "reduce" else "0"
+        assert shown == {"p0": "1", "p1": later, "o1": later}
+        tab.wait_for_timeout(2000)
+        assert opacity(tab, "p1") == opacity(tab, "o1") == "1"
+
+
+def opacity(tab: Any, name: str) -> str:
+    return tab.evaluate(f"getComputedStyle(document.querySelector('.{name}')).opacity")
