@@ -22,6 +22,7 @@ EXAMPLES = [
     "Explain in three sentences why the sky is blue.",
     "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
 ]
+LONGEST = 2000  # characters of a question
 BOX = "white-space:pre-wrap;font-family:monospace;min-height:16em;line-height:1.5"
 CANDIDATE = "background:#2da44e59;color:inherit;border-radius:3px"  # on light and dark pages
 INTRODUCTION = f"""# Speculative decoding, token by token
@@ -48,15 +49,16 @@ def encode(question):
 
 
 def generate(inputs, length, helper, listener):
-    """The seconds of one answer."""
+    """The seconds of one answer, from when it is its turn."""
+    listener.begin = time.perf_counter()
     model.generate(**inputs, max_new_tokens=length, do_sample=False, assistant_model=helper, streamer=listener)
     return time.perf_counter() - listener.begin
 
 
 def write(question, length, trees):
     """Both answers as they are written, then both again at once, and the last tree."""
-    if not question.strip():
-        raise gr.Error("There is no question to answer.")
+    if not 0 < len(question.strip()) <= LONGEST:
+        raise gr.Error(f"A question has between 1 and {LONGEST} characters; this one has {len(question.strip())}.")
     assistant.speculation.tree = "dyspec" if trees else None
     inputs, answers, panes = encode(question), [], [coloured([]), "", coloured([]), "", "", ""]
     for side, helper in enumerate((None, assistant)):
@@ -65,7 +67,10 @@ def write(question, length, trees):
         while wait([running], timeout=0.1).not_done:
             panes[2 * side] = coloured(told(listener, tokenizer))
             yield panes
-        seconds = running.result()
+        try:
+            seconds = running.result()
+        except ValueError as error:  # such as trees for a target that cannot read them
+            raise gr.Error(str(error)) from None
         answer = Answer(told(listener, tokenizer, None if helper is None else helper.stats), seconds)
         panes[2 * side : 2 * side + 2] = coloured(answer.said), answer.rate
         answers.append(answer)
@@ -101,7 +106,7 @@ def image(svg):
 with gr.Blocks(title="hf_specdecpp") as demo:
     gr.Markdown(INTRODUCTION)
     with gr.Row():
-        question = gr.Textbox(EXAMPLES[0], label="Question", max_length=2000, scale=4)
+        question = gr.Textbox(EXAMPLES[0], label="Question", max_length=LONGEST, scale=4)
         length = gr.Slider(16, 256, 96, step=16, label="Most tokens", scale=2)
         trees = gr.Checkbox(True, label="Draft trees", scale=1)
     button = gr.Button("Answer", variant="primary")

@@ -133,9 +133,10 @@ def test_chains_have_no_tree(space: Space) -> None:
     assert tree.startswith("No tree")
 
 
-def test_nothing_asked(space: Space) -> None:
-    with pytest.raises(AppError, match="no question"):
-        Client(space.url, verbose=False).predict(" ", 16, True, api_name="/write")
+@pytest.mark.parametrize(("question", "length"), [(" ", 0), ("w1 " * 2000, 5999)], ids=["nothing", "a book"])
+def test_questions_that_are_none(space: Space, question: str, length: int) -> None:
+    with pytest.raises(AppError, match=f"between 1 and 2000 characters; this one has {length}"):
+        Client(space.url, verbose=False).predict(question, 16, True, api_name="/write")
 
 
 def test_in_a_browser(space: Space) -> None:
