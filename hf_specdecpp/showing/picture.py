@@ -130,13 +130,15 @@ def _passes(said: Sequence[Said], left: float) -> list[str]:
 
 def _run(x: float, y: float, text: str, accepted: bool) -> str:
     """A token, or the part of one that is in a line: as wide as its cells in whatever font there is."""
-    width = CELL * cell_len(text)
+    width = CELL * max(cell_len(text), 1)  # an accent alone has no cell
     back = f'<rect class="hit" x="{x:.1f}" y="{y - 14:g}" width="{width - 1:.1f}" height="18"/>' if accepted else ""
     if text.isspace():
         return back
     inner = text.strip()
     x += CELL * (len(text) - len(text.lstrip()))
-    return back + f'<text x="{x:.1f}" y="{y:g}" textLength="{CELL * cell_len(inner):.1f}">{_plain(inner)}</text>'
+    return (
+        back + f'<text x="{x:.1f}" y="{y:g}" textLength="{CELL * max(cell_len(inner), 1):.1f}">{_plain(inner)}</text>'
+    )
 
 
 def _label(x: float, y: float, text: str, style: str = "") -> str:

@@ -93,7 +93,7 @@ def test_bars_are_as_long_as_the_answers_took() -> None:
         ["word "] * 60,
         ["x" * 30] * 9,
         ["日本語"] * 40,
-        [" " * 70, "deep", "\tTab", "\r\n", "e\u0301", "🙂", "end"],
+        [" " * 70, "deep", "\tTab", "\r\n", "e", "\u0301", "🙂", "end"],
         ["\x00\x1b[31m", "<script>alert(1)</script>", "&amp;", "]]>", '"q"', "\u2028"],
         ["", "only"],
     ],
@@ -106,8 +106,10 @@ def test_any_text_stays_in_its_pane(texts: list[str]) -> None:
     for letter, left in (("p", MARGIN), ("o", MARGIN + pane)):
         for each in (text for group in passes(root, letter) for text in group.iter(f"{SVG}text")):
             assert cell_len(each.text or "") <= COLUMNS
+            assert float(each.get("textLength", 0)) > 0
             end = float(each.get("x", 0)) + float(each.get("textLength", 0))
             assert left <= float(each.get("x", 0)) < end < left + pane + 0.1
+    assert all(float(each.get("width", 0)) > 0 for each in root.iter(f"{SVG}rect"))
     shown = words(passes(root, "p"))
     assert shown.replace(" ", "") == re.sub(r"\s|[\x00\x1b\u2028]", "", "".join(texts))
 
