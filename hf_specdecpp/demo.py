@@ -178,10 +178,9 @@ def _picture(question: str, plain: Answer, assisted: Answer, stats: SpeculationS
     if stats.plain_pass_seconds is not None and stats.same_pass_seconds is not None:
         products = stats.plain_pass_seconds / stats.same_pass_seconds
         gain += f"; the faster CPU products alone would give {products:.2f}"
-    both = [picture.Answer(each.said, each.seconds) for each in (plain, assisted)]
-    return picture.picture(
-        question, *both, notes=(gain, f"specdecpp demo --svg, {where}; written here as fast as there")
-    )
+    made = f"specdecpp demo --svg, {where}; written here as fast as there"
+    left, right = (picture.Answer(each.said, each.seconds) for each in (plain, assisted))
+    return picture.picture(question, left, right, notes=(gain, made))
 
 
 def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +80,7 @@ def told(listener: Listener, tokenizer: PreTrainedTokenizerBase, stats: Speculat
     return [Said(text, *of) for text, of in zip(texts, whose, strict=True)]
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
     """What each token adds to the text of those before it, special tokens nothing."""
     options: Any = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     texts, before = [], ""

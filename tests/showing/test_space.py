@@ -53,9 +53,9 @@ class Space:
 def answer_of(folder: str | Path, question: str) -> str:
     model, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": question}]
-    inputs = words.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs: Any = words.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=48, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    return words.decode(output, skip_special_tokens=True)
+    return str(words.decode(output, skip_special_tokens=True))
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("SmolLM2", marks=pytest.mark.slow)])
