@@ -6,6 +6,7 @@ NEWEST := .venv-newest
 QUANTS := .quantised
 FORMATS := .formats
 HARNESS := .lm-eval
+SPACE  := .space
 BIN    := $(VENV)/bin
 MODELS := .models
 ARGS   ?=
@@ -13,7 +14,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-lm-eval lint format types docs bench-overhead clean
+.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-lm-eval test-space lint format types docs bench-overhead clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -65,6 +66,14 @@ $(HARNESS)/.installed: $(VENV)/.installed
 		lm_eval sacrebleu portalocker tabulate colorama lxml
 	@touch $@
 
+# A wheel of playwright has no browser in it; the tests that use one take the system's Chromium, or are skipped.
+$(SPACE)/.installed: $(VENV)/.installed
+	@echo "Installing into $(SPACE): gradio and playwright"
+	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SPACE) \
+		gradio gradio_client groovy hf-gradio httpx httpcore orjson pydub pytz python-multipart safehttpx \
+		semantic-version tomlkit brotli 'audioop-lts; python_version >= "3.13"' playwright pyee greenlet
+	@touch $@
+
 demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
@@ -89,6 +98,9 @@ test-formats: $(FORMATS)/.installed  ## Run the tests beside the package specula
 
 test-lm-eval: $(HARNESS)/.installed  ## Run the tests with lm-eval, an assistant among its arguments or by default
 	@$(PYTEST) PYTHONPATH=$(HARNESS) $(BIN)/pytest tests/generate/test_lm_eval.py $(ARGS)
+
+test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
+	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/showing/test_space.py tests/showing/test_picture.py $(ARGS)
 
 lint: install  ## Check style and format
 	@$(BIN)/ruff check

@@ -55,6 +55,10 @@ def demo(
     lookup: Annotated[
         bool, typer.Option("--lookup", help="Candidates also from the text itself; without --assistant only these.")
     ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Picture of the last answer, written with and without."),
+    ] = None,
 ) -> None:
     """Answer prompts with and without the assistant, and compare tokens and times."""
     from hf_specdecpp.demo import run
@@ -62,7 +66,7 @@ def demo(
 
     try:
         with quiet_loading():
-            run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup)
+            run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup, svg)
     except (ValueError, OSError) as error:
         _fail(str(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli_options import parse_layers
+from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
+from hf_specdecpp.showing import picture
+from hf_specdecpp.showing.told import Listener, Said, told
 from hf_specdecpp.texts.prompts import EXAMPLES, REPEATING
 from hf_specdecpp.trees.drawing import DrawnTree
 
@@ -30,10 +34,11 @@ console = Console(highlight=False, soft_wrap=True, markup=False)
 
 @dataclass
 class Answer:
-    """New tokens `[length]` and the seconds they took."""
+    """New tokens `[length]`, the seconds they took, and who said each of them and when."""
 
     tokens: Tensor
     seconds: float
+    said: list[Said]
 
 
 def run(
@@ -45,6 +50,7 @@ def run(
     sample: bool = False,
     tree: bool = False,
     lookup: bool = False,
+    svg: Path | None = None,
 ) -> None:
     """Load the target and its assistant, answer every prompt twice and print what came of it.
 
@@ -57,10 +63,14 @@ def run(
         sample: draw from the target's distribution (seeded) instead of taking its likeliest tokens.
         tree: draft token trees, show the last one and save it as a picture.
         lookup: candidates also come from the text itself; without an assistant, only from there.
+        svg: file for a picture of the last answer, written with and without the assistant at the measured times.
 
     Raises:
+        OSError: there is no folder for `svg`.
         typer.Exit: code 1 if a greedy answer differs with the assistant.
     """
+    if svg is not None and not svg.parent.is_dir():  # before minutes of work
+        raise FileNotFoundError(f"There is no folder {str(svg.parent)!r} for the picture {svg.name!r}. Make it first.")
     with console.status(f"loading {target}"):
         model, tokenizer = load_model(target), load_tokenizer(target)
     _print("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
@@ -86,6 +96,9 @@ def run(
             differing += _compare(plain.tokens, assisted.tokens)
         console.print()
     _report(totals, seconds, sample)
+    if svg is not None:
+        save_text(_picture(questions[-1], plain, assisted, stats, model), svg)
+        console.print(f"Picture of the last answer: {svg}")
     if helper.last_tree is not None:
         _show_tree(helper.last_tree, tokenizer)
     elif tree:
@@ -123,18 +136,14 @@ def _answer(
 ) -> Answer:
     _print(name)
     torch.manual_seed(0)
-    begin = time.perf_counter()
+    listener = Listener(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
     output = model.generate(
-        **inputs,
-        max_new_tokens=max_new_tokens,
-        do_sample=sample,
-        assistant_model=assistant,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **inputs, max_new_tokens=max_new_tokens, do_sample=sample, assistant_model=assistant, streamer=listener
     )
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - listener.begin
     tokens = output[0, inputs["input_ids"].shape[1] :]
     _print(f"{len(tokens)} tokens in {seconds:.1f} s, {len(tokens) / seconds:.1f} tokens/s", style="dim")
-    return Answer(tokens, seconds)
+    return Answer(tokens, seconds, told(listener, tokenizer, None if assistant is None else assistant.stats))
 
 
 def _against_measured(stats: SpeculationStats, plain: Answer) -> SpeculationStats:
@@ -159,6 +168,19 @@ def _compare(plain: Tensor, assisted: Tensor) -> bool:
     agree = int((plain[:shared] == assisted[:shared]).long().cumprod(0).sum())
     _print(f"different from token {agree} on (in half precision a near-tie can do this)", style="red")
     return True
+
+
+def _picture(question: str, plain: Answer, assisted: Answer, stats: SpeculationStats, model: CausalLM) -> str:
+    """The SVG of an answer, with what was measured where below it."""
+    name = Path(str(model.config.name_or_path)).name
+    where = f"{name}, {str(model.dtype)[6:]} on {model.device.type}, {_threads()}"
+    gain = f"{plain.seconds / assisted.seconds:.2f} times as fast; {stats.tokens_per_pass:.2f} tokens per target pass"
+    if stats.plain_pass_seconds is not None and stats.same_pass_seconds is not None:
+        products = stats.plain_pass_seconds / stats.same_pass_seconds
+        gain += f"; the faster CPU products alone would give {products:.2f}"
+    made = f"specdecpp demo --svg, {where}; written here as fast as there"
+    left, right = (picture.Answer(each.said, each.seconds) for each in (plain, assisted))
+    return picture.picture(question, left, right, notes=(gain, made))
 
 
 def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) -> None:

@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 
 # Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")
+UNDATED = {"Date": None}
 MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
 
 
@@ -21,8 +22,9 @@ def new_figure(width: float, height: float) -> tuple[plt.Figure, plt.Axes]:
 
 
 def save(figure: plt.Figure, path: Path) -> None:
-    """Write a figure as PNG, whole or not at all, and close it."""
+    """Write a figure as PNG or SVG, by the file's ending, whole or not at all, and close it."""
     temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with mpl.rc_context({"svg.hashsalt": path.stem}):  # the same figure, the same file
+        figure.savefig(temporary, dpi=150, format=path.suffix[1:], metadata=UNDATED if path.suffix == ".svg" else None)
     plt.close(figure)
     temporary.replace(path)

@@ -315,10 +315,10 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments))
     assert run("demo", "--target", "a").exit_code == 0
     options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
-    assert run("demo", "--target", "a", *options, "--sample", "--tree", "--lookup").exit_code == 0
+    assert run("demo", "--target", "a", *options, "--sample", "--tree", "--lookup", "--svg", "x.svg").exit_code == 0
     assert calls == [
-        ("a", None, "4", 64, None, False, False, False),
-        ("a", "b", "0,2", 5, ["c", "d"], True, True, True),
+        ("a", None, "4", 64, None, False, False, False, None),
+        ("a", "b", "0,2", 5, ["c", "d"], True, True, True, Path("x.svg")),
     ]
 
 

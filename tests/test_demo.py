@@ -111,12 +111,28 @@ def test_demo_shows_a_tree(target: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_demo_draws_the_last_answer(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "demo.svg"
+    result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS, "--svg", str(file)])
+    assert result.exit_code == 0, result.output
+    assert f"Picture of the last answer: {file}" in result.output
+    svg = file.read_text(encoding="utf-8")
+    assert "<title>w4: 12 tokens in " in svg
+    assert svg.count("12 tokens in") == 4  # the title says it of both, and so do the panes
+    answer = result.output.split("2/2  w4\n")[1].split("plain\n")[1].splitlines()[0].split()
+    for word in answer:
+        assert svg.count(f">{word}</text>") == 2 * answer.count(word)
+    assert "target, float32 on cpu" in svg
+    assert str(tmp_path) not in svg
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--layers", "9"], "must be a number from 1 to 2"),
         (["--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
         (["--assistant", "/nowhere/at/all"], "There is no folder '/nowhere/at/all', and it cannot be"),
+        (["--svg", "/nowhere/at/all.svg"], "There is no folder '/nowhere/at' for the picture 'all.svg'"),
     ],
 )
 def test_bad_arguments_are_one_line(target: str, arguments: list[str], says: str) -> None:

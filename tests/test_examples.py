@@ -137,6 +137,29 @@ def test_publish_renews_the_speeds_of_a_card(tmp_path: Path) -> None:
     assert "old" not in text
 
 
+def test_plot_speeds(tmp_path: Path) -> None:
+    """Each bar is the row that it names, in its column, and every kind of text has one. The same reports make the same
+    picture."""
+    example = runpy.run_path(str(FOLDER / "plot_speeds.py"))
+    report = """| set | contestant | x plain (95 %) | x plain, same passes (95 %) | tokens/s |
+| --- | --- | --- | --- | --- |
+| all | ours | 9.00 (8.00-9.50) | 9.00 (8.00-9.50) | 1 |
+| open | **ours** | **3.00 (2.00-4.00)** | **1.50 (1.25-2.00)** | 7.0 |
+| open | theirs | 2.00 (1.90-2.10) | 1.00 (0.90-1.10) | 7.0 |
+"""
+    assert example["read"](report, "ours") == {"open": (1.5, 1.25, 2.0)}
+    speeds = example["collect"](example["REPORTS"])
+    assert {each for _, each in speeds} == set(example["SETS"])
+    assert speeds[example["QWEN"], "gsm8k_test"][0] == 2.04
+    pictures = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        example["draw"](speeds, tmp_path / name / "speeds.svg")
+        pictures.append((tmp_path / name / "speeds.svg").read_bytes())
+    assert pictures[0] == pictures[1]
+    assert b"<svg" in pictures[0]
+
+
 def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Variants are trained once each, in their own folders, on the answers of the run or a share of them."""
     module = runpy.run_path(str(FOLDER / "draft_ablations.py"))

@@ -31,13 +31,19 @@ def test_the_program_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name: model)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: watchers.tokenizer())
     monkeypatch.setattr("hf_specdecpp.SpecDecPPAssistant.from_pretrained", load)
-    program = re.search(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert program is not None
-    exec(program[1], {})  # noqa: S102
+    two_lines, program = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[:2]
+    names: dict[str, Any] = {}
+    exec(program, names)  # noqa: S102
     assert (ROOT / asked[0]).is_dir()
     printed = capsys.readouterr().out
     for row in ("tokens per pass", "discard rate", "time", "verdict"):
         assert re.search(rf"^{row} +\S", printed, flags=re.MULTILINE)
+    names["assistant"].detach()
+    plain = model.generate(**names["inputs"])
+    exec(two_lines, names)  # noqa: S102
+    assert names["output"].tolist() == plain.tolist()
+    assert names["assistant"].stats.generated > 0
+    assert asked[0] == asked[1]
 
 
 def test_names_exist() -> None:

@@ -1,0 +1,97 @@
+"""Draw how fast the published assistants are by kind of text, of the reports in `docs/benchmarks`.
+
+    python examples/plot_speeds.py --output docs/pictures/speeds.svg
+
+Each bar is a median over prompts: the speed over plain `generate()` on the same passes, which is what speculation adds.
+The lines are 95 % intervals; pale bars are a single prompt. Nothing is typed by hand; a line of `SHOWN` names a report
+and which of its rows.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from hf_specdecpp.plotting import COLOURS, new_figure, save
+
+REPORTS = Path(__file__).parents[1] / "docs" / "benchmarks"
+SAME_PASSES = 3  # the column of a report
+
+QWEN, SMOLLM2, GEMMA = "Qwen2.5-Coder-1.5B", "SmolLM2-135M", "Gemma 3 270M"
+# Target, report, contestant. None of these has a setting that was tuned.
+SHOWN = (
+    (QWEN, "qwen-live", "throughput (head)"),
+    (QWEN, "qwen-lookup", "lookup + draft (head)"),
+    (SMOLLM2, "smollm2-live", "throughput (head)"),
+    (SMOLLM2, "smollm2-lookup", "lookup + draft (head)"),
+    (GEMMA, "gemma3-270m", "lookup + draft (head)"),
+)
+SETS = {
+    "gsm8k_test": "school maths (GSM8K)",
+    "humaneval_test": "code (HumanEval)",
+    "alpaca_test": "instructions (Alpaca)",
+    "rewrite": "rewrite a text",
+    "summarise": "summarise a text",
+    "passage": "questions about a text",
+    "turns": "several turns",
+    "arithmetic": "arithmetic",
+    "open": "open questions",
+}
+Speeds = dict[tuple[str, str], tuple[float, float, float]]
+
+
+def read(report: str, contestant: str) -> dict[str, tuple[float, float, float]]:
+    """Median and interval of a contestant by set."""
+    found = {}
+    for line in report.splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split(" |")]
+        if len(cells) > SAME_PASSES and cells[1] == contestant and cells[0] in SETS:
+            median, low, high = map(float, re.findall(r"[\d.]+", cells[SAME_PASSES]))
+            found[cells[0]] = (median, low, high)
+    return found
+
+
+def collect(folder: Path) -> Speeds:
+    """By target and set."""
+    speeds: Speeds = {}
+    for target, name, contestant in SHOWN:
+        rows = read((folder / name / "report.md").read_text(encoding="utf-8"), contestant)
+        if not rows:
+            raise SystemExit(f"{folder / name}/report.md has no rows of {contestant!r}, so there is nothing to draw.")
+        speeds.update({(target, each): speed for each, speed in rows.items()})
+    return speeds
+
+
+def draw(speeds: Speeds, output: Path) -> None:
+    """Bars by set, one a target."""
+    figure, axes = new_figure(8.2, 5.6)
+    targets = list(dict.fromkeys(target for target, _, _ in SHOWN))
+    place, ticks = 0.0, []
+    for each in SETS:
+        bars = [target for target in targets if (target, each) in speeds]
+        for target in bars:
+            median, low, high = speeds[target, each]
+            colour = COLOURS[targets.index(target)]
+            alone = {"alpha": 0.4} if low == high else {"label": target}  # one prompt has no interval
+            axes.barh(place, median, height=0.85, color=colour, **alone)
+            axes.plot((low, high), (place, place), color="#333333", linewidth=1.2)
+            axes.text(max(high, 1.0) + 0.05, place, f"{median:.2f}", va="center", fontsize=8)
+            place += 1
+        ticks.append(place - (len(bars) + 1) / 2)
+        place += 0.8
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(ticks, list(SETS.values()))
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set(
+        xlabel="speed over plain generate() on the same passes: median, 95 % interval (pale: one prompt)", xlim=(0, 5.4)
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend([handles[target] for target in targets], targets, frameon=False, loc="outside upper center", ncols=3)
+    save(figure, output)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/pictures/speeds.svg"))
+    draw(collect(REPORTS), parser.parse_args().output)

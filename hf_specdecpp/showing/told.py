@@ -1,0 +1,93 @@
+"""Who said each token of an answer, and when. A streamer notes it, so it can be asked of any `generate()` call."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdecpp.generation.stats import SpeculationStats
+
+
+class Listener(BaseStreamer):
+    """Notes what each target pass of one `generate()` call adds to the text. Make it right before the call.
+
+    Args:
+        onward: another streamer, which is given the same.
+
+    Attributes:
+        begin: when it was made (`time.perf_counter()`).
+        passes: of each pass, in order: seconds from the beginning to its tokens, and the tokens.
+    """
+
+    def __init__(self, onward: BaseStreamer | None = None) -> None:
+        self.onward = onward
+        self.passes: list[tuple[float, list[int]]] = []
+        self._has_prompt = False
+        self.begin = time.perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        seconds = time.perf_counter() - self.begin
+        if self._has_prompt:
+            self.passes.append((seconds, value.reshape(-1).tolist()))
+        self._has_prompt = True  # `generate()` begins with it
+        if self.onward is not None:
+            self.onward.put(value)
+
+    def end(self) -> None:
+        if self.onward is not None:
+            self.onward.end()
+
+
+@dataclass(frozen=True)
+class Said:
+    """A token of an answer.
+
+    Attributes:
+        text: what it adds. Of a character of several tokens the last one adds it, the others nothing.
+        accepted: a candidate that the target accepted; otherwise the target's own choice.
+        seconds: from the beginning of the call to the pass that confirmed or chose it.
+    """
+
+    text: str
+    accepted: bool
+    seconds: float
+
+
+def told(listener: Listener, tokenizer: PreTrainedTokenizerBase, stats: SpeculationStats | None = None) -> list[Said]:
+    """Each token of an answer, or of what there is of it while it is being written.
+
+    Args:
+        listener: of the call.
+        stats: the assistant's of that call, once it has ended; `None` without one.
+
+    The target adds a token of its own to the candidates that it accepts, so the last token of a pass is its own, but
+    for a text that ends with a candidate. The counts tell: one more token would then have been generated.
+    Example: passes of 1, 3 and 2 tokens are 0 + 1, 2 + 1 and 1 + 1, or at such an end 0 + 1, 2 + 1 and 2 + 0.
+    """
+    passes = list(listener.passes)  # another thread may write
+    ends_inside = stats is not None and stats.accepted + stats.target_passes > stats.generated
+    whose: list[tuple[bool, float]] = []
+    for seconds, tokens in passes:
+        whose += [(place < len(tokens) - 1, seconds) for place in range(len(tokens))]
+    if whose and ends_inside:
+        whose[-1] = (True, whose[-1][1])
+    texts = _texts(tokenizer, [token for _, tokens in passes for token in tokens])
+    return [Said(text, *of) for text, of in zip(texts, whose, strict=True)]
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """What each token adds to the text of those before it, special tokens nothing."""
+    options: Any = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    texts, before = [], ""
+    for end in range(1, len(tokens) + 1):
+        now: Any = tokenizer.decode(tokens[:end], **options)
+        if now.endswith("\ufffd") and end < len(tokens):  # part of a character, or none that will ever be one
+            now = before
+        texts.append(now[len(before) :])
+        before = now
+    return texts

@@ -1,0 +1,132 @@
+"""A Space: the same answer with and without an assistant, token by token, with what was a candidate marked."""
+
+import base64
+import html
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import gradio as gr
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.showing.picture import Answer, picture
+from hf_specdecpp.showing.told import Listener, told
+
+TARGET = os.environ.get("TARGET", "HuggingFaceTB/SmolLM2-135M-Instruct")
+ASSISTANT = os.environ.get("ASSISTANT")  # Hub id or folder; without one, candidates are looked up in the text
+EXAMPLES = [
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Explain in three sentences why the sky is blue.",
+    "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
+]
+LONGEST = 2000  # characters of a question
+BOX = "white-space:pre-wrap;font-family:monospace;min-height:16em;line-height:1.5"
+CANDIDATE = "background:#2da44e59;color:inherit;border-radius:3px"  # on light and dark pages
+INTRODUCTION = f"""# Speculative decoding, token by token
+
+{TARGET} answers twice: by plain `generate()`, and with an [hf_specdecpp](https://pypi.org/project/hf-specdecpp/)
+assistant, which proposes tokens that the model checks several at a time. Green tokens were such candidates. The text is
+the same."""
+
+model = AutoModelForCausalLM.from_pretrained(TARGET)
+tokenizer = AutoTokenizer.from_pretrained(TARGET)
+if ASSISTANT:
+    assistant = SpecDecPPAssistant.from_pretrained(ASSISTANT, target=model)
+else:
+    assistant = SpecDecPPAssistant.from_lookup(model)
+threads = ThreadPoolExecutor(1)
+
+
+def encode(question):
+    """The question as the model takes it."""
+    if tokenizer.chat_template is None:
+        return tokenizer(question, return_tensors="pt")
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def generate(inputs, length, helper, listener):
+    """The seconds of one answer, from when it is its turn."""
+    listener.begin = time.perf_counter()
+    model.generate(**inputs, max_new_tokens=length, do_sample=False, assistant_model=helper, streamer=listener)
+    return time.perf_counter() - listener.begin
+
+
+def write(question, length, trees):
+    """Both answers as they are written, then both again at once, and the last tree."""
+    if not 0 < len(question.strip()) <= LONGEST:
+        raise gr.Error(f"A question has between 1 and {LONGEST} characters; this one has {len(question.strip())}.")
+    assistant.speculation.tree = "dyspec" if trees else None
+    inputs, answers, panes = encode(question), [], [coloured([]), "", coloured([]), "", "", ""]
+    for side, helper in enumerate((None, assistant)):
+        listener = Listener()
+        running = threads.submit(generate, inputs, int(length), helper, listener)
+        while wait([running], timeout=0.1).not_done:
+            panes[2 * side] = coloured(told(listener, tokenizer))
+            yield panes
+        try:
+            seconds = running.result()
+        except ValueError as error:  # such as trees for a target that cannot read them
+            raise gr.Error(str(error)) from None
+        answer = Answer(told(listener, tokenizer, None if helper is None else helper.stats), seconds)
+        panes[2 * side : 2 * side + 2] = coloured(answer.said), answer.rate
+        answers.append(answer)
+        yield panes
+    plain, assisted = answers
+    note = f"{plain.seconds / assisted.seconds:.2f} times as fast; {assistant.stats.tokens_per_pass:.2f} tokens a pass"
+    panes[4:] = image(picture(question, plain, assisted, [note])), tree_of(assistant)
+    yield panes
+
+
+def coloured(said):
+    """An answer as HTML, its accepted candidates marked."""
+    texts = [(html.escape(token.text), token.accepted) for token in said if token.text]
+    marked = (f'<mark style="{CANDIDATE}">{text}</mark>' if accepted else text for text, accepted in texts)
+    return f'<div style="{BOX}">{"".join(marked)}</div>'
+
+
+def tree_of(assistant):
+    """A drawing of the last tree, or why there is none."""
+    if assistant.last_tree is None:
+        return "No tree: chains were drafted, or no round was worth a candidate."
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tree.svg"
+        assistant.last_tree.save(file, lambda token: repr(tokenizer.decode([token])))
+        return image(file.read_text(encoding="utf-8"))
+
+
+def image(svg):
+    """An SVG as an image, so that its style sheet is its own."""
+    return f'<img style="max-width:100%" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+
+
+with gr.Blocks(title="hf_specdecpp") as demo:
+    gr.Markdown(INTRODUCTION)
+    with gr.Row():
+        question = gr.Textbox(EXAMPLES[0], label="Question", max_length=LONGEST, scale=4)
+        length = gr.Slider(16, 256, 96, step=16, label="Most tokens", scale=2)
+        trees = gr.Checkbox(True, label="Draft trees", scale=1)
+    button = gr.Button("Answer", variant="primary")
+    outputs = []
+    with gr.Row():
+        for side in ("Plain `generate()`", "With the assistant"):
+            with gr.Column():
+                gr.Markdown(f"### {side}")
+                outputs += gr.HTML(coloured([])), gr.Markdown()
+    with gr.Accordion("Both at once, at the measured speeds"):
+        outputs.append(gr.HTML())
+    with gr.Accordion("The last tree: green was accepted, the paler a candidate the less likely it seemed"):
+        outputs.append(gr.HTML())
+    gr.Examples([[each] for each in EXAMPLES], question)
+    asked = [button.click, question.submit]
+    gr.on(asked, write, [question, length, trees], outputs, api_name="write", show_progress="hidden")
+
+# Costs are measured before the first text; that is no part of anybody's answer.
+for helper in (None, assistant):
+    generate(encode("Hello"), 8, helper, Listener())
+
+if __name__ == "__main__":
+    demo.launch()

@@ -1,0 +1,171 @@
+"""The picture of an answer: well-formed, all of it there, written at the times that it is given, safe with any text."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from support.browser import page
+
+from hf_specdecpp.showing.picture import COLUMNS, MARGIN, PAUSE, WIDTH, Answer, picture
+from hf_specdecpp.showing.told import Said
+
+SVG = "{http://www.w3.org/2000/svg}"
+TEXT = ["The", " sky", " is", " blue", ".\n", "\n", "It ", "scatters", " light"]
+
+
+def said(texts: Sequence[str], accepted: Sequence[int] = (), step: float = 0.5) -> list[Said]:
+    """Two tokens a pass where the first of them is accepted."""
+    seconds, found = 0.0, []
+    for place, text in enumerate(texts):
+        seconds += step if place - 1 not in accepted else 0.0
+        found.append(Said(text, place in accepted, seconds))
+    return found
+
+
+def drawn(texts: Sequence[str], accepted: Sequence[int] = (), question: str = "Why?") -> ET.Element:
+    plain, assisted = said(texts), said(texts, accepted)
+    return ET.fromstring(  # noqa: S314 - our own output
+        picture(question, Answer(plain, plain[-1].seconds), Answer(assisted, assisted[-1].seconds), ["where"])
+    )
+
+
+def passes(root: ET.Element, letter: str) -> list[ET.Element]:
+    """The groups of one of the two answers: p of the plain one, o of ours."""
+    return [each for each in root.iter(f"{SVG}g") if re.fullmatch(letter + r"\d+", each.get("class", ""))]
+
+
+def words(groups: Sequence[ET.Element]) -> str:
+    return "".join(each.text or "" for group in groups for each in group.iter(f"{SVG}text"))
+
+
+def starts(root: ET.Element) -> dict[str, float]:
+    """Seconds at which each group is shown, read off the animation, which goes round in `loop` seconds."""
+    [style] = [each.text or "" for each in root.iter(f"{SVG}style")]
+    loop = {float(each) for each in re.findall(r"animation:\S+ ([\d.]+)s", style)}
+    assert len(loop) == 1
+    shares = re.findall(r"@keyframes ([po]\d+){0%{opacity:0}([\d.]+)%{opacity:1}}", style)
+    return {name: float(share) / 100 * next(iter(loop)) for name, share in shares}
+
+
+def test_both_answers_are_whole_and_candidates_are_marked() -> None:
+    root = drawn(TEXT, accepted=[1, 3, 7])
+    expected = "".join(TEXT).replace(" ", "").replace("\n", "")
+    assert words(passes(root, "p")).replace(" ", "") == expected
+    assert words(passes(root, "o")).replace(" ", "") == expected
+    assert [len(list(root.iter(f"{SVG}title"))), root.get("role")] == [1, "img"]
+    marked = []
+    for group in passes(root, "o"):
+        hit = False
+        for each in group:
+            if hit and each.tag == f"{SVG}text":
+                marked.append(each.text)
+            hit = each.tag == f"{SVG}rect"
+    assert marked == ["sky", "blue", "scatters"]
+    assert not [each for group in passes(root, "p") for each in group.iter(f"{SVG}rect")]
+
+
+def test_passes_are_shown_at_their_times() -> None:
+    root = drawn(TEXT, accepted=[1, 3, 7])
+    at = starts(root)
+    plain, assisted = said(TEXT), said(TEXT, [1, 3, 7])
+    for letter, answer in (("p", plain), ("o", assisted)):
+        expected = sorted({each.seconds for each in answer})
+        found = [at[each.get("class", "")] for each in passes(root, letter)]
+        assert found == pytest.approx(expected, abs=0.001)
+    assert f"animation:p0 {plain[-1].seconds + PAUSE:.2f}s" in ET.tostring(root, "unicode")
+
+
+def test_bars_are_as_long_as_the_answers_took() -> None:
+    root = drawn(TEXT, accepted=[1, 3, 7])
+    [plain, ours] = [float(each.get("width", 0)) for each in root.iter(f"{SVG}rect") if "bar" in each.get("class", "")]
+    assert ours / plain == pytest.approx(6 / 9, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["word "] * 60,
+        ["x" * 30] * 9,
+        ["日本語"] * 40,
+        [" " * 70, "deep", "\tTab", "\r\n", "e", "\u0301", "🙂", "end"],
+        ["\x00\x1b[31m", "<script>alert(1)</script>", "&amp;", "]]>", '"q"', "\u2028"],
+        ["", "only"],
+    ],
+    ids=["words", "one long word", "wide", "spaces", "hostile", "empty"],
+)
+def test_any_text_stays_in_its_pane(texts: list[str]) -> None:
+    root = drawn(texts, accepted=range(1, len(texts), 2), question="".join(texts) + "\n" + texts[-1])
+    assert {each.tag.removeprefix(SVG) for each in root.iter()} <= {"svg", "title", "style", "rect", "g", "text"}
+    pane = (WIDTH - 2 * MARGIN) / 2
+    for letter, left in (("p", MARGIN), ("o", MARGIN + pane)):
+        for each in (text for group in passes(root, letter) for text in group.iter(f"{SVG}text")):
+            assert cell_len(each.text or "") <= COLUMNS
+            assert float(each.get("textLength", 0)) > 0
+            end = float(each.get("x", 0)) + float(each.get("textLength", 0))
+            assert left <= float(each.get("x", 0)) < end < left + pane + 0.1
+    assert all(float(each.get("width", 0)) > 0 for each in root.iter(f"{SVG}rect"))
+    shown = words(passes(root, "p"))
+    assert shown.replace(" ", "") == re.sub(r"\s|[\x00\x1b\u2028]", "", "".join(texts))
+
+
+def test_nothing_comes_from_elsewhere() -> None:
+    """Pictures in pages load nothing else, so that whatever they named would be missing."""
+    text = ET.tostring(drawn(TEXT), "unicode")
+    assert re.findall(r"\b(?:href|src|url\(|@import)", text) == []
+    assert re.findall(r"https?://[^\"\s]+", text) == ["http://www.w3.org/2000/svg"]
+
+
+def test_it_can_be_read_on_light_and_dark_pages() -> None:
+    """The picture has a ground of its own, and says what colours are on a dark one."""
+    root = drawn(TEXT)
+    [style] = [each.text or "" for each in root.iter(f"{SVG}style")]
+    light, dark = style.split("@media(prefers-color-scheme:dark)")
+    dark = dark.partition("@media")[0]
+    for part in (light, dark):
+        ground, ink, mark = (
+            re.search(name + r"\{[^}]*fill:#(\w+)", part) for name in (r"\.card", r"(?:^|[{}\s])text", r"\.hit")
+        )
+        assert ground
+        assert ink
+        assert mark
+        for behind in (ground, mark):
+            assert contrast(ink[1], behind[1]) > 4.5  # WCAG 2, level AA
+    assert next(each for each in root if each.tag == f"{SVG}rect").get("class") == "card"
+
+
+def contrast(one: str, other: str) -> float:
+    lights = sorted(map(_luminance, (one, other)))
+    return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    """Of `fff` or `ffffff`, as WCAG 2 defines it."""
+    full = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(full[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_in_a_browser(motion: str, tmp_path: Path) -> None:
+    """It is written in time, and stands there at once for those who want no motion."""
+    answer = [Said("now", False, 0.001), Said(" later", True, 1.5)]
+    file = tmp_path / "answer.svg"
+    file.write_text(picture("?", Answer(answer, 1.5), Answer(answer, 1.5)), encoding="utf-8")
+    with page(reduced_motion=motion) as tab:
+        tab.goto(file.as_uri())
+        shown = {name: opacity(tab, name) for name in ("p0", "p1", "o1")}
+        later = "1" if motion == "reduce" else "0"
+        assert shown == {"p0": "1", "p1": later, "o1": later}
+        tab.wait_for_timeout(2000)
+        assert opacity(tab, "p1") == opacity(tab, "o1") == "1"
+
+
+def opacity(tab: Any, name: str) -> str:
+    return tab.evaluate(f"getComputedStyle(document.querySelector('.{name}')).opacity")

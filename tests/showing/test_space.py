@@ -1,0 +1,172 @@
+"""The Space of `hub_cards/space` as a program: asked over HTTP, and used in a real browser where there is one.
+
+gradio is no dependency: `make test-space` installs it, and playwright, beside this package.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.browser import page
+from support.families import informed_draft
+from support.models import tiny
+from support.repos import save_model, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+
+pytest.importorskip("gradio", reason="make test-space installs it")
+
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = ROOT / ".models" / "smollm2"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+IMAGE = 'img[src^="data:image/svg+xml;base64,"]'
+
+
+@dataclass
+class Space:
+    """A running one: where, a question, and what its target says to it, in 48 tokens or fewer, and how fast."""
+
+    url: str
+    question: str
+    answer: str
+    is_slow: bool
+
+
+def answer_of(folder: str | Path, question: str) -> str:
+    model, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": question}]
+    inputs: Any = words.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=48, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return str(words.decode(output, skip_special_tokens=True))
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("SmolLM2", marks=pytest.mark.slow)])
+def space(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
+    if request.param == "tiny":
+        target, assistant = small_pair(tmp_path_factory.mktemp("space"))
+        question = "w1 w2 w3 w4 w5"
+    else:
+        if not (SMOLLM2 / "config.json").exists():
+            pytest.skip(f"{SMOLLM2} is missing: run `make demo` once")
+        target, assistant = str(SMOLLM2), str(ROOT / "hub_cards" / "specdecpp-smollm2-135m-instruct")
+        question = "Write a Python function that returns the n-th Fibonacci number."
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"TARGET": target, "ASSISTANT": assistant, "GRADIO_SERVER_PORT": str(port)}
+    quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
+    app = subprocess.Popen([sys.executable, ROOT / "hub_cards" / "space" / "app.py"], env=os.environ | settings | quiet)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(url, app)
+        yield Space(url, question, answer_of(target, question), request.param != "tiny")
+    finally:
+        app.terminate()
+        app.wait()
+
+
+def small_pair(folder: Path) -> tuple[str, str]:
+    """A target that takes chats, and a draft that knows what it will say to the question, but for each fourth word."""
+    model = tiny("llama").float()
+    target = save_model(model, folder / "target", None)
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    words.save_pretrained(target)
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    text = model.generate(ids, max_new_tokens=48, do_sample=False)
+    draft = save_model(informed_draft(text).float(), folder / "draft")
+    settings = SpeculationConfig("fixed", num_tokens=4, tree_budget=8)
+    SpecDecPPAssistant.from_draft(draft, model, speculation=settings).save_pretrained(folder / "assistant")
+    return target, str(folder / "assistant")
+
+
+def wait_for(url: str, app: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 240
+    while time.monotonic() < end and app.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()  # noqa: S310 - ours
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    pytest.fail(f"the Space did not start: exit code {app.poll()}")
+
+
+def text_of(pane: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", pane))
+
+
+def test_over_http(space: Space) -> None:
+    job = Client(space.url, verbose=False).submit(space.question, 48, True, api_name="/write")
+    *_, last = job
+    plain, plain_rate, assisted, assisted_rate, both, tree = last
+    assert text_of(plain) == text_of(assisted) == space.answer
+    assert "<mark" in assisted
+    assert "<mark" not in plain
+    for rate in (plain_rate, assisted_rate):
+        assert re.fullmatch(r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s", rate)
+    for picture in (both, tree):
+        svg = base64.b64decode(re.findall(r'base64,([^"]+)"', picture)[0])
+        assert b"<svg" in svg[:500]
+
+
+def test_chains_have_no_tree(space: Space) -> None:
+    *_, tree = Client(space.url, verbose=False).predict(space.question, 16, False, api_name="/write")
+    assert tree.startswith("No tree")
+
+
+@pytest.mark.parametrize(("question", "length"), [(" ", 0), ("w1 " * 2000, 5999)], ids=["nothing", "a book"])
+def test_questions_that_are_none(space: Space, question: str, length: int) -> None:
+    with pytest.raises(AppError, match=f"between 1 and 2000 characters; this one has {length}"):
+        Client(space.url, verbose=False).predict(question, 16, True, api_name="/write")
+
+
+def test_in_a_browser(space: Space) -> None:
+    """Somebody asks, sees both answers grow, the candidates green, the speeds, and two pictures that are drawn."""
+    with page(viewport={"width": 1200, "height": 1400}) as tab:
+        tab.goto(space.url)
+        tab.get_by_label("Question").fill(space.question)
+        tab.get_by_label("Most tokens").first.fill("48")
+        tab.get_by_role("button", name="Answer").click()
+        seen = []
+        while tab.locator(IMAGE).count() < 2:
+            seen.append([len(each.inner_text()) for each in panes(tab)])
+            assert len(seen) < 2000
+            tab.wait_for_timeout(30)
+        texts = [each.inner_text() for each in panes(tab)]
+        assert [squeezed(text) for text in texts] == [squeezed(space.answer)] * 2
+        assert seen == sorted(seen)  # neither gets shorter, and the plain one is first
+        if space.is_slow:  # enough for a person to watch both
+            assert min(len(set(lengths)) for lengths in zip(*seen, strict=True)) > 3
+        marks = tab.locator("mark")
+        assert marks.count() > 0
+        assert marks.first.evaluate("mark => getComputedStyle(mark).backgroundColor").startswith("rgba(45, 164, 78")
+        assert tab.get_by_text(re.compile(r"\d+ tokens in .* tokens/s")).count() == 2
+        for image in tab.locator(IMAGE).all():
+            assert image.evaluate("image => image.complete && image.naturalWidth") > 200
+
+
+def panes(tab: Any) -> list[Any]:
+    return tab.locator('div[style*="pre-wrap"]').all()[:2]
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
