@@ -32,6 +32,13 @@ def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")  # noqa: S106
 
 
+def ending_tokenizer() -> PreTrainedTokenizerFast:
+    """The same, whose last token, `"</s>"`, ends texts and pads them."""
+    words = tokenizer([*WORDS[:-1], "</s>"])
+    words.eos_token = words.pad_token = "</s>"  # noqa: S105
+    return words
+
+
 def letter_tokenizer() -> PreTrainedTokenizerFast:
     """A letter a token: transformers' stop strings need tokens that can be joined."""
     inner = Tokenizer(WordLevel({letter: index for index, letter in enumerate(ascii_letters[:VOCAB_SIZE])}, "a"))
