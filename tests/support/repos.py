@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from support.hub_server import HubServer
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, tiny
+from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(1, VOCAB_SIZE))]
 PROMPT = prompt(12)
@@ -37,6 +37,20 @@ def ending_tokenizer() -> PreTrainedTokenizerFast:
     words = tokenizer([*WORDS[:-1], "</s>"])
     words.eos_token = words.pad_token = "</s>"  # noqa: S105
     return words
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """That one with a chat template, in which a message is its words."""
+    words = ending_tokenizer()
+    words.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return words
+
+
+def save_chat_model(folder: Path) -> str:
+    """Write a model that chats, most of whose tokens its first layers guess; its folder, as a string."""
+    model = quiet_later_layers(tiny("llama", eos_token_id=47, pad_token_id=47)).float()
+    chat_tokenizer().save_pretrained(folder)
+    return save_model(model, folder, None)
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
