@@ -28,7 +28,7 @@ PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "specdecpp-smollm2-135m-in
 def serve(target: str, assistant: str | Path | None, **options: Any) -> Serve:
     """Answer requests, until Ctrl-C unless `non_blocking=True`; `options` are those of `transformers serve`."""
 
-    class WithAssistant(model_manager.ModelManager):  # type: ignore[misc]
+    class WithAssistant(model_manager.ModelManager):
         """Gives the model its assistant as it is loaded: for the first request, or before."""
 
         assisted: Any = None

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.caches.rollback import num_rows, roll_back
+from hf_specdecpp.caches.rollback import is_recurrent, num_rows, roll_back
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 
@@ -49,7 +49,7 @@ class Stop(StoppingCriteria):
     def ask(self) -> None:
         self.is_asked = True
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]  # noqa: ARG002
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
         return torch.full((len(input_ids),), self.is_asked, device=input_ids.device)
 
 
@@ -121,7 +121,7 @@ class Conversation:
         self._held = [] if self._cache is None else sequence[:-1]  # the last one has not been read
         answer = Answer(passes.found, time.perf_counter() - begin, self.assistant.stats, carried)
         text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "assistant", "content": str(text)})
         self.answers.append(answer)
         return answer
 
@@ -185,8 +185,9 @@ def _take_back(cache: Any, surplus: int, kept: int) -> bool:
         return False
     if surplus == 0:
         return True
-    layers = cache.layers
-    if not all(isinstance(layer, DynamicLayer) and layer.keys.shape[-2] == kept + surplus for layer in layers):
+    rows = {layer.keys.shape[-2] if isinstance(layer, DynamicLayer) and layer.keys is not None else 0
+            for layer in cache.layers}  # fmt: skip
+    if is_recurrent(cache) or rows != {kept + surplus}:
         return False
     roll_back(cache, kept)
     return True
@@ -197,7 +198,8 @@ class _Passes(TextStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.show, self.found = show, []
+        self.show = show
+        self.found: list[list[int]] = []
 
     def put(self, value: Tensor) -> None:
         if not self.next_tokens_are_prompt:

@@ -6,7 +6,7 @@ import signal
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -102,10 +102,13 @@ class Chat:
 
     def _messages(self) -> Iterator[str]:
         """Lines that are not empty, from the keyboard or a pipe."""
-        is_typed = sys.stdin.isatty()
+        if is_typed := sys.stdin.isatty():
+            with suppress(ImportError):  # there is none on Windows
+                import readline  # noqa: F401 - with it `input` edits lines, and remembers them
         while True:
+            self.console.print()
             try:
-                line = input("\n> ")
+                line = input("> ")
             except EOFError:
                 self.console.print()
                 return
@@ -155,7 +158,7 @@ class Chat:
         return sum(self.stats[1:], self.stats[0])
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.conversation.tokenizer.decode(tokens)
+        return str(self.conversation.tokenizer.decode(tokens))
 
 
 @contextmanager

@@ -118,11 +118,11 @@ class DraftModel(Reader):
         In place, so that what was compiled or captured with them goes on. One number of each row is compared, since an
         optimiser moves all; the fused ones leave autograd's count of writes alone.
         """
-        head, small = self._head(), self.small_head
-        if small is None or small is head or is_quantised(head):
+        head, small, ids = self._head(), self.small_head, self.draft_vocab
+        if ids is None or not isinstance(small, nn.Linear) or small is head or is_quantised(head):
             return
-        if not torch.equal(small.weight[:, 0], head.weight[self.draft_vocab, 0]):
-            for own, now in zip(small.parameters(), _slice_head(head, self.draft_vocab).parameters(), strict=True):
+        if not torch.equal(small.weight[:, 0], head.weight[ids, 0]):
+            for own, now in zip(small.parameters(), _slice_head(head, ids).parameters(), strict=True):
                 own.copy_(now)
 
     def _checked(self, token_ids: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from hf_specdecpp.chat.terminal import first_interrupt
 
 MESSAGES = ["w1 w2 w3", "w4 w5 w6 w7", "w8", "w9 w1 w2"]
 FIXED = SpeculationConfig("fixed", num_tokens=3)
-RECURRENT = ("granitemoehybrid", "mamba2")
+RECURRENT = ("granitemoehybrid", "falcon_h1", "mamba2")  # layers of either kind, of both at once, of states alone
 FORGETS = (  # the first three words of each answer, its thoughts, say
     "{% for message in messages %}{% set words = message['content'].split() %}"
     "{{ (words[3:] if message['role'] == 'assistant' else words) | join(' ') }} {% endfor %}"
@@ -54,7 +54,7 @@ def said(talk: Conversation, message: str, stop: Stop | None = None) -> tuple[li
 def plainly(talk: Conversation, message: str) -> list[int]:
     """What plain generation says to a message, after reading all of the conversation."""
     messages = [*talk.messages, {"role": "user", "content": message}]
-    inputs = talk.tokenizer.apply_chat_template(
+    inputs: Any = talk.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     with talk.assistant.paused():
@@ -85,7 +85,7 @@ def test_the_cache_is_carried_on(family: str, tree: bool) -> None:
     assert all(answer.stats.refusal is None for answer in talk.answers)
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", pytest.param("mamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_states_that_cannot_drop_tokens_are_carried_on(family: str) -> None:
     """Where the cache knows how many tokens it has read: Mamba2's does not."""
     carried = carried_of(conversation(model_of(family)))
@@ -95,7 +95,7 @@ def test_states_that_cannot_drop_tokens_are_carried_on(family: str) -> None:
         assert carried[0] == 0 < carried[1] < carried[2] < carried[3]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "granitemoehybrid", "falcon_h1"])
 def test_a_template_that_drops_earlier_thoughts(family: str) -> None:
     """The text is another one from there on: what a cache cannot drop is read anew."""
     talk = conversation(model_of(family), template=FORGETS)
@@ -187,7 +187,8 @@ def test_temperature_and_the_models_own_config() -> None:
     assert (hot.do_sample, hot.temperature) == (True, 1.5)
     talk = conversation(model, temperature=1.5)
     torch.manual_seed(0)
-    assert {tuple(said(talk, "w1")[0]) for _ in range(3) if talk.reset() is None} != {()}
+    said(talk, "w1")
+    assert talk.assistant.stats.generated > 0
 
 
 def test_without_a_chat_template_the_text_goes_on() -> None:

@@ -53,9 +53,9 @@ def plain(target: str, *messages: str) -> list[str]:
     talk: list[dict[str, str]] = []
     for message in messages:
         talk.append({"role": "user", "content": message})
-        inputs = words.apply_chat_template(talk, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        inputs: Any = words.apply_chat_template(talk, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         output = model.generate(**inputs, do_sample=False, max_new_tokens=12)
-        said.append(words.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        said.append(str(words.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)))
         talk.append({"role": "assistant", "content": said[-1]})
     return said
 

@@ -91,7 +91,7 @@ def test_a_wrong_verification_would_be_seen(model: Any, monkeypatch: pytest.Monk
     assert say(model) != plain
 
 
-class Short(smolagents.TransformersModel):
+class Short(smolagents.TransformersModel):  # type: ignore[name-defined]
     """Says little, which is noted."""
 
     said: list[str] = []

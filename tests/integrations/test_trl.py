@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of how it ca
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 QUESTIONS = [" ".join(WORDS[start : start + length]) for start, length in ((3, 4), (21, 7))]
 STEPS = 3
-LORA = {"learning_rate": 0.1}  # an adapter of a tiny model moves slowly
+LORA: dict[str, Any] = {"learning_rate": 0.1}  # an adapter of a tiny model moves slowly
 Make = Callable[[Any], SpecDecPPAssistant]
 
 MAKERS: dict[str, Make] = {
@@ -146,7 +146,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 
     @cache
     def run(trainer: str, has_peft: bool = False) -> Run:
-        settings = LORA if has_peft else {}
+        settings: dict[str, Any] = LORA if has_peft else {}
         return train(tmp_path_factory.mktemp(trainer), trainer=trainer, peft=lora() if has_peft else None, **settings)
 
     return run

@@ -132,10 +132,16 @@ def test_a_draft_of_its_layers_follows_a_target_in_training(part: str, tmp_path:
 
 
 def test_rows_of_the_head_are_copied_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, copied = tiny("llama"), []
+    target = tiny("llama")
+    copied: list[Tensor] = []
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(2, 40), speculation=FIXED)
     slice_head = draft_model._slice_head
-    monkeypatch.setattr(draft_model, "_slice_head", lambda *given: copied.append(given) or slice_head(*given))
+
+    def noted(head: Any, ids: Tensor) -> Any:
+        copied.append(ids)
+        return slice_head(head, ids)
+
+    monkeypatch.setattr(draft_model, "_slice_head", noted)
     rows = assistant.drafter.small_head.weight
     for steps in (0, 1):
         for _ in range(steps):
