@@ -20,6 +20,7 @@ from hf_specdecpp.chat.terminal import first_interrupt
 MESSAGES = ["w1 w2 w3", "w4 w5 w6 w7", "w8", "w9 w1 w2"]
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 RECURRENT = ("granitemoehybrid", "falcon_h1", "mamba2")  # layers of either kind, of both at once, of states alone
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in RECURRENT[1:]]
 FORGETS = (  # the first three words of each answer, its thoughts, say
     "{% for message in messages %}{% set words = message['content'].split() %}"
     "{{ (words[3:] if message['role'] == 'assistant' else words) | join(' ') }} {% endfor %}"
@@ -85,7 +86,7 @@ def test_the_cache_is_carried_on(family: str, tree: bool) -> None:
     assert all(answer.stats.refusal is None for answer in talk.answers)
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", pytest.param("mamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["granitemoehybrid", *SLOW])
 def test_states_that_cannot_drop_tokens_are_carried_on(family: str) -> None:
     """Where the cache knows how many tokens it has read: Mamba2's does not."""
     carried = carried_of(conversation(model_of(family)))
@@ -95,7 +96,7 @@ def test_states_that_cannot_drop_tokens_are_carried_on(family: str) -> None:
         assert carried[0] == 0 < carried[1] < carried[2] < carried[3]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "granitemoehybrid", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "granitemoehybrid", SLOW[0]])
 def test_a_template_that_drops_earlier_thoughts(family: str) -> None:
     """The text is another one from there on: what a cache cannot drop is read anew."""
     talk = conversation(model_of(family), template=FORGETS)
