@@ -5,7 +5,7 @@ FLOOR  := .venv-floor
 NEWEST := .venv-newest
 QUANTS := .quantised
 FORMATS := .formats
-HARNESS := .lm-eval
+INTEGRATIONS := .integrations
 SPACE  := .space
 BIN    := $(VENV)/bin
 MODELS := .models
@@ -14,7 +14,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-lm-eval test-space lint format types docs bench-overhead clean
+.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-integrations test-space lint format types docs bench-overhead clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -59,11 +59,11 @@ $(FORMATS)/.installed: $(VENV)/.installed
 		speculators hs-connectors loguru pydantic-settings python-dotenv
 	@touch $@
 
-# What it imports, without what would change versions of ours.
-$(HARNESS)/.installed: $(VENV)/.installed
-	@echo "Installing into $(HARNESS): lm-eval"
-	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(HARNESS) \
-		lm_eval sacrebleu portalocker tabulate colorama lxml
+# What they import, without what would change versions of ours. The tests of TRL need Python 3.11, as it does.
+$(INTEGRATIONS)/.installed: $(VENV)/.installed
+	@echo "Installing into $(INTEGRATIONS): lm-eval, TRL and smolagents"
+	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(INTEGRATIONS) \
+		lm_eval sacrebleu portalocker tabulate colorama lxml trl smolagents python-dotenv
 	@touch $@
 
 # A wheel of playwright has no browser in it; the tests that use one take the system's Chromium, or are skipped.
@@ -96,8 +96,8 @@ test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, wit
 test-formats: $(FORMATS)/.installed  ## Run the tests beside the package speculators, which writes EAGLE-3 drafts
 	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/eagle3/test_speculators.py $(ARGS)
 
-test-lm-eval: $(HARNESS)/.installed  ## Run the tests with lm-eval, an assistant among its arguments or by default
-	@$(PYTEST) PYTHONPATH=$(HARNESS) $(BIN)/pytest tests/generate/test_lm_eval.py $(ARGS)
+test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TRL and smolagents, which use an assistant
+	@$(PYTEST) PYTHONPATH=$(INTEGRATIONS) $(BIN)/pytest tests/integrations $(ARGS)
 
 test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/showing/test_space.py tests/showing/test_picture.py $(ARGS)

@@ -133,6 +133,7 @@ class SpecDecPPAssistant(Making):
         """
         drafter = self.ready_drafter()
         drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
+        drafter.renew()
         drafter.compile_steps(self.speculation.compile)
         return DraftSetup(
             drafter=drafter,

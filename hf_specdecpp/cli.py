@@ -1,4 +1,4 @@
-"""The command line: `specdecpp demo`, `train`, `bench`, `inspect` and `export`. Each command imports what it needs."""
+"""The command line: `specdecpp demo`, `chat`, `train`, `bench`, `inspect`, `export`. Each imports what it needs."""
 
 from __future__ import annotations
 
@@ -67,6 +67,31 @@ def demo(
     try:
         with quiet_loading():
             run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup, svg)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+@app.command()
+def chat(
+    target: Annotated[str, typer.Option(help="Hub id or folder of the model to talk to.")],
+    assistant: Annotated[
+        str | None, typer.Option(help="Hub id or folder of its assistant; by default the conversation is looked up in.")
+    ] = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Draft token trees.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 takes the likeliest tokens; by default as the model's config says.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first message.")] = None,
+    device: Annotated[str | None, typer.Option(help="By default an accelerator if there is one.")] = None,
+) -> None:
+    """Talk to a model that has an assistant. Messages may come from a pipe, a line each."""
+    from hf_specdecpp.chat.terminal import run
+    from hf_specdecpp.models.loading import quiet_loading
+
+    try:
+        with quiet_loading():
+            run(target, assistant, tree, max_new_tokens, temperature, system, device, _console())
     except (ValueError, OSError) as error:
         _fail(str(error))
 

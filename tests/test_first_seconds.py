@@ -39,7 +39,7 @@ known = set(sys.modules)
 print(); print(json.dumps(sorted(set(sys.modules) - known)))""")
 
 
-@pytest.mark.parametrize("words", [[], ["demo"], ["train"], ["bench"], ["inspect"], ["export"]])
+@pytest.mark.parametrize("words", [[], ["demo"], ["chat"], ["train"], ["bench"], ["inspect"], ["export"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     found = imported_by(f"""
 from typer.testing import CliRunner

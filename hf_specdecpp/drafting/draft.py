@@ -122,6 +122,9 @@ class Draft:
     def check_unmoved(self, has_adapter: bool) -> None:
         """Raise `ValueError` if the target was moved after a draft of its layers with parts of its own was made."""
 
+    def renew(self) -> None:
+        """Bring copies of the target's weights up to date: it may be in training."""
+
     def compile_steps(self, wanted: bool) -> None:
         """Compile its steps, or no longer."""
 

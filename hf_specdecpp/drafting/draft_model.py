@@ -111,6 +111,20 @@ class DraftModel(Reader):
         """What computes the logits of these tokens alone."""
         return None if self.draft_vocab is None else _slice_head(self._head(), self.draft_vocab)
 
+    @torch.inference_mode()
+    def renew(self) -> None:
+        """Copy the rows of `draft_vocab` again if the LM head has changed, as with each step of a target in training.
+
+        In place, so that what was compiled or captured with them goes on. One number of each row is compared, since an
+        optimiser moves all; the fused ones leave autograd's count of writes alone.
+        """
+        head, small, ids = self._head(), self.small_head, self.draft_vocab
+        if ids is None or not isinstance(small, nn.Linear) or small is head or is_quantised(head):
+            return
+        if not torch.equal(small.weight[:, 0], head.weight[ids, 0]):
+            for own, now in zip(small.parameters(), _slice_head(head, ids).parameters(), strict=True):
+                own.copy_(now)
+
     def _checked(self, token_ids: Tensor | None) -> Tensor | None:
         if token_ids is None:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -73,6 +74,9 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
         ValueError: its layers are not found.
     """
     copied = copy_sharing(model)
+    # Trainers (TRL's, accelerate's mixed precision) set methods that go on to the forward of the model with all layers.
+    if isinstance(vars(copied).get("forward"), MethodType):
+        del copied.forward
     decoder = inner_decoder(copied)
     name, stack = layer_stack(decoder, model)
     layers = [copy_sharing(stack[own]) if own in chosen[:place] else stack[own] for place, own in enumerate(chosen)]

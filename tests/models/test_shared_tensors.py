@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from support.models import tiny
 from support.snapshots import FIXED, generate, snapshot
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafting import draft_model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 
@@ -95,3 +99,71 @@ def test_an_adapter_that_does_not_fit_leaves_the_target(tmp_path: Path) -> None:
     ):
         SpecDecPPAssistant.from_early_exit(target, 1, folder, speculation=FIXED)
     assert snapshot(target) == before
+
+
+# --- a target in training ---
+
+
+@torch.no_grad()
+def train(target: CausalLM) -> None:
+    """A step: it changes every weight."""
+    for weight in target.parameters():
+        weight.data.add_(0.1 * torch.randn_like(weight))  # which autograd does not count
+
+
+def logits_of(drafter: Any) -> Tensor:
+    with torch.no_grad():
+        return drafter.vocab_logits(drafter.hidden_states(torch.tensor([[3, 4, 5]])))
+
+
+@pytest.mark.parametrize("part", ["layers", "rows of the head", "adapter beside them"])
+def test_a_draft_of_its_layers_follows_a_target_in_training(part: str, tmp_path: Path) -> None:
+    target = tiny("llama")
+    own: dict[str, Any] = {"rows of the head": {"draft_vocab": range(2, 40)}}.get(part, {})
+    if part.startswith("adapter"):
+        own = {"adapter": lora_folder(target, tmp_path), "merge": False}
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED, **own)
+    before = logits_of(assistant.drafter)
+    train(target)
+    assistant.setup()
+    now = SpecDecPPAssistant.from_early_exit(copy.deepcopy(target), 2, speculation=FIXED, **own)
+    assert torch.equal(logits_of(assistant.drafter), logits_of(now.drafter))
+    assert not torch.allclose(logits_of(now.drafter), before, atol=0.1)
+
+
+def test_rows_of_the_head_are_copied_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama")
+    copied: list[Tensor] = []
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(2, 40), speculation=FIXED)
+    slice_head = draft_model._slice_head
+
+    def noted(head: Any, ids: Tensor) -> Any:
+        copied.append(ids)
+        return slice_head(head, ids)
+
+    monkeypatch.setattr(draft_model, "_slice_head", noted)
+    rows = assistant.drafter.small_head.weight
+    for steps in (0, 1):
+        for _ in range(steps):
+            train(target)
+        for _ in range(3):
+            assistant.setup()
+        assert len(copied) == steps
+    assert assistant.drafter.small_head.weight is rows  # what was compiled with it goes on
+
+
+def test_forwards_that_trainers_set_are_left_to_the_target() -> None:
+    """TRL's go on to the forward of the whole model; accelerate's compute in another precision."""
+    target = tiny("llama").float()
+    expected = logits_of(SpecDecPPAssistant.from_early_exit(copy.deepcopy(target), 2).drafter)
+    whole = target.forward
+    target.forward = MethodType(lambda _, *args, **kwargs: whole(*args, **kwargs), target)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        Accelerator(mixed_precision="bf16", cpu=True).prepare(target)
+        set_by_them = vars(target)["forward"]
+        assistant = SpecDecPPAssistant.from_early_exit(target, 2)
+        assert torch.equal(logits_of(assistant.drafter), expected)
+        assert vars(target)["forward"] is set_by_them
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from support.hub_server import HubServer
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, tiny
+from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(1, VOCAB_SIZE))]
 PROMPT = prompt(12)
@@ -30,6 +30,27 @@ def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106
     inner.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")  # noqa: S106
+
+
+def ending_tokenizer() -> PreTrainedTokenizerFast:
+    """The same, whose last token, `"</s>"`, ends texts and pads them."""
+    words = tokenizer([*WORDS[:-1], "</s>"])
+    words.eos_token = words.pad_token = "</s>"  # noqa: S105
+    return words
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """That one with a chat template, in which a message is its words."""
+    words = ending_tokenizer()
+    words.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return words
+
+
+def save_chat_model(folder: Path) -> str:
+    """Write a model that chats, most of whose tokens its first layers guess; its folder, as a string."""
+    model = quiet_later_layers(tiny("llama", eos_token_id=47, pad_token_id=47)).float()
+    chat_tokenizer().save_pretrained(folder)
+    return save_model(model, folder, None)
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,6 +1,6 @@
 """lm-eval with an assistant among `gen_kwargs`, and with a default one: the answers are those of plain generation.
 
-It is no dependency: `make test-lm-eval` installs it beside this package.
+It is no dependency: `make test-integrations` installs it beside this package.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, tiny
-from support.repos import WORDS, save_model, tokenizer
+from support.repos import WORDS, ending_tokenizer, save_model
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.generation import decoding
 
-pytest.importorskip("lm_eval", reason="make test-lm-eval installs it")
+pytest.importorskip("lm_eval", reason="make test-integrations installs it")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
@@ -41,8 +41,7 @@ def evaluate(target: Any, folder: Path, batch_size: int = 1, **gen_kwargs: Any) 
     """All answers, and the results, of a task of five questions."""
     data = folder / "questions.jsonl"
     data.write_text("\n".join(json.dumps({"question": each, "answer": "w1"}) for each in QUESTIONS))
-    words = tokenizer([*WORDS[:-1], "</s>"])
-    words.eos_token = words.pad_token = "</s>"  # noqa: S105
+    words = ending_tokenizer()
     task = ConfigurableTask(
         config={
             "task": "questions",

@@ -1,0 +1,28 @@
+"""An agent of smolagents whose model has an assistant: prints its answer, then the statistics of its last step.
+
+python examples/agent.py "How many prime numbers are below 100?"   # Qwen2.5-Coder-1.5B and its published assistant
+python examples/agent.py QUESTION TARGET ASSISTANT                 # Hub ids or folders of yours
+
+It needs pip install smolagents. `TransformersModel` loads the model itself, so the assistant is attached afterwards, as
+the default one of all calls. An unattached one also works among the arguments, `TransformersModel(target,
+assistant_model=assistant)`, but such a model, and its agent, cannot be saved: it would be part of their JSON.
+"""
+
+import sys
+from pathlib import Path
+
+from smolagents import CodeAgent, TransformersModel
+
+from hf_specdecpp import SpecDecPPAssistant
+
+PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "specdecpp-qwen2.5-coder-1.5b-instruct"
+
+question, *models = sys.argv[1:]
+target, assistant_id = models or ("Qwen/Qwen2.5-Coder-1.5B-Instruct", PUBLISHED)
+
+model = TransformersModel(target, max_new_tokens=256, do_sample=False)
+assistant = SpecDecPPAssistant.from_pretrained(assistant_id, target=model.model, default=True)
+
+agent = CodeAgent(tools=[], model=model, max_steps=4)
+print(agent.run(question))
+print(assistant.stats)

@@ -1,0 +1,1 @@
+"""`specdecpp chat`: a conversation in the terminal, with an assistant."""

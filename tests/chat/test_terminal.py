@@ -1,0 +1,245 @@
+"""`specdecpp chat`, driven through its standard input."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.repos import chat_tokenizer, save_chat_model, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.chat.terminal import Chat, without_controls
+from hf_specdecpp.cli import app
+from hf_specdecpp.generation import decoding
+
+FIXED = SpeculationConfig("fixed", num_tokens=3)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    return save_chat_model(tmp_path / "target")
+
+
+@pytest.fixture
+def assistant(target: str, tmp_path: Path) -> str:
+    model = AutoModelForCausalLM.from_pretrained(target)
+    SpecDecPPAssistant.from_early_exit(model, 2, speculation=FIXED).save_pretrained(tmp_path / "assistant")
+    return str(tmp_path / "assistant")
+
+
+def chat(target: str, *lines: str, options: tuple[object, ...] = ()) -> Result:
+    words = ["chat", "--target", target, "--max-new-tokens", "12", "--temperature", "0", *map(str, options)]
+    result = CliRunner().invoke(app, words, input="".join(f"{line}\n" for line in lines))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def answers_of(result: Result) -> list[str]:
+    """The line after each message, and none of what follows it."""
+    return re.findall(r"^> (?!/).+\n(.*)\n\d+ tokens? in ", result.stdout, flags=re.MULTILINE)
+
+
+def plain(target: str, *messages: str) -> list[str]:
+    """The answers of plain generation."""
+    model, words = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    said: list[str] = []
+    talk: list[dict[str, str]] = []
+    for message in messages:
+        talk.append({"role": "user", "content": message})
+        inputs: Any = words.apply_chat_template(talk, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+        said.append(str(words.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)))
+        talk.append({"role": "assistant", "content": said[-1]})
+    return said
+
+
+# What it says. -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [(), ("--tree",)], ids=["chains", "trees"])
+@pytest.mark.parametrize("kind", ["lookups", "assistant"])
+def test_a_conversation(kind: str, tree: tuple[str, ...], target: str, assistant: str) -> None:
+    given = ("--assistant", assistant) if kind == "assistant" else ()
+    result = chat(target, "w1 w2 w3", "", "w4 w5", options=(*given, *tree))
+    assert answers_of(result) == plain(target, "w1 w2 w3", "w4 w5")
+    output = result.stdout
+    assert output.startswith(f"target     {target} (float32 on cpu)\nassistant  ")
+    assert f"assistant  {assistant}\n" in output or kind == "lookups"
+    assert "Type a message, or /help." in output
+    assert re.search(r"12 tokens in \d+\.\d s, \d+\.\d tokens/s, \d\.\d\d tokens per target pass$", output, re.M)
+    assert re.search(r"tokens per target pass, \d+ tokens carried over$", output, re.M)
+    *_, verdict, measure = output.splitlines()
+    assert verdict.startswith("verdict     ")
+    how = f"--assistant {assistant}" if kind == "assistant" else "--lookup"
+    assert measure == f"measure it  specdecpp bench --target {target} {how} --quick"
+
+
+def test_a_wrong_verification_would_be_seen(target: str, assistant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    assert answers_of(chat(target, "w1 w2 w3", options=("--assistant", assistant))) != plain(target, "w1 w2 w3")
+
+
+def test_commands(target: str, assistant: str) -> None:
+    lines = ("/tree", "/stats", "w1 w2 w3", "/tree", "/stats", "/nonsense now", "/help", "/reset", "/tree", "/stats",
+             "w1 w2 w3", "/quit", "w9")  # fmt: skip
+    output = chat(target, *lines, options=("--assistant", assistant)).stdout
+    before, first, drawn, stats, unknown, helped, *_ = output.split("\n> ")[2:]
+    said = plain(target, "w1 w2 w3")[0]
+    assert "There is no answer yet: type a message first." in before
+    assert said in first
+    assert drawn.splitlines()[1].startswith("In brackets what each pass of the target gave")
+    passes = drawn.splitlines()[2]
+    assert passes.strip("[]").replace("][", " ").split() == [word for word in said.split() if word]
+    assert max(len(some.split()) for some in passes.split("][")) > 1
+    assert "tokens generated" in stats
+    assert re.search(r"^verdict +\S", stats, flags=re.MULTILINE)
+    assert "There is no command /nonsense. /help shows those that there are." in unknown
+    for name in ("/reset", "/tree", "/stats", "/quit", "Ctrl-C"):
+        assert name in helped
+    assert "A new conversation." in output
+    assert output.count("There is no answer yet") == 3  # what was said before a /reset still counts in /stats
+    assert output.count(f"\n{said}\n") == 2
+    assert "w9" not in output
+
+
+def test_the_last_tree(target: str, assistant: str) -> None:
+    output = chat(target, "w1 w2 w3", "/tree", options=("--assistant", assistant, "--tree")).stdout
+    assert re.search(r"^'w\d+'   \(\d+ candidates, depth \d, width \d", output, flags=re.MULTILINE)
+    assert "└─" in output
+
+
+def test_system_and_sampling(target: str) -> None:
+    words = ["chat", "--target", target, "--max-new-tokens", "5", "--temperature", "1.5", "--system", "w7"]
+    result = CliRunner().invoke(app, words, input="w1\n")
+    assert result.exit_code == 0, result.output
+    assert "tokens in" in result.stdout
+
+
+def test_nothing_said(target: str) -> None:
+    output = chat(target).stdout
+    assert "verdict" not in output
+    assert "measure it" not in output
+
+
+# What goes wrong. ----------------------------------------------------------------------------------------------------
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Ctrl-C so many times while the first answer is written."""
+    left = [times]
+    stream = Chat._stream
+
+    def interrupted(self: Chat, text: str) -> None:
+        stream(self, text)
+        while left[0]:
+            left[0] -= 1
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Chat, "_stream", interrupted)
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    whole = plain(target, "w1 w2 w3")[0]
+    interrupting(monkeypatch, times=1)
+    output = chat(target, "w1 w2 w3", "w4").stdout
+    assert re.search(r"tokens per target pass, stopped$", output, flags=re.MULTILINE)
+    first, second = re.findall(r"^> .+\n(.*)\n\d+ tokens? in ", output, flags=re.MULTILINE)
+    assert whole.startswith(first)
+    assert 0 < len(first) < len(whole)
+    assert second
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_twice_leaves_the_answer_out(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupting(monkeypatch, times=2)
+    result = chat(target, "w1 w2 w3", "/stats", "w4 w5")
+    assert "Stopped, and left out of the conversation." in result.stdout
+    assert "There is no answer yet" in result.stdout
+    assert answers_of(result) == plain(target, "w4 w5")
+
+
+def test_ctrl_c_between_answers(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter([KeyboardInterrupt(), "w1", EOFError()])
+
+    def typed(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    monkeypatch.setattr("builtins.input", typed)
+    output = chat(target).stdout
+    assert "To end the chat type /quit, or Ctrl-D." in output
+    assert re.search(r"\d+ tokens? in \d", output)
+
+
+def test_errors_do_not_end_it(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path / "target")
+    words = chat_tokenizer()
+    words.chat_template = (
+        "{% if messages[-1]['content'] == 'w13' %}{{ raise_exception('no luck') }}{% endif %}" + words.chat_template
+    )
+    words.save_pretrained(folder)
+    result = chat(folder, "w13", "w1 w2", "w3 " * 1100, "/reset", "w1 w2")
+    assert "Error: The model's chat template refuses this conversation: no luck." in result.stdout
+    assert re.search(
+        r"Error: The conversation is \d+ tokens long, and the model reads 1024\. /reset begins", result.stdout
+    )
+    assert answers_of(result) == plain(folder, "w1 w2") * 2
+
+
+def test_it_says_where_no_assistant_helps(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.use_cache = False
+    model.save_pretrained(folder)
+    result = chat(folder, "w1 w2 w3")
+    assert "note       Answers are plain ones, without the assistant: use_cache=False" in result.stdout
+    assert "verdict     The call was a plain one, without the default assistant" in result.stdout
+    assert answers_of(result) == plain(folder, "w1 w2 w3")
+
+
+def test_a_model_without_a_chat_template(target: str) -> None:
+    tokenizer().save_pretrained(target)
+    (Path(target) / "chat_template.jinja").unlink()
+    result = chat(target, "w1 w2", "w3")
+    assert "This model has no chat template: it continues what is typed." in result.stdout
+    assert len(answers_of(result)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--target", "/nowhere"), "There is no folder '/nowhere'"),
+        (("--assistant", "/nowhere"), "There is no folder '/nowhere'"),
+    ],
+)
+def test_bad_arguments_are_one_line(target: str, options: tuple[str, ...], says: str) -> None:
+    result = CliRunner().invoke(app, ["chat", "--target", target, *options])
+    assert result.exit_code == 1
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    assert without_controls("a\x1b[2Jb\x07\x9b\tc\r\n[bold]d \U0001f469\u200d\U0001f680") == (
+        "a[2Jb\tc\n[bold]d \U0001f469\u200d\U0001f680"
+    )
+
+
+@pytest.mark.slow  # imports torch again
+def test_in_a_pipe(target: str) -> None:
+    command: Any = [sys.executable, "-m", "hf_specdecpp", "chat", "--target", target, "--max-new-tokens", "5"]
+    done = subprocess.run(command, input="w1 w2\n", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "5 tokens in" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""
