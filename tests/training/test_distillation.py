@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.learning import student as distillation_student
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation import student as distillation_student
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 KINDS = ["independent", "early_exit"]

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
-from hf_specdecpp.eagle3.drafter import Eagle3Drafter
-from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
 
@@ -175,18 +173,17 @@ class LayerStudent(Taught):
     """A draft with a layer of its own, all of which is trained but its embeddings and its LM head.
 
     Args:
-        model: has met the target.
-        target: whose embeddings it may share.
+        drafter: of the layer.
         unroll, loss: as above.
     """
 
-    def __init__(self, model: Eagle3Model, target: CausalLM, unroll: int = 1, loss: str = "kl") -> None:
+    def __init__(self, drafter: Drafter, unroll: int = 1, loss: str = "kl") -> None:
         super().__init__()
-        self.model = model.requires_grad_(True)
-        for frozen in (model.lm_head, getattr(model.decoder, "embed_tokens", None)):
+        self.model: Any = drafter.model.requires_grad_(True)
+        for frozen in (self.model.lm_head, getattr(self.model.decoder, "embed_tokens", None)):
             if frozen is not None:
                 frozen.requires_grad_(False)
-        object.__setattr__(self, "drafter", Eagle3Drafter(model, target))
+        object.__setattr__(self, "drafter", drafter)
         self.unroll, self.distance = unroll, DISTANCES[loss]
 
 
