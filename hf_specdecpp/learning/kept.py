@@ -10,7 +10,7 @@ reads nothing they take 196 and 4.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class KeptText:
         likely: `[n - begin, MOST_LIKELY]` int32: the target's likeliest tokens at each place of the answer.
         probs: their probabilities at temperature 1, before processors, in half precision.
         states: at all tokens but the last, if the draft reads them.
+        num_ids: width of the target's logits.
         number: of the texts kept so far; -1 until it is one of them.
     """
 
@@ -73,6 +74,7 @@ class KeptText:
     likely: Tensor
     probs: Tensor
     states: States | None
+    num_ids: int
     number: int = -1
 
     def __len__(self) -> int:
@@ -94,7 +96,7 @@ class KeptText:
         states = None if self.states is None else self.states[first : last - 1]
         return KeptText(
             self.tokens[first:last].clone(), begin - first, self.likely[own].clone(), self.probs[own].clone(), states,
-            self.number,
+            self.num_ids, self.number,
         )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ class KeptTexts:
         text = text.piece(max(len(text) - self.most, 0), len(text))
         if not len(text.likely):
             return
-        self.texts.append(KeptText(text.tokens, text.begin, text.likely, text.probs, text.states, self.count))
+        self.texts.append(replace(text, number=self.count))
         self.count += 1
         while len(self) > self.most:
             self.texts.popleft()
@@ -141,6 +143,7 @@ class Keeper:
 
     def __init__(self, reads_states: bool) -> None:
         self.reads_states = reads_states
+        self.num_ids = 0
         self._tokens: list[Tensor] = []
         self._states: list[States] = []
         self._likely: list[Tensor] = []
@@ -161,6 +164,7 @@ class Keeper:
 
     def say(self, logits: Tensor) -> None:
         """The target's logits `[k, vocab]`, before processors, where it said the next k tokens."""
+        self.num_ids = logits.shape[-1]
         probs, likely = logits.softmax(-1).topk(min(MOST_LIKELY, logits.shape[-1]))
         self._likely.append(likely.to("cpu", torch.int32))
         self._probs.append(probs.to("cpu", torch.float16))
@@ -172,7 +176,7 @@ class Keeper:
         tokens, likely, probs = (torch.cat(each) for each in (self._tokens, self._likely, self._probs))
         states = States.together(self._states) if self.reads_states else None
         begin = len(tokens) - len(likely)
-        return KeptText(tokens, begin, likely, probs, states) if begin > 0 else None
+        return KeptText(tokens, begin, likely, probs, states, self.num_ids) if begin > 0 else None
 
 
 def logits_of(likely: Tensor, probs: Tensor, num_ids: int) -> Tensor:

@@ -78,14 +78,17 @@ class Memory:
 
     def clear(self) -> None:
         """Forget what was learned, so that a seeded run can be repeated, earlier answers and kept texts."""
-        self.forget_rounds()
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
+        self.forget_rounds()
         self.answers.clear()
         self.texts.clear()
 
     def forget_rounds(self) -> None:
-        """Forget how often estimates came true: they were another draft's."""
+        """Forget what rounds have taught of a draft, which is now another one."""
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
+        for of_target in self.lookups.values():
+            for each in of_target.values():
+                each.choices.clear()
 
     def measure_again(self) -> None:
         """Forget what was learned, and all costs and matrix products that were measured on this machine: they are

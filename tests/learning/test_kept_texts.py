@@ -58,7 +58,7 @@ def test_what_the_target_said_along_its_answer_is_kept(kind: str, shape: dict[st
 class Shift(LogitsProcessor):
     """Of users; called once for each emitted token, in order."""
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.roll(1, -1)
 
 
@@ -161,7 +161,7 @@ def test_states_in_a_byte_a_number() -> None:
 
 
 def test_pieces_of_a_text() -> None:
-    kept = KeptText(torch.arange(10), 4, torch.arange(6)[:, None], torch.ones(6, 1), States.of(torch.randn(9, 4)))
+    kept = KeptText(torch.arange(10), 4, torch.arange(6)[:, None], torch.ones(6, 1), States.of(torch.randn(9, 4)), 6)
     first, second = kept.piece(0, 6), kept.piece(5, 10)
     assert (first.begin, first.likely.flatten().tolist(), second.begin) == (4, [0, 1], 1)
     assert second.likely.flatten().tolist() == [2, 3, 4, 5]
@@ -178,5 +178,5 @@ def test_the_rest_of_the_probability_is_spread() -> None:
 
 def test_a_text_longer_than_the_memory_and_without_an_answer_in_it() -> None:
     texts = KeptTexts(most=3)
-    texts.add(KeptText(torch.arange(9), 9, torch.zeros(0, MOST_LIKELY), torch.zeros(0, MOST_LIKELY), None))
+    texts.add(KeptText(torch.arange(9), 9, torch.zeros(0, MOST_LIKELY), torch.zeros(0, MOST_LIKELY), None, 50))
     assert not texts.texts

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_specdecpp.dflash.anchors import blocks_after
 from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.dflash.model import DFlashModel
-from hf_specdecpp.learning.student import DISTANCES, Taught, through
+from hf_specdecpp.learning.taught import DISTANCES, Taught, through
 from hf_specdecpp.models.causal_lm import CausalLM
 
 

@@ -20,7 +20,8 @@ from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.learning.student import LayerStudent, Student, Taught
+from hf_specdecpp.learning.student import Student
+from hf_specdecpp.learning.taught import LayerStudent, Taught
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.learning.student import Taught
+from hf_specdecpp.learning.taught import Taught
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
