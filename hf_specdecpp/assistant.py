@@ -230,7 +230,9 @@ class SpecDecPPAssistant(Making):
         drafter = self.ready_drafter()
         known = None if self.learning is None else self.learning[0].student.drafter
         if self.learning is None or known.device != drafter.device:
-            student = self.kind.student(drafter)
+            with torch.random.fork_rng():  # a generation's numbers are no business of an adapter's
+                torch.manual_seed(0)
+                student = self.kind.student(drafter)
             learner = Learner(student, self.kind.learning_rate, READER_RATE, drafter.dtype)
             self.learning = learner, Made(self.config, self.parts, drafter)
         return self.learning

@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.target_states import StateReader, TargetStates
+
 MOST_LIKELY = 32  # tokens whose probability is kept
 HELD_OUT = 5  # of so many texts one is never learned from: the second of them, so that two texts are enough
 BYTE = torch.float8_e4m3fn
@@ -189,3 +192,20 @@ def logits_of(likely: Tensor, probs: Tensor, num_ids: int) -> Tensor:
     others = max(num_ids - likely.shape[-1], 1)
     spread = (rest / others).log().expand(-1, num_ids)
     return spread.scatter(-1, likely.long(), known.clamp_min(LEAST).log())
+
+
+@torch.no_grad()
+def kept_of(target: CausalLM, reader: StateReader | None, tokens: Tensor, begin: int) -> KeptText | None:
+    """What would be kept of a text `[n]` that was written elsewhere, by a pass of the target over it.
+
+    Args:
+        reader: says which states the draft reads.
+        begin: where its answer begins.
+    """
+    keeper, ids = Keeper(reader is not None), tokens[None].to(input_device(target))
+    with TargetStates(target, reader) as caught:
+        logits = target(ids).logits[0]
+        states = caught.take()
+    keeper.read(ids, None if states is None else states[:, :-1])
+    keeper.say(logits[begin - 1 : -1].float())
+    return keeper.text()

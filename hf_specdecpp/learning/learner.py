@@ -120,8 +120,9 @@ class Learner:
         over the answers of texts."""
         found = []
         for piece in pieces(texts):
+            inputs = self._teaching([piece], whole=True)
             with self._precision():
-                found.append(self.student(*self._teaching([piece], whole=True), measure=True)[..., 0].float().cpu())
+                found.append(self.student(*inputs, measure=True)[..., 0].float().cpu())
         mean: list[float] = torch.cat(found).mean(0).tolist()
         return mean
 
@@ -148,7 +149,7 @@ class Learner:
             with self._precision():
                 loss = self.student(*inputs) / inputs[1].sum().clamp_min(1)
             self.optimizer.zero_grad()
-            loss.backward()
+            loss.backward(inputs=self.trained)  # a target's parameters may ask for gradients, too
             nn.utils.clip_grad_norm_(self.trained, 1.0)
             self.optimizer.step()
         return math.isfinite(float(loss.detach()))
