@@ -28,7 +28,7 @@ class Lesson:
     Attributes:
         steps: of the optimiser.
         seconds: that they took.
-        tokens, texts: kept now that were learned from.
+        tokens, texts: that they learned from.
         measured: tokens of texts held out, on which the gain was measured.
         before, after: how likely the target accepts the first candidate of a round there, at temperature 1, on average.
         is_kept: whether the update is kept, because it helped.
@@ -99,20 +99,23 @@ class Learner:
         before = self.acceptance(heldout)[0]
         weights = [each.detach().clone() for each in self.trained]
         state, begin, count = copy.deepcopy(self.optimizer.state_dict()), time.perf_counter(), 0
+        met: set[int] = set()
         for batch in self._batches(train):
+            met |= {text.number for text in batch}
             is_finite = self._step(batch)
             count += 1
             if not is_finite or count == steps or (seconds and time.perf_counter() - begin >= seconds):
                 break
         spent = time.perf_counter() - begin
         after = self.acceptance(heldout)[0]
+        learned = {text.number: len(text) for text in train if text.number in met}
         is_kept = after > before
         if is_kept:
-            self.seen |= {text.number: len(text) for text in train}
+            self.seen |= learned
         else:
             self._take_back(weights, state)
-        tokens = sum(map(len, train))
-        return Lesson(count, spent, tokens, len(train), sum(map(len, heldout)), before, after, is_kept)
+        tokens, measured = sum(learned.values()), sum(map(len, heldout))
+        return Lesson(count, spent, tokens, len(learned), measured, before, after, is_kept)
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[KeptText]) -> list[float]:
