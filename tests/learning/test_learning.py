@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.models import assistant_for, assistant_of, prompt, tiny
 from support.repos import save_model
 from torch import Tensor
 
@@ -54,7 +54,7 @@ def q_of(assistant: SpecDecPPAssistant, steps: int = 1) -> Tensor:
 
 @pytest.fixture
 def target() -> CausalLM:
-    return quiet_later_layers(tiny("llama"))
+    return tiny("llama")
 
 
 @pytest.mark.parametrize("kind", LEARN)
@@ -66,7 +66,7 @@ def test_it_gains_keeps_the_target_and_takes_everything_back(target: CausalLM, k
     lesson = assistant.learn(steps=30)
     assert torch.equal(random, torch.get_rng_state())
     assert lesson.is_kept
-    assert lesson.after > lesson.before > 0.1
+    assert lesson.after > lesson.before > 0.01
     assert (lesson.steps, lesson.texts, lesson.tokens, lesson.measured) == (30, 6, 6 * LENGTH, 2 * LENGTH)
     assert "30 steps on 6 texts of 216 tokens" in str(lesson)
     assert str(lesson).endswith("."), str(lesson)
