@@ -79,6 +79,9 @@ class SpeculationConfig:
         keep_texts (tokens): of the latest texts of attached targets that `assistant.learn()` learns from: the tokens,
             the states that the draft reads and what the target would have said (`docs/using.md`). 0 keeps none. They
             are kept in memory only (`assistant.memory.texts`).
+        draft_temperature: divides the draft's logits once more, after temperature, top-k and the like, where the target
+            samples. Below 1 the draft guesses what is likeliest more often, above 1 other tokens. 0.8 is accepted more
+            often than 1 by SmolLM2's published draft (`docs/drafts.md`). Greedy decoding does not know it.
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
             target's distribution either way (`docs/verification.md`). `"block"`: a chain is accepted as a block (arXiv
             2403.10444), a tree from its leaves to its root (arXiv 2505.12398), which on average accepts more;
@@ -125,6 +128,7 @@ class SpeculationConfig:
     lookup_tokens: int = 40
     lookup_memory: int = 0
     keep_texts: int = 0
+    draft_temperature: float = 1.0
     verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
@@ -159,6 +163,10 @@ class SpeculationConfig:
         for name in ("lookup_memory", "keep_texts"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name}={value!r} must be a number of tokens, at least 0.")
+        if not 0.1 <= self.draft_temperature <= 10.0:
+            raise ValueError(
+                f"draft_temperature={self.draft_temperature!r} must be from 0.1 to 10: it divides the draft's logits."
+            )
         if self.costs is not None:
             Costs.from_dict(self.costs)
         self._validate_tree()

@@ -92,6 +92,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.session: Reading = session(self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
+        if generation_config.do_sample and setup.speculation.draft_temperature != 1.0:
+            self.draft_processing = self.draft_processing.cooled(setup.speculation.draft_temperature)
         self.stats = SpeculationStats(suspect=setup.drafter.suspect)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)

@@ -1,7 +1,8 @@
 """The exact distribution of whole generations with a draft that has learned between two texts.
 
 The draft learns from one text and drafts the next, and everything is product code; only the random numbers are replaced
-by a `Replay`. Mutant: of candidates that the learned draft drew, q as it was before is told.
+by a `Replay`. So is a draft with a temperature of its own. Mutants: of candidates that the learned draft drew, q as it
+was before is told; or q without the draft's temperature.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 import torch
 from support.models import assistant_of, tiny
 from support.stock_rounds import PROMPT, VOCAB
-from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
+from support.whole_generations import Enumerate, assert_caught, assert_exactly_p, tell_another_q
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -59,7 +60,26 @@ def test_generate_emits_exactly_p_after_learning(kind: str, shape: str, enumerat
     assert_exactly_p(target, assistant, enumerate_torch)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_generate_emits_exactly_p_whatever_the_draft_s_temperature(
+    shape: str, temperature: float, enumerate_torch: Enumerate
+) -> None:
+    target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=3)
+    assistant = assistant_of("early_exit", target, **SHAPES[shape], draft_temperature=temperature)
+    assert_exactly_p(target, assistant, enumerate_torch)
+
+
 # Mutants. -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_temperature_that_is_not_told_is_caught(
+    enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=3)
+    assistant = assistant_of("early_exit", target, **SHAPES["chain"], draft_temperature=0.6)
+    tell_another_q(monkeypatch, lambda scores: scores * 0.6)
+    assert_caught(target, assistant, enumerate_torch)
 
 
 @pytest.mark.parametrize("kind", ["independent", "early_exit"])
