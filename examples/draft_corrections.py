@@ -3,7 +3,7 @@
     python examples/draft_corrections.py HuggingFaceTB/SmolLM2-135M-Instruct hub_cards/specdecpp-smollm2-135m-instruct \
         alpaca_train.jsonl "Responde en español. {}"
 
-The target answers the last 16 prompts, greedily and at temperature 1. Of each place of the answers the chance is printed
+The target answers the last 16 prompts, greedily and at temperature 1. Printed is the mean chance over their places
 that the first candidate of a round is accepted at temperature 1, which is sum min(p, q): with q at another temperature,
 and with q mixed with what the target said lately after the same token (a decaying mean of its likeliest successors, as
 in Token Recycling, arXiv 2408.08696).
