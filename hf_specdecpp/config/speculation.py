@@ -76,6 +76,12 @@ class SpeculationConfig:
         lookup_tokens (candidates): the most that a chain looks up; in a tree there are `tree_budget` nodes at most.
         lookup_memory (tokens): of earlier answers that are searched, too, which helps where requests resemble one
             another. 0 remembers none. They are kept in memory only (`assistant.memory.answers`).
+        keep_texts (tokens): of the latest texts of attached targets that `assistant.learn()` learns from: the tokens,
+            the states that the draft reads and what the target would have said (`docs/using.md`). 0 keeps none. They
+            are kept in memory only (`assistant.memory.texts`).
+        draft_temperature: divides the draft's logits once more, after temperature, top-k and the like, where the target
+            samples. Below 1 the draft guesses what is likeliest more often, above 1 other tokens. 0.8 is accepted more
+            often than 1 by SmolLM2's published draft (`docs/drafts.md`). Greedy decoding does not know it.
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
             target's distribution either way (`docs/verification.md`). `"block"`: a chain is accepted as a block (arXiv
             2403.10444), a tree from its leaves to its root (arXiv 2505.12398), which on average accepts more;
@@ -121,6 +127,8 @@ class SpeculationConfig:
     lookup: bool = False
     lookup_tokens: int = 40
     lookup_memory: int = 0
+    keep_texts: int = 0
+    draft_temperature: float = 1.0
     verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
@@ -152,8 +160,13 @@ class SpeculationConfig:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
                 "satisfies both. Lower min_tokens or raise max_tokens."
             )
-        if self.lookup_memory < 0:
-            raise ValueError(f"lookup_memory={self.lookup_memory!r} must be a number of tokens, at least 0.")
+        for name in ("lookup_memory", "keep_texts"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name}={value!r} must be a number of tokens, at least 0.")
+        if not 0.1 <= self.draft_temperature <= 10.0:
+            raise ValueError(
+                f"draft_temperature={self.draft_temperature!r} must be from 0.1 to 10: it divides the draft's logits."
+            )
         if self.costs is not None:
             Costs.from_dict(self.costs)
         self._validate_tree()

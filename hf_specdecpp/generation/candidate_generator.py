@@ -21,6 +21,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
+from hf_specdecpp.learning.kept import Keeper
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
@@ -61,6 +62,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
         lookup: finds candidates in the text, if it is asked to.
         times: of its rounds, where the costs follow them.
+        keeper: keeps the text for the draft to learn from, if it is asked to.
 
     Raises:
         ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or the draft
@@ -90,6 +92,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.session: Reading = session(self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
+        if generation_config.do_sample and setup.speculation.draft_temperature != 1.0:
+            self.draft_processing = self.draft_processing.cooled(setup.speculation.draft_temperature)
         self.stats = SpeculationStats(suspect=setup.drafter.suspect)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
@@ -113,6 +117,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         elif isinstance(self.rule, Throughput):
             self.plan = self.rule.state
         self.lookup = looking_up(setup, target, generation_config, self.plan)
+        keeps = setup.speculation.keep_texts > 0 and target is not None
+        self.keeper = Keeper(setup.drafter.reads is not None) if keeps else None
         self.times: RoundTimes | None = None
         if self.plan is not None:
             self.plan.begin_text()
@@ -281,11 +287,21 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.plan is not None and self.times is not None:
             self.plan.learn(self.times)
 
-    def remember(self, text: Tensor) -> None:
-        """Keep the answer for later lookups, if there shall be any: the end of the text `[1, length]`."""
-        config = self.setup.speculation
+    def remember(self, text: Tensor, states: Tensor | None) -> None:
+        """Keep what was generated, for later lookups or for the draft to learn from, if there shall be any.
+
+        Args:
+            text: `[1, length]`, of which the answer is the end.
+            states: of the last round, as in `draft`.
+        """
+        config, memory = self.setup.speculation, self.setup.memory
         if config.lookup and config.lookup_memory and self.stats.generated:
-            self.setup.memory.answers.add(text[0, -self.stats.generated :].tolist())
+            memory.answers.add(text[0, -self.stats.generated :].tolist())
+        if self.keeper is not None:
+            self._read(text, states)
+            memory.texts.most = config.keep_texts
+            if (kept := self.keeper.text()) is not None:
+                memory.texts.add(kept)
 
     def _time_round(self) -> None:
         if self.times is not None:
@@ -296,12 +312,19 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             # What the draft reads of a prompt or after a pause is another kind of pass.
             self.times.drafted(drafted if drafted is not None and drafted.read <= MOST_READ else None)
 
-    def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> None:
+    def _read(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What is new in the text, and the target's states there, padding left out."""
         if states is not None and self._seen_length == 0 and self._attention_mask is not None:
             mask = self._attention_mask[0, -states.shape[1] :].bool()
             states = states[:, mask.to(states.device)] if bool(mask.any()) else states
-        length = input_ids.shape[1]
         new_tokens = self._new_tokens(input_ids)
+        if self.keeper is not None:
+            self.keeper.read(new_tokens, states)
+        return new_tokens, states
+
+    def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> None:
+        length = input_ids.shape[1]
+        new_tokens, states = self._read(input_ids, states)
         self.session.begin_round(new_tokens, self._num_accepted, states)
         if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
             self.plan.follow(length)

@@ -68,6 +68,7 @@ class AssistedDecoding:
         self.device = input_device(target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
+        self.keeps_logits = self.records.keeps_logits or generator.keeper is not None  # those before processors
         self.criteria = stopping_criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -82,7 +83,7 @@ class AssistedDecoding:
             self.prefix.roll_back()
             raise
         self.generator.finish()
-        self.generator.remember(input_ids)
+        self.generator.remember(input_ids, self.states.found)
         if self.streamer is not None:
             self.streamer.end()
         return self._output(input_ids)
@@ -166,7 +167,7 @@ class AssistedDecoding:
             return self._select_in_order(input_ids, chain, outputs)
         count, ids = len(chain.tokens), chain.ids(input_ids.device)
         logits = outputs.logits[0, -count - 1 :].to(input_ids.device, torch.float32)
-        raw = logits.clone() if self.records.keeps_logits else logits
+        raw = logits.clone() if self.keeps_logits else logits
         scores = self.generator.processing.along(input_ids, ids, logits)
         begin = time.perf_counter()
         accepted, token = self._verify(chain, ids, scores)
@@ -260,7 +261,7 @@ class AssistedDecoding:
         emitted = [*(tree.tokens[node] for node in path), token]
         kept_rows = [rows[node] for node in kept]
         chosen_from = torch.stack([scores(node) for node in kept])
-        raw = logits[kept_rows].to(chosen_from) if self.records.keeps_logits else chosen_from
+        raw = logits[kept_rows].to(chosen_from) if self.keeps_logits else chosen_from
         return path, emitted, chosen_from, raw, kept_rows
 
     def _verifies_at_once(self, input_ids: Tensor) -> bool:
@@ -329,6 +330,8 @@ class AssistedDecoding:
         new_ids, *on_device = upload(known, input_ids.device)
         input_ids = torch.cat((input_ids, new_ids), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
+        if self.generator.keeper is not None:
+            self.generator.keeper.say(raw[:kept])
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path, again=self.prefix.pending)
         self._settle(outputs, kept, count, None if path is None else PathRows(path, *on_device))

@@ -113,6 +113,10 @@ class Processing:
         """Without the processors that must not see candidates: the draft guesses without them."""
         return Processing([processor for processor in self.processors if reads_prefix_only(processor)])
 
+    def cooled(self, temperature: float) -> Processing:
+        """With a temperature after all others."""
+        return Processing([*self.processors, TemperatureLogitsWarper(temperature)])
+
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""
         if not self.processors:

@@ -14,6 +14,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator
+from hf_specdecpp.learning.kept import KeptTexts
 from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.rates import LookupRates
 from hf_specdecpp.lookup.seen import Answers
@@ -60,25 +61,34 @@ class LearnedOfLookups:
 class Memory:
     """What was learned by target, and there by chains or trees, who estimates, and how the target samples.
 
-    `clear()` forgets what was learned and earlier answers, `measure_again()` also what was measured.
+    `clear()` forgets what was learned, earlier answers and kept texts, `measure_again()` also what was measured.
 
     Args:
         calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
 
     Attributes:
         answers: earlier ones, in which lookups search (`SpeculationConfig.lookup_memory`).
+        texts: that the draft can learn from (`SpeculationConfig.keep_texts`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
         self.calibration = dict(calibration or {})
-        self.answers = Answers()
+        self.answers, self.texts = Answers(), KeptTexts()
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was learned, so that a seeded run can be repeated."""
-        self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
+        """Forget what was learned, so that a seeded run can be repeated, earlier answers and kept texts."""
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
+        self.forget_rounds()
         self.answers.clear()
+        self.texts.clear()
+
+    def forget_rounds(self) -> None:
+        """Forget what rounds have taught of a draft, which is now another one."""
+        self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
+        for of_target in self.lookups.values():
+            for each in of_target.values():
+                each.choices.clear()
 
     def measure_again(self) -> None:
         """Forget what was learned, and all costs and matrix products that were measured on this machine: they are

@@ -14,11 +14,14 @@ from transformers.utils import logging
 
 from hf_specdecpp.dflash.checkpoint import meet as meet_block
 from hf_specdecpp.dflash.model import DFlashModel
+from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.layer_ids import usual_reads
 from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.kinds.conditioned import Fusion
+from hf_specdecpp.learning.student import Student
+from hf_specdecpp.learning.taught import LayerStudent, Taught
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -27,7 +30,6 @@ from hf_specdecpp.training.distillation.initial import block as initial_block
 from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
 from hf_specdecpp.training.distillation.initial import layer as initial_layer
 from hf_specdecpp.training.distillation.start import start_from
-from hf_specdecpp.training.distillation.student import LayerStudent, Student, Taught
 from hf_specdecpp.training.models import layers_of, reads_of
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import last_checkpoint
@@ -59,7 +61,7 @@ def student_of(
         return BlockStudent(block, target, distill.block_anchors, distill.block_decay, distill.loss)
     if config.trains_layer:
         layer = _layer(config, target, vocab, train, earlier)
-        return LayerStudent(layer, target, config.distill.unroll, config.distill.loss)
+        return LayerStudent(Eagle3Drafter(layer, target), config.distill.unroll, config.distill.loss)
     return _adapted(config, target, draft, vocab, train)
 
 

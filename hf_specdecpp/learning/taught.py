@@ -1,22 +1,21 @@
-"""The draft as it is taught: what its forward computes, and which of its parameters are trained."""
+"""The draft as it is taught: what its forward computes (`Taught`); one with a layer of its own (`LayerStudent`)."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
-from hf_specdecpp.eagle3.drafter import Eagle3Drafter
-from hf_specdecpp.eagle3.model import Eagle3Model
-from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
+
+UNROLL = 4  # candidates of a round that a draft learns to go on for by itself
+LOSS = "kl+tv"  # of a draft that learns from the texts it drafts for
+READER_RATE = 5e-5  # of what makes the inputs of a draft, which is sensible from the start
 
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256
@@ -38,17 +37,6 @@ def divergence_and_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 DISTANCES = {"kl": divergence, "tv": total_variation, "kl+tv": divergence_and_variation}
-
-
-def with_own_parameters(model: CausalLM) -> CausalLM:
-    """The model's structure with new, frozen `Parameter` objects over the same memory.
-
-    So an early exit can be trained although it shares its tensors with the target: whatever freezes, wraps or gathers
-    gradients of the copy's parameters does not reach the target's.
-    """
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    memo |= {id(buffer): buffer for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
 
 
 class Taught(nn.Module):
@@ -137,56 +125,21 @@ class Taught(nn.Module):
         return self.distance(p_logits[:, None, :both].expand_as(q_logits), q_logits)
 
 
-class Student(Taught, PeftModel):
-    """The draft with a LoRA adapter. A PEFT model, so that checkpoints hold the adapter and nothing else.
-
-    Args:
-        draft: its weights stay as they are.
-        lora: the adapter. For a conditioned draft its `modules_to_save` names `"fusion"`, which is trained, too.
-        draft_vocab: token ids that the draft may propose, or `None` for all.
-        fusion: of a conditioned draft.
-        unroll: steps of a round that a conditioned draft is taught.
-        loss: one of `DISTANCES`.
-    """
-
-    def __init__(
-        self,
-        draft: CausalLM,
-        lora: LoraConfig,
-        draft_vocab: Tensor | None,
-        fusion: StateReader | None = None,
-        unroll: int = 1,
-        loss: str = "kl",
-    ) -> None:
-        own = with_own_parameters(draft)
-        if fusion is not None:
-            own.fusion = fusion
-        PeftModel.__init__(self, own, lora)
-        base: Any = self.get_base_model()
-        drafter = Drafter(base, draft_vocab, shares_target=True, fusion=fusion)
-        if fusion is not None:
-            drafter.fusion = base.fusion.modules_to_save["default"]
-        object.__setattr__(self, "drafter", drafter)
-        self.unroll = unroll
-        self.distance = DISTANCES[loss]
-
-
 class LayerStudent(Taught):
     """A draft with a layer of its own, all of which is trained but its embeddings and its LM head.
 
     Args:
-        model: has met the target.
-        target: whose embeddings it may share.
+        drafter: of the layer.
         unroll, loss: as above.
     """
 
-    def __init__(self, model: Eagle3Model, target: CausalLM, unroll: int = 1, loss: str = "kl") -> None:
+    def __init__(self, drafter: Drafter, unroll: int = 1, loss: str = "kl") -> None:
         super().__init__()
-        self.model = model.requires_grad_(True)
-        for frozen in (model.lm_head, getattr(model.decoder, "embed_tokens", None)):
+        self.model: Any = drafter.model.requires_grad_(True)
+        for frozen in (self.model.lm_head, getattr(self.model.decoder, "embed_tokens", None)):
             if frozen is not None:
                 frozen.requires_grad_(False)
-        object.__setattr__(self, "drafter", Eagle3Drafter(model, target))
+        object.__setattr__(self, "drafter", drafter)
         self.unroll, self.distance = unroll, DISTANCES[loss]
 
 
