@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hf_specdecpp.kinds.kind import SelfCheck
     from hf_specdecpp.serving.destination import Exported
 
+MAX_NEW_TOKENS = ("--max_new_tokens", "--max-new-tokens")  # both spellings, as in `train` and `bench`
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
 
@@ -46,7 +48,7 @@ def demo(
         str | None, typer.Option(help="Hub id or folder of its assistant; by default an untrained early exit.")
     ] = None,
     layers: Annotated[str, typer.Option(help="Layers of the early exit: 4 for the first four, or 0,1,2,29.")] = "4",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(*MAX_NEW_TOKENS, min=1, help="Length of an answer.")] = 64,
     prompt: Annotated[list[str] | None, typer.Option(help="What to ask; may be repeated.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
     tree: Annotated[
@@ -78,7 +80,7 @@ def chat(
         str | None, typer.Option(help="Hub id or folder of its assistant; by default the conversation is looked up in.")
     ] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Draft token trees.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(*MAX_NEW_TOKENS, min=1, help="Longest answer.")] = 512,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 takes the likeliest tokens; by default as the model's config says.")
     ] = None,

@@ -313,11 +313,11 @@ def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments))
-    assert run("demo", "--target", "a").exit_code == 0
+    assert run("demo", "--target", "a", "--max_new_tokens", "7").exit_code == 0
     options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
     assert run("demo", "--target", "a", *options, "--sample", "--tree", "--lookup", "--svg", "x.svg").exit_code == 0
     assert calls == [
-        ("a", None, "4", 64, None, False, False, False, None),
+        ("a", None, "4", 7, None, False, False, False, None),
         ("a", "b", "0,2", 5, ["c", "d"], True, True, True, Path("x.svg")),
     ]
 
