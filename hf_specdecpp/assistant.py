@@ -229,8 +229,7 @@ class SpecDecPPAssistant(Making):
     def _learning(self) -> tuple[Learner, Made]:
         """What teaches the draft, begun anew where it was moved, and what it began with."""
         drafter = self.ready_drafter()
-        known = None if self.learning is None else self.learning[0].student.drafter
-        if self.learning is None or known.device != drafter.device:
+        if self.learning is None or self.learning[0].student.drafter.device != drafter.device:
             with torch.random.fork_rng():  # a generation's numbers are no business of an adapter's
                 torch.manual_seed(0)
                 student = self.kind.student(drafter)

@@ -51,6 +51,27 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert statistics[-1].startswith("verdict")
 
 
+def test_learn_from_traffic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny("llama").float()
+    target = save_model(model, tmp_path / "target")
+    SpecDecPPAssistant.from_early_exit(model, 2).save_pretrained(tmp_path / "assistant")
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps({"prompt": f"w{number} w7 w3"}) + "\n" for number in range(1, 5)))
+    arguments = ["learn_from_traffic.py", target, str(tmp_path / "assistant"), str(requests), str(tmp_path / "new")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    main = runpy.run_path(str(FOLDER / "learn_from_traffic.py"))["main"]
+    main.__globals__.update(LEARN_AFTER=2, SECONDS=0.01)
+    main(*arguments[1:])
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said if line.startswith("request")] == [
+        f"request {i}" for i in (1, 2, 3, 4)
+    ]
+    assert sum("tokens that were held out a first candidate" in line for line in said) == 2
+    assert (tmp_path / "new" / "config.json").exists()
+
+
 def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(FOLDER / "round_overhead.py"))["main"]
     main.__globals__.update(NEW_TOKENS=4, REPETITIONS=1, LENGTHS=(2,))

@@ -18,6 +18,7 @@ from hf_specdecpp.learning.taught import Taught
 
 STEP = 512  # tokens that a step learns from, about
 LONGEST = 512  # tokens of a piece of a text, whose states and attention are in memory at once
+WARM_UP = 10  # steps in which the rates rise: the first moments of an optimiser are of few texts
 MEASURED = 2048  # tokens of the latest held-out texts that a gain is measured on, about
 
 
@@ -58,12 +59,13 @@ class Learner:
 
     Args:
         student: the draft, of which `requires_grad` says what may change.
-        rate: of AdamW.
+        rate: of AdamW, reached after `WARM_UP` steps.
         reader_rate: of what makes the inputs of a draft that reads states, likewise.
         dtype: of the draft in use; training is in mixed precision where that is not float32.
 
     Attributes:
         seen: tokens of each text learned from so far, by its number.
+        steps: taken so far, without those that were taken back.
     """
 
     def __init__(self, student: Taught, rate: float, reader_rate: float, dtype: torch.dtype) -> None:
@@ -71,10 +73,10 @@ class Learner:
         own = set() if student.fusion is None else {id(each) for each in student.fusion.parameters()}
         trained = [each for each in student.parameters() if each.requires_grad]
         groups = [
-            {"params": [each for each in trained if (id(each) in own) == is_own], "lr": lr}
+            {"params": [each for each in trained if (id(each) in own) == is_own], "lr": lr, "highest": lr}
             for is_own, lr in ((False, rate), (True, reader_rate))
         ]
-        self.trained = trained
+        self.trained, self.steps = trained, 0
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
         self.seen: dict[int, int] = {}
         self._random = torch.Generator().manual_seed(0)  # a generation's numbers are no business of ours
@@ -114,6 +116,7 @@ class Learner:
             self.seen |= learned
         else:
             self._take_back(weights, state)
+            self.steps -= count
         tokens, measured = sum(learned.values()), sum(map(len, heldout))
         return Lesson(count, spent, tokens, len(learned), measured, before, after, is_kept)
 
@@ -154,6 +157,9 @@ class Learner:
             self.optimizer.zero_grad()
             loss.backward(inputs=self.trained)  # a target's parameters may ask for gradients, too
             nn.utils.clip_grad_norm_(self.trained, 1.0)
+            self.steps += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["highest"] * min(self.steps / WARM_UP, 1.0)
             self.optimizer.step()
         return math.isfinite(float(loss.detach()))
 

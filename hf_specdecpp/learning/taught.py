@@ -15,7 +15,7 @@ from hf_specdecpp.models.target_states import StateReader
 
 UNROLL = 4  # candidates of a round that a draft learns to go on for by itself
 LOSS = "kl+tv"  # of a draft that learns from the texts it drafts for
-READER_RATE = 5e-5  # of what makes the inputs of a draft, which is sensible from the start
+READER_RATE = 2e-5  # of what makes the inputs of a draft, which is sensible from the start
 
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256

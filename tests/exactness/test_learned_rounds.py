@@ -45,9 +45,9 @@ def taught(assistant: SpecDecPPAssistant) -> None:
     """Learn, and draft with what was learned whether it helps on so little text or not."""
     learner, before = assistant._learning()
     for group in learner.optimizer.param_groups:
-        group["lr"] = 3e-2
+        group["highest"] = 3e-2
     texts = list(assistant.memory.texts.texts)
-    for _ in range(5):
+    for _ in range(10):
         learner._step(texts)
     assistant._draft_as(assistant.kind.taught(before, learner.student))
 
