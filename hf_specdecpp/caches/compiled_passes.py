@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import nn
 from transformers import CompileConfig
 
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -16,8 +17,9 @@ from hf_specdecpp.models.causal_lm import CausalLM
 Pass = Callable[..., Any]
 
 _numbers = count()
-# By the number of tokens, and whether states are returned: what a target's passes were compiled to, and how.
-_known: WeakKeyDictionary[CausalLM, tuple[CompileConfig, dict[tuple[int, bool], Pass]]] = WeakKeyDictionary()
+# How a target's passes were compiled, what it was like, and by the number of tokens and whether states are returned what
+# they were compiled to.
+_known: WeakKeyDictionary[CausalLM, tuple[CompileConfig, list[Any], dict[tuple[int, bool], Pass]]] = WeakKeyDictionary()
 
 
 def own_copy(function: Any) -> Any:
@@ -37,25 +39,62 @@ def forward(target: CausalLM, inputs: dict[str, Any]) -> Any:
 class CompiledPasses:
     """The forward of a target whose passes are compiled, each number of tokens for itself, and kept with the target.
 
-    A pass over one token is that of plain `generate()` unless a draft reads states that it returns.
+    torch.compile would look through all of the target before each pass, to see whether it is still the same; with many
+    small layers that takes half as long as the pass. So it is looked at once a text, and compiled anew if it was
+    changed: another module, hook, setting or dtype.
 
     Args:
         config: how; `None` as transformers would.
     """
 
     def __init__(self, target: CausalLM, config: CompileConfig | None) -> None:
-        self._plain: Pass = target.get_compiled_call(config)
+        target.get_compiled_call(config)  # as plain `generate()` does: its layers then keep their own products
         self._target = ref(target)
         self._config: CompileConfig = target._last_compile_config
-        if target not in _known or _known[target][0] != self._config:
-            _known[target] = self._config, {}
-        self._passes = _known[target][1]
+        known = _known.get(target)
+        identity = _identity(target)
+        if known is None or known[:2] != (self._config, identity):
+            known = _known[target] = self._config, identity, {}
+        self._passes = known[2]
 
     def __call__(self, **inputs: Any) -> Any:
-        width, returns_states = inputs["input_ids"].shape[1], bool(inputs.get("output_hidden_states"))
-        if width == 1 and not returns_states:
-            return self._plain(**inputs)
-        kind = width, returns_states
+        kind = inputs["input_ids"].shape[1], bool(inputs.get("output_hidden_states"))
         if kind not in self._passes:
-            self._passes[kind] = torch.compile(own_copy(forward), **self._config.to_dict())
+            self._passes[kind] = _compiled(self._config)
         return self._passes[kind](self._target(), inputs)
+
+
+def _compiled(config: CompileConfig) -> Pass:
+    settings = config.to_dict()
+    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # older versions of torch make all checks
+        options = settings.pop("options")
+        if (mode := settings.pop("mode")) is not None and config.backend == "inductor":
+            options = {**torch._inductor.list_mode_options(mode, config.dynamic), **(options or {})}
+        settings["options"] = {**(options or {}), "guard_filter_fn": _of_inputs}
+    compiled: Pass = torch.compile(own_copy(forward), **settings)
+    return compiled
+
+
+def _of_inputs(checks: Sequence[Any]) -> list[bool]:
+    """Which checks torch.compile makes before each pass: all but those of the target and of modules of Python (`G[`)."""
+    return [not any(part in check.name for part in ("target", "G[")) for check in checks]
+
+
+def _identity(target: CausalLM) -> list[Any]:
+    """What decides which operations a pass consists of: modules with their attributes and hooks, shapes and types of
+    parameters, and the config."""
+    modules = [(id(module), {name: _value(each) for name, each in vars(module).items()}) for module in target.modules()]
+    tensors = [(each.shape, each.dtype, each.device) for each in (*target.parameters(), *target.buffers())]
+    config = {name: _value(each) for name, each in vars(target.config.get_text_config(decoder=True)).items()}
+    return [modules, tensors, config]
+
+
+def _value(attribute: Any) -> Any:
+    """It, or which object it is; of dictionaries what is in them, but for modules and tensors, which are looked at."""
+    if isinstance(attribute, dict):
+        return {
+            name: _value(each) for name, each in attribute.items() if not isinstance(each, torch.Tensor | nn.Module)
+        }
+    if isinstance(attribute, list | tuple | set):
+        return [_value(each) for each in attribute]
+    return attribute if isinstance(attribute, bool | int | float | str | None) else id(attribute)
