@@ -15,7 +15,7 @@ import importlib.util
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,7 +141,8 @@ def markdown(table: Table) -> str:
 def machine(device: str) -> str:
     """Where, and with what."""
     if device == "cpu":
-        name = f"**No GPU was used**: {platform.machine()}, {torch.get_num_threads()} threads, nothing of this tells what a GPU does"
+        threads = torch.get_num_threads()
+        name = f"**No GPU was used**, so nothing of this tells what one does: {platform.machine()}, {threads} threads"
     else:
         name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if device == "cuda" else device
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, hf_specdecpp {__version__}"
@@ -161,7 +162,9 @@ def main() -> None:
     options = parser.parse_args()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if options.device is None and accelerator is None:
-        sys.exit("There is no GPU here that torch sees, so there is nothing to report. --device cpu runs all of it anyway.")
+        sys.exit(
+            "There is no GPU here that torch sees, so there is nothing to report. --device cpu runs all of it anyway."
+        )
     device = options.device or accelerator.type
     dtype = getattr(torch, options.dtype)
     print(f"# On a GPU\n\n{machine(device)}\n```console\n{' '.join(['python', *sys.argv])}\n```\n", flush=True)

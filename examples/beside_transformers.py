@@ -59,7 +59,7 @@ def dflash(_: Path) -> Made:
     shape = {name: value for name, value in SHAPE.items() if name not in ("vocab_size", "num_hidden_layers")}
     config = MuseGlimmerAssistantConfig(
         **shape, num_hidden_layers=1, layer_types=["full_attention"], block_size=CANDIDATES + 1, mask_token_id=11,
-        target_layer_ids=[1, 14, 26],
+        target_layer_ids=[1, LAYERS // 2, LAYERS - 2],
     )  # fmt: skip
     draft = MuseGlimmerAssistantModel(config).eval()
     theirs = {"assistant_model": draft, "speculation_type": "dflash"}

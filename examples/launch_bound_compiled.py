@@ -22,7 +22,7 @@ from launch_bound import NEW_TOKENS, deep_llama, milliseconds
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import CompileConfig, LlamaForCausalLM
+from transformers import CompileConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.kinds.conditioned import Fusion
@@ -97,7 +97,9 @@ def results(contest: Contest, kind: str, repetitions: int) -> Table:
     actions: dict[str, Callable[[], object]] = {name: partial(contest.text, name) for name in names}
     times = milliseconds(actions, repetitions, contest.target.device)
     plain = contest.text(PLAIN)
-    table = Table("", "ms a token", "x plain", "tokens a pass", "draft / target / rest, ms a round", "same text", title=kind)
+    table = Table(
+        "", "ms a token", "x plain", "tokens a pass", "draft / target / rest, ms a round", "same text", title=kind
+    )
     for name in names:
         assistant = contest.assistants.get(name)
         same, tokens, shares = torch.equal(contest.text(name), plain), "", ""

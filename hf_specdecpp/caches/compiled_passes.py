@@ -15,11 +15,11 @@ from transformers import CompileConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 
 Pass = Callable[..., Any]
+Passes = dict[tuple[int, bool], Pass]  # by the number of tokens, and whether states are returned
 
 _numbers = count()
-# How a target's passes were compiled, what it was like, and by the number of tokens and whether states are returned what
-# they were compiled to.
-_known: WeakKeyDictionary[CausalLM, tuple[CompileConfig, list[Any], dict[tuple[int, bool], Pass]]] = WeakKeyDictionary()
+# How a target's passes were compiled, what it was like then, and what they were compiled to.
+_known: WeakKeyDictionary[CausalLM, tuple[CompileConfig, list[Any], Passes]] = WeakKeyDictionary()
 
 
 def own_copy(function: Any) -> Any:
@@ -51,17 +51,23 @@ class CompiledPasses:
         target.get_compiled_call(config)  # as plain `generate()` does: its layers then keep their own products
         self._target = ref(target)
         self._config: CompileConfig = target._last_compile_config
-        known = _known.get(target)
-        identity = _identity(target)
-        if known is None or known[:2] != (self._config, identity):
-            known = _known[target] = self._config, identity, {}
-        self._passes = known[2]
+        self._passes: Passes | None = None
 
     def __call__(self, **inputs: Any) -> Any:
+        target: Any = self._target()
+        if self._passes is None:  # the prompt has been read: transformers has installed what records states
+            self._passes = self._known(target)
         kind = inputs["input_ids"].shape[1], bool(inputs.get("output_hidden_states"))
         if kind not in self._passes:
             self._passes[kind] = _compiled(self._config)
-        return self._passes[kind](self._target(), inputs)
+        return self._passes[kind](target, inputs)
+
+    def _known(self, target: CausalLM) -> Passes:
+        """What was compiled in earlier texts, if the target is as it was then."""
+        known, identity = _known.get(target), _identity(target)
+        if known is None or known[:2] != (self._config, identity):
+            known = _known[target] = self._config, identity, {}
+        return known[2]
 
 
 def _compiled(config: CompileConfig) -> Pass:
@@ -76,7 +82,7 @@ def _compiled(config: CompileConfig) -> Pass:
 
 
 def _of_inputs(checks: Sequence[Any]) -> list[bool]:
-    """Which checks torch.compile makes before each pass: all but those of the target and of modules of Python (`G[`)."""
+    """Which checks torch.compile makes before each pass: all but those of the target and of Python's modules (`G[`)."""
     return [not any(part in check.name for part in ("target", "G[")) for check in checks]
 
 

@@ -14,7 +14,7 @@ import transformers
 from packaging.version import Version
 from support.models import partly_agreeing, tiny
 from support.repos import save_model
-from transformers import CompileConfig
+from transformers import AutoTokenizer, CompileConfig
 
 from hf_specdecpp import SpecDecPPAssistant
 
@@ -37,14 +37,19 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, **constants: Any) -> None:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    main = runpy.run_path(str(FOLDER / name))["main"]
+    module = runpy.run_path(str(FOLDER / name))
+    main = module["main"]
     main.__globals__.update(constants)
+    if "LAYERS" in constants:
+        module["SHAPE"]["num_hidden_layers"] = constants["LAYERS"]
     main()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("examples", "traced_drafts")
-def test_compiled(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiled(
+    traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Texts are equal; how many candidates are accepted is what the kinds say."""
     run(
         "launch_bound_compiled.py", monkeypatch, "--dtype", "float64", "--repetitions", "1", "--contestants",
@@ -61,7 +66,7 @@ def test_compiled(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.usefixtures("examples")
 def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run("beside_transformers.py", monkeypatch, "--repetitions", "1", LAYERS=4)
+    run("beside_transformers.py", monkeypatch, "--repetitions", "1", LAYERS=6)
     out = capsys.readouterr().out
     assert out.count("│ yes") == 3 * 6
     assert "│ no" not in out
@@ -74,6 +79,9 @@ def test_bench_gpu(
     """On a CPU, of a tiny pair: a report with a table for each batch size, whose texts are plain generation's."""
     model = tiny("llama")
     target = save_model(model, tmp_path / "target")
+    chat = AutoTokenizer.from_pretrained(target)
+    chat.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    chat.save_pretrained(target)
     draft = save_model(partly_agreeing(model), tmp_path / "draft")
     SpecDecPPAssistant.from_draft(draft, model).save_pretrained(tmp_path / "assistant")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

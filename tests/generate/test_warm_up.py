@@ -13,9 +13,10 @@ from support.compiling import graphs
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from transformers import CompileConfig
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, warming
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import measuring
+from hf_specdecpp.warming import passes
 
 pytestmark = [
     pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="drafts are not compiled there"),
@@ -71,7 +72,7 @@ def test_nothing_is_compiled_afterwards(kind: str, name: str, traced_only: Compi
 def test_what_is_left_out_is_compiled_later(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail, by target and draft."""
     for name in ("_all_widths", "warm_up_steps"):
-        owner = warming.Passes if name == "_all_widths" else warming
+        owner = passes.Passes if name == "_all_widths" else passes
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: None)
             target, assistant = warmed("conditioned", "dyspec", traced_only)
@@ -83,7 +84,9 @@ def test_what_is_left_out_is_compiled_later(traced_only: CompileConfig, monkeypa
 def test_nothing_is_learned(traced_only: CompileConfig) -> None:
     """What a text finds and leaves is the same with and without; torch's generators stay as they are."""
     target = quiet_later_layers(tiny("llama"))
-    assistant = assistant_of("conditioned", target, compile=True, lookup=True, lookup_memory=100, **SETTINGS["threshold"])
+    assistant = assistant_of(
+        "conditioned", target, compile=True, lookup=True, lookup_memory=100, **SETTINGS["threshold"]
+    )
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, **options(traced_only, do_sample=True))
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
-from hf_specdecpp.drafting.warming import warm_up as warm_up_steps
 from hf_specdecpp.generation.attached import decoding_of
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
@@ -24,6 +23,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.warming.steps import warm_up as warm_up_steps
 
 PROMPT = 8  # tokens
 TURNS = 3  # passes of each width: on CUDA the first compiles, the second records a graph, the third replays it
@@ -52,7 +52,7 @@ class Passes(AssistedDecoding):
                 f"Nothing is compiled here, so there is nothing to warm up. Passes of {type(self.target).__name__} are "
                 f"compiled with a static cache on a GPU (it is on {self.device}), elsewhere with a compile_config that "
                 "says so, from transformers 5.23 on also for drafts that read its states; steps of a draft with "
-                "SpeculationConfig(compile=True), but for those of recurrent layers and blocks. docs/gpu.md has a table."
+                "SpeculationConfig(compile=True), but for recurrent layers and blocks (docs/gpu.md)."
             )
         with self.generator.products:
             if self.forward is not self.target:
@@ -91,7 +91,11 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[
     if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
         raise ValueError(
             f"max_length={max_length!r} must be a whole number of tokens, at least {PROMPT + 2}"
-            + (f" and at most {longest:.0f}, which {type(target).__name__} has positions for." if longest < 1e9 else ".")
+            + (
+                f" and at most {longest:.0f}, which {type(target).__name__} has positions for."
+                if longest < 1e9
+                else "."
+            )
         )
     if is_spread(target):
         raise ValueError("A target that is spread over several processes warms up with its first texts.")
