@@ -44,13 +44,15 @@ OURS: dict[str, dict[str, Any]] = {
 Made = tuple[nn.Module, dict[str, Any], Callable[..., SpecDecPPAssistant], int]
 
 
-def random(config: Any, quiet: float = 1.0) -> Any:
-    """A model of random weights, whose layers add a share of what they would."""
+def random(config: Any, quiet: float = 1.0, loud: float = 1.0) -> Any:
+    """A model of random weights, whose layers add a share of what they would, and embeddings are louder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if ".layers." in name and parameter.dim() > 1:
             parameter.data *= quiet
+        elif "embed" in name:
+            parameter.data *= loud
     return model.eval()
 
 
@@ -71,7 +73,7 @@ def multi_token_layers(folder: Path) -> Made:
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2}
     own = {**SHAPE, **experts, "moe_intermediate_size": 16, "first_k_dense_replace": LAYERS - 1}
     more = {**own, "num_hidden_layers": LAYERS + MULTI_TOKEN}
-    random(AutoConfig.for_model("glm4_moe", **more), 0.5).save_pretrained(folder)
+    random(AutoConfig.for_model("glm4_moe", **more), 0.3, 3.0).save_pretrained(folder)
     tensors, eye = load_file(folder / "model.safetensors"), torch.eye(SHAPE["hidden_size"])
     for place in range(LAYERS, LAYERS + MULTI_TOKEN):
         of = f"model.layers.{place}."
@@ -122,7 +124,7 @@ def passes_of(target: Any, how: dict[str, Any]) -> int:
         nonlocal count
         count += 1
 
-    handle = target.get_output_embeddings().register_forward_hook(note)
+    handle = target.get_decoder().register_forward_hook(note)  # drafts use its LM head, too
     text_of(target, how)
     handle.remove()
     return count

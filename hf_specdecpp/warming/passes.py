@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.generation.attached import decoding_of
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
@@ -57,7 +58,7 @@ class Passes(AssistedDecoding):
         with self.generator.products:
             if self.forward is not self.target:
                 self._all_widths(input_ids)
-            if setup.drafter.is_compiled:
+            if isinstance(setup.drafter, Drafter) and setup.drafter.is_compiled:
                 most = 0 if trees is None else trees.most_nodes
                 tokens, width = input_ids[:, -PROMPT:], self.target.config.get_text_config().vocab_size
                 warm_up_steps(setup.drafter, tokens, self.states.found, self.config.max_length, most, width)

@@ -30,7 +30,8 @@ def warm_up(
     further = max(SEVERAL, most_in_tree and 2 * width_of(most_in_tree + 1))
     room, largest = LEAST_ROOM, room_for(max_length + further)
     while room <= largest and drafter.is_compiled:
-        session = drafter.tree_session(vocab_size) if most_in_tree else drafter.chain_session(vocab_size)
+        kind = CompiledTreeSession if most_in_tree else CompiledSession
+        session = kind(drafter, vocab_size, drafter.steps)
         session.with_room(room)
         session.begin_round(tokens, 0, states)
         session.step([])  # a cache that is new is first read uncompiled
@@ -55,7 +56,8 @@ def _grow(session: CompiledTreeSession, token: int, most: int) -> None:
 
     Example: of a tree of 100 nodes levels of 4, 8, 16 and 32 are read, and of 4, 8, 16 and 32 after one of 64.
     """
-    nodes, first = LEAST_NODES, []
+    nodes = LEAST_NODES
+    first: list[int] = []
     while True:
         tree, width = DraftTree(token), LEAST_WIDTH
         session.expand(tree, [0])
