@@ -14,7 +14,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-integrations test-space lint format types docs bench-overhead clean
+.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-integrations test-space lint format types docs bench-overhead bench-gpu clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -118,6 +118,9 @@ docs: install  ## Write docs/settings.md from the docstrings of the settings
 
 bench-overhead: install  ## Measure what a round costs beside the two models
 	@$(BIN)/python examples/round_overhead.py $(ARGS)
+
+bench-gpu: install  ## On a machine with a GPU: measure the published pairs, and print a report for an issue
+	@$(BIN)/python examples/bench_gpu.py $(ARGS)
 
 clean:  ## Remove caches and build output (keeps .venv and the downloaded models)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,7 +31,7 @@ from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.models.early_exit import early_exit
 
-NEW_TOKENS, WARM_UP, FORWARDS = 96, 2, 10
+LAYERS, NEW_TOKENS, WARM_UP, FORWARDS = 28, 96, 2, 10
 LENGTH = 4  # candidates of a chain
 SHARES = {"all accepted": 0.0, "some accepted": 0.15}  # of what layers 3 to 27 add
 SPECULATION: dict[str, dict[str, Any]] = {
@@ -44,17 +44,17 @@ SPECULATION: dict[str, dict[str, Any]] = {
 }
 
 
-def deep_llama(share: float, dtype: torch.dtype, hidden_size: int = 64) -> LlamaForCausalLM:
-    """A random target whose first three layers agree with it the more, the smaller `share` is."""
+def deep_llama(share: float, dtype: torch.dtype, hidden_size: int = 64, first: int = 3) -> LlamaForCausalLM:
+    """A random target whose `first` layers agree with it the more, the smaller `share` is."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=hidden_size, intermediate_size=11 * hidden_size // 4, num_hidden_layers=28,
+        vocab_size=4096, hidden_size=hidden_size, intermediate_size=11 * hidden_size // 4, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, initializer_range=1.6 / hidden_size**0.5, bos_token_id=None,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
-        for layer in model.model.layers[3:]:
+        for layer in model.model.layers[first:]:
             layer.self_attn.o_proj.weight *= share
             layer.mlp.down_proj.weight *= share
     return model
@@ -134,9 +134,11 @@ def draft_steps(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
     return {name: partial(steps, session) for name, session in sessions.items()}
 
 
-def milliseconds(actions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median time of each action; they take turns."""
-    clock, times = computing_clock(), {name: [] for name in actions}
+def milliseconds(
+    actions: dict[str, Callable[[], object]], repetitions: int, *devices: torch.device
+) -> dict[str, float]:
+    """Median time of each action, on the CPU or on these devices; they take turns."""
+    clock, times = computing_clock(*devices), {name: [] for name in actions}
     for repetition in range(WARM_UP + repetitions):
         for name, action in actions.items():
             begin = clock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
+from hf_specdecpp.caches.compiled_passes import CompiledPasses
 from hf_specdecpp.caches.static import num_rows, widen, width_of
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 
@@ -63,12 +63,11 @@ def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int
     return None
 
 
-def forward_of(target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig) -> Callable[..., Any] | None:
+def forward_of(target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig) -> CompiledPasses | None:
     """The compiled forward with which plain `generate()` would decode, or `None` where it would not compile."""
     if not target._valid_auto_compile_criteria(model_kwargs, config):
         return None
-    compiled: Callable[..., Any] = target.get_compiled_call(config.compile_config)
-    return compiled
+    return CompiledPasses(target, config.compile_config)
 
 
 def uncompiled(config: GenerationConfig) -> GenerationConfig:

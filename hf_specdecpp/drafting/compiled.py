@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.caches.compiled_passes import own_copy
 from hf_specdecpp.caches.fixed import FixedCache, num_fixed_layers, room_for
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.session import ModelReading
@@ -105,9 +105,11 @@ class CompiledSteps:
         if not (self.works and cache.is_initialized) or count > width or (width > count and not may_pad):
             last = torch.full((1,), count - 1, device=tokens.device)
             return read(drafter, cache, tokens, states, last, vocab_size)
-        if width > 1:  # also by nothing: a copy is a tensor of inference mode, for no others are steps compiled again
+        # Also by nothing: a copy is a tensor of inference mode, for no others are steps compiled again.
+        if width > 1:
             tokens = F.pad(tokens, (0, width - count))
-            states = None if states is None else F.pad(states, (0, 0, 0, width - count))
+        if states is not None and not (width == 1 and states.is_inference()):
+            states = F.pad(states, (0, 0, 0, width - count))
         return self.call(read, width, drafter, cache, tokens, states, self._last[count - 1 : count], vocab_size)
 
     def call(self, function: Read, width: int, drafter: DraftModel, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -137,13 +139,12 @@ class CompiledSteps:
 
 
 def _compile(function: Any, device: torch.device) -> Read:
-    """It, compiled as a function of its own: torch.compile counts how often one was, and gives up after a few."""
-    own = FunctionType(function.__code__.replace(), function.__globals__)
+    """It, compiled as a function of its own."""
     # What calls the kernels of a CPU is then C++, too: in Python it takes as long as the kernels of a small draft.
     options: dict[str, Any] = {"triton.cudagraphs": device.type == "cuda", "cpp_wrapper": device.type == "cpu"}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # older versions of torch make all checks
         options["guard_filter_fn"] = _of_arguments
-    compiled: Read = torch.compile(own, fullgraph=True, options=options)
+    compiled: Read = torch.compile(own_copy(function), fullgraph=True, options=options)
     return compiled
 
 

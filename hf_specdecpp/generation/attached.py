@@ -174,7 +174,7 @@ class AttachedMixin:
             check_target(self, recurrent=True)
             check_states(self)
             check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
-            decode = _decoding(self, self.default_assistant, *given, **kwargs)
+            decode = decoding_of(self, self.default_assistant, *given, **kwargs)
         except ValueError as refusal:
             _leave_out(self, str(refusal))
         else:
@@ -200,7 +200,7 @@ class AttachedMixin:
         if not is_attached(assistant_model, self):
             kwargs |= {"inputs_tensor": inputs_tensor, "assistant_model": assistant_model}
             return original._assisted_decoding(*given, **kwargs)
-        return _decoding(self, assistant_model, *given, **kwargs)(input_ids)
+        return decoding_of(self, assistant_model, *given, **kwargs)(input_ids)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle of an attached target is an ordinary, unattached model. Made by `object.__new__`, since
@@ -210,7 +210,7 @@ class AttachedMixin:
         return (object.__new__, (original_class(self),), *state)
 
 
-def _decoding(
+def decoding_of(
     target: CausalLM,
     assistant: Assistant,
     input_ids: Tensor,
@@ -218,9 +218,13 @@ def _decoding(
     stopping_criteria: Any,
     config: GenerationConfig,
     streamer: Any = None,
+    kind: type[AssistedDecoding] = AssistedDecoding,
     **kwargs: Any,
 ) -> Callable[[Tensor], Any]:
     """What runs a `generate()` call with an assistant: a function of `input_ids`. All but its run is done here.
+
+    Args:
+        kind: of decoding, for one sequence in one process.
 
     Raises:
         ValueError: the call cannot be assisted. Nothing has been read then, and nothing drawn.
@@ -240,7 +244,7 @@ def _decoding(
     forward = forward_of(target, model_kwargs, config)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
-    kind = RankDecoding if is_spread(target) else AssistedDecoding
+    kind = RankDecoding if is_spread(target) else kind
     return kind(target, generator, stopping_criteria, config, streamer, model_kwargs, forward).run
 
 

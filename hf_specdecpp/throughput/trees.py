@@ -133,6 +133,8 @@ class TreeThroughput(CalibratedSlots):
                 growth.draw_best()
         while growth.best >= threshold and self.best_draws(growth.open.values(), len(tree))[0] > 0:
             growth.draw_best()
+        if not self.pays and not len(tree) and tree.levels and growth.best >= threshold:
+            growth.draw_best()  # a probe without candidates would teach nothing
 
     def threshold(self, slots: Collection[tuple[float, float]], size: int) -> float:
         """t, for which drawing wherever the gain is at least t promises most; infinite where no draw is worth it.

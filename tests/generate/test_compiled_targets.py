@@ -64,7 +64,7 @@ def test_nothing_is_compiled_again(kind: str, traced_only: CompileConfig) -> Non
         texts(9, do_sample=True, temperature=1.3)
     assert graphs() == 4
     target.generate(prompt(5), **SHORT, compile_config=traced_only)  # plain generation runs the pass over one token
-    assert graphs() == 4 + (kind in READING), "without the states that the draft reads"
+    assert graphs() == 4 + 1, "it makes all of torch.compile's checks, and returns no states"
 
 
 def drafted(

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.caches import static_targets
 from hf_specdecpp.caches.fixed import FixedCache
 from hf_specdecpp.drafting import compiled, compiled_trees
 from hf_specdecpp.drafting.compiled_trees import CompiledTreeSession
@@ -210,7 +211,7 @@ def launched(
 
         patch.setattr(AssistedDecoding, "_round", counted)
         patch.setattr(compiled, "_compile", lambda function, _: as_graph(counts, function))
-        patch.setattr(type(target), "get_compiled_call", lambda model, _: as_graph(counts, model.__call__))
+        patch.setattr(static_targets, "CompiledPasses", lambda model, _: as_graph(counts, model.__call__))
         on_device(target)
         assistant = SpecDecPPAssistant.from_conditioned(target, 1, reads=[1, 2], speculation=speculation)
         torch.manual_seed(0)

@@ -1,0 +1,1 @@
+"""What is compiled before the first text: passes of the target, steps of a draft."""
