@@ -193,9 +193,9 @@ def test_steps_are_compiled_for_the_draft_that_has_learned(target: CausalLM) -> 
     assistant = assistant_of("conditioned", target, **CHAIN)
     texts(target, assistant)
     assistant.speculation.compile = True
-    before = assistant.setup().drafter
+    before: Any = assistant.setup().drafter
     assert assistant.learn(steps=10).is_kept
-    after = assistant.setup().drafter
+    after: Any = assistant.setup().drafter
     assert after is not before
     assert after.steps is not before.steps
     assert after.steps.fits(after)
@@ -317,7 +317,7 @@ def test_what_is_wrong_is_said(target: CausalLM) -> None:
     assistant = assistant_of("early_exit", target, **CHAIN)
     for arguments in ({"steps": 0}, {"seconds": -1.0}, {"seconds": 1.0, "steps": 1}):
         with pytest.raises(ValueError, match="give one of the two, above 0"):
-            assistant.learn(**arguments)  # type: ignore[arg-type]
+            assistant.learn(**arguments)
     with pytest.raises(ValueError, match=r"0 texts are kept.*keep_texts=50000"):
         assistant.learn()
     texts(target, assistant, 1)
