@@ -224,13 +224,13 @@ def test_a_learned_draft_is_stored_and_says_on_how_much(
     target.float()
     name = save_model(target, tmp_path / "target")
     if kind == "independent":
-        draft = save_model(assistant_for(target).drafter.model, tmp_path / "draft")
+        draft = save_model(assistant_for(target, mix=0.9).drafter.model, tmp_path / "draft")
         assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
     else:
         assistant = assistant_of(kind, target, **CHAIN)
     assistant.config.target_id = name
     texts(target, assistant)
-    assert assistant.learn(steps=10).is_kept
+    assert assistant.learn(steps=25).is_kept
     assistant.save_pretrained(tmp_path / "first")
     if twice:
         assistant.detach()
