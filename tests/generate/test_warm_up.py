@@ -75,7 +75,7 @@ def test_what_is_left_out_is_compiled_later(traced_only: CompileConfig, monkeypa
         owner = passes.Passes if name == "_all_widths" else passes
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: None)
-            target, assistant = warmed("conditioned", "dyspec", traced_only)
+            target, assistant = warmed("conditioned", "fixed", traced_only)
         compiled = graphs()
         texts(target, assistant, traced_only)
         assert graphs() > compiled, name
