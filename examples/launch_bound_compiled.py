@@ -48,8 +48,8 @@ class Contest:
         later = self.target.model.layers[1:]
         outputs = [each for layer in later for each in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)]
         self.outputs = [(weight, weight.detach().clone()) for weight in outputs]
-        self.fusion = Fusion.untrained(self.target, [1, len(later) // 2])
-        self.embedded = self.fusion.fuse.weight.detach().clone()  # type: ignore[union-attr]
+        self.fusion: Any = Fusion.untrained(self.target, [1, len(later) // 2])
+        self.embedded = self.fusion.fuse.weight.detach().clone()
         self.compiled = CompileConfig(dynamic=False, mode="default" if device == "cpu" else "reduce-overhead")
         self.compiled._compile_all_devices = True  # type: ignore[assignment]
         self.assistants = {

@@ -24,10 +24,10 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.warming.steps import ROUNDS
 from hf_specdecpp.warming.steps import warm_up as warm_up_steps
 
 PROMPT = 8  # tokens
-TURNS = 3  # passes of each width: on CUDA the first compiles, the second records a graph, the third replays it
 
 
 class Rehearsal:
@@ -75,7 +75,7 @@ class Passes(AssistedDecoding):
                 inputs = self.prefix.tree_inputs(input_ids, TreePass(tree))
             else:
                 inputs = self.prefix.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
-            for _ in range(TURNS):
+            for _ in range(ROUNDS):
                 self._read(inputs, count + 1)
                 self.states.clear()
                 self.prefix.roll_back()

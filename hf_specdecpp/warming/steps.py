@@ -12,7 +12,7 @@ from hf_specdecpp.drafting.compiled_trees import LEAST_NODES, LEAST_WIDTH, Compi
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.trees.tree import DraftTree
 
-ROUNDS = 3  # on CUDA the first compiles, the second records a graph, the third replays it
+ROUNDS = 3  # of each kind: on CUDA the first compiles, the second records a graph, the third replays it
 
 
 @torch.inference_mode()

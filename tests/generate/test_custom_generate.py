@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from support.hub_server import HubServer
 from support.models import assistant_for, prompt, tiny
 from support.repos import files_of, publish_pair, save_assistant, save_model, tokenizer
+from support.watchers import runs_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer, dynamic_module_utils
 from transformers.utils import hub as transformers_hub
 
@@ -34,18 +35,8 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The assistants that drafted, and what each had drafted when the text was done."""
-    seen: list[Any] = []
-    run = decoding.AssistedDecoding.run
-
-    def noted(self: Any, input_ids: Any) -> Any:
-        result = run(self, input_ids)
-        seen.append((self.generator.setup.drafter, self.stats))
-        return result
-
-    monkeypatch.setattr(decoding.AssistedDecoding, "run", noted)
-    return seen
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    return runs_of(monkeypatch)
 
 
 def generate(model: PreTrainedModel, recipe: Any = RECIPE, **arguments: Any) -> Any:

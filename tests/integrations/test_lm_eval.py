@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.models import assistant_for, tiny
 from support.repos import WORDS, ending_tokenizer, save_model
+from support.watchers import runs_of
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -63,18 +64,8 @@ def evaluate(target: Any, folder: Path, batch_size: int = 1, **gen_kwargs: Any) 
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The statistics of each text that our loop made."""
-    seen: list[Any] = []
-    run = decoding.AssistedDecoding.run
-
-    def noted(self: Any, input_ids: Any) -> Any:
-        result = run(self, input_ids)
-        seen.append(self.stats)
-        return result
-
-    monkeypatch.setattr(decoding.AssistedDecoding, "run", noted)
-    return seen
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    return runs_of(monkeypatch)
 
 
 def test_among_the_arguments(target: Any, tmp_path: Path, ran: list[Any]) -> None:
@@ -83,7 +74,7 @@ def test_among_the_arguments(target: Any, tmp_path: Path, ran: list[Any]) -> Non
     assert len(set(plain[0])) == len(QUESTIONS)
     assert evaluate(target, tmp_path, assistant_model=assistant_for(target)) == plain
     assert len(ran) == len(QUESTIONS)
-    assert sum(stats.accepted for stats in ran) > 0
+    assert sum(stats.accepted for _, stats in ran) > 0
 
 
 def test_a_default_assistant(target: Any, tmp_path: Path, ran: list[Any]) -> None:

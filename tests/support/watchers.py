@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -19,6 +20,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdecpp.generation import decoding
 from support.models import VOCAB_SIZE
 
 
@@ -71,3 +73,17 @@ def no_work(target: nn.Module) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
     assert not calls, "the target was run before the refusal"
+
+
+def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Of each text that our loop makes from now on, once it is done: the draft, and the statistics."""
+    seen: list[tuple[Any, Any]] = []
+    run = decoding.AssistedDecoding.run
+
+    def noted(self: Any, input_ids: Any) -> Any:
+        result = run(self, input_ids)
+        seen.append((self.generator.setup.drafter, self.stats))
+        return result
+
+    monkeypatch.setattr(decoding.AssistedDecoding, "run", noted)
+    return seen
