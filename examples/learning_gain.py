@@ -1,23 +1,30 @@
-"""What a draft gains by learning from the text it drafts for, on kinds of text that its training lacked, as a table.
+"""What a draft gains by learning from the text it drafts for, on kinds of text that its training lacked, as tables.
 
-    python examples/learning_gain.py HuggingFaceTB/SmolLM2-135M-Instruct hub_cards/specdecpp-smollm2-135m-instruct \
-        --prompts alpaca_train.jsonl --code code_train.jsonl --published gsm8k_test.jsonl --published alpaca_test.jsonl
+    OMP_NUM_THREADS=1 python examples/learning_gain.py HuggingFaceTB/SmolLM2-135M-Instruct \
+        hub_cards/specdecpp-smollm2-135m-instruct --prompts alpaca_train.jsonl --code code_train.jsonl \
+        --published gsm8k_test.jsonl --published humaneval_test.jsonl --published alpaca_test.jsonl
 
-Each kind asks for something else about the same prompts, those at the end of the files. Answers are written in order,
-greedily and at temperature 1 in turn, with a fixed number of candidates, so that nothing depends on the machine. The
-draft learns from those to the first prompts and is measured on those to the last. Acceptance is that of the first and
-the second candidate of a round at temperature 1, by what was kept of the target; tokens a pass are of generating the
-test answers again. Steps are counted, and what they took is shown: seconds depend on the machine.
+Each kind asks for something else about the same prompts, of which a seed takes a block from the end of the file. The
+target answers them in batches, greedily and at temperature 1 in turn, and what a generation would keep of its answers
+is kept in `--output`, so that a run that was stopped goes on. The draft learns from the answers to the first prompts of
+the block, for so many seconds in all. Acceptance is that of the first and the second candidate of a round at
+temperature 1, on average over all places of the answers to the other prompts, and to those of the published sets. Then
+some of these are answered live, greedily and at temperature 1, by plain generation on the same passes and with the
+draft before and after learning in turn, all with the settings of the assistant's repository.
 """
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.learning.kept import KeptTexts
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.learning.kept import KeptText, kept_of
+from hf_specdecpp.learning.learner import Learner
+from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.texts.prompts import read_prompts
 
 KINDS = {  # what is asked, turn by turn
@@ -27,74 +34,153 @@ KINDS = {  # what is asked, turn by turn
     "JavaScript": ["{} Write it in JavaScript, with comments."],
 }
 OF_CODE = ("JavaScript",)
-CHAIN = SpeculationConfig("fixed", num_tokens=4, keep_texts=1_000_000)
+AS_THEY_ARE = ["{}"]
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
+ROWS = 16  # answers in a batch
+PUBLISHED = 12  # prompts of each published set
+MOST = 10**9  # tokens that are kept
 
 
-def answer(target, tokenizer, assistant, turns: list[str], prompt: str, mode: str, tokens: int) -> tuple[int, int]:
-    """Answer each turn; tokens and passes of the target."""
-    messages, counts = [], [0, 0]
-    for turn in turns:
-        messages.append({"role": "user", "content": turn.format(prompt)})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        ids = target.generate(**inputs, assistant_model=assistant, max_new_tokens=tokens, **MODES[mode])
-        reply = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": reply})
-        counts[0] += assistant.stats.generated
-        counts[1] += assistant.stats.rounds
-    return counts[0], counts[1]
+class Writer:
+    """Writes the answers of a target.
+
+    Args:
+        reader: the states that the draft reads.
+        tokens: the longest answer.
+    """
+
+    def __init__(self, target, tokenizer, reader, tokens: int) -> None:
+        self.target, self.tokenizer, self.reader, self.tokens = target, tokenizer, reader, tokens
+
+    def texts(self, turns: list[str], prompts: list[str], mode: str) -> list[KeptText]:
+        """What is kept of the answers to each prompt, turn by turn."""
+        chats: list[list[dict[str, str]]] = [[] for _ in prompts]
+        rows: list[list[KeptText | None]] = [[] for _ in prompts]
+        for turn in turns:
+            for chat, prompt in zip(chats, prompts, strict=True):
+                chat.append({"role": "user", "content": turn.format(prompt)})
+            for chat, row, (asked, answer) in zip(chats, rows, self._answers(chats, mode), strict=True):
+                said = self.tokenizer.decode(answer, skip_special_tokens=True)
+                chat.append({"role": "assistant", "content": said})
+                row.append(kept_of(self.target, self.reader, torch.tensor(asked + answer), len(asked)))
+        return [text for row in rows for text in row if text is not None]
+
+    def _answers(self, chats, mode: str) -> list[tuple[list[int], list[int]]]:
+        ids = [self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        end, found = self.tokenizer.eos_token_id, []
+        for first in range(0, len(ids), ROWS):
+            batch = padded(ids[first : first + ROWS])
+            written = self.target.generate(**batch, max_new_tokens=self.tokens, **MODES[mode])
+            for asked, answer in zip(ids[first:], written[:, batch["input_ids"].shape[1] :].tolist(), strict=False):
+                found.append((asked, answer[: answer.index(end) + 1] if end in answer else answer))
+        return found
 
 
-def write(target, tokenizer, assistant, turns, prompts, tokens, modes) -> tuple[KeptTexts, dict[str, float]]:
-    """The kept texts of answers to prompts, and tokens a pass by mode."""
-    kept = assistant.memory.texts = KeptTexts()
-    counts = {mode: [0, 0] for mode in MODES}
-    for place, prompt in enumerate(prompts):
-        for mode in modes(place):
-            torch.manual_seed(place)
-            found = answer(target, tokenizer, assistant, turns, prompt, mode, tokens)
-            counts[mode] = [a + b for a, b in zip(counts[mode], found, strict=True)]
-    return kept, {mode: made / max(passes, 1) for mode, (made, passes) in counts.items()}
+def kept(file: Path, write) -> dict[str, list[KeptText]]:
+    """What `write()` returns, from the file if it was written before."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(write(), file.with_suffix(".part"))
+        file.with_suffix(".part").rename(file)
+    return torch.load(file, weights_only=False)
 
 
-def in_turn(place: int) -> list[str]:
-    return [list(MODES)[place % 2]]
+def accepted(assistant, texts: list[KeptText]) -> list[float]:
+    """The chance that the first, second, ... candidate of a round is accepted if those before it are."""
+    drafter = assistant.ready_drafter()
+    return Learner(assistant.kind.student(drafter), 0.0, 0.0, drafter.dtype).acceptance(texts)
 
 
-def both(_place: int) -> list[str]:
-    return list(MODES)
+class Live:
+    """Tokens, passes of the target and seconds of texts that are generated with an assistant.
+
+    Args:
+        assistant: None for plain generation, on the passes of another one.
+    """
+
+    def __init__(self, assistant, passes_of) -> None:
+        self.assistant, self.passes_of = assistant, passes_of
+        self.counts = {mode: [0, 0, 0.0] for mode in MODES}
+
+    def answer(self, target, inputs, tokens: int, mode: str, seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        begin = time.perf_counter()
+        if self.assistant is None:
+            with self.passes_of.setup().products(target):
+                output = target.generate(**inputs, max_new_tokens=tokens, **MODES[mode])
+        else:
+            output = target.generate(**inputs, assistant_model=self.assistant, max_new_tokens=tokens, **MODES[mode])
+        seconds = time.perf_counter() - begin
+        answer = output[0, inputs["input_ids"].shape[1] :].tolist()
+        passes = len(answer) if self.assistant is None else self.assistant.stats.rounds
+        self.counts[mode] = [a + b for a, b in zip(self.counts[mode], (len(answer), passes, seconds), strict=True)]
+        return answer
 
 
-def row(name: str, steps: int, seconds: float, accepted, published, passes) -> str:
-    cells = [name, f"{steps}", f"{seconds:.0f}", *(f"{value:.3f}" for value in (*accepted[:2], published[0]))]
-    return "| " + " | ".join([*cells, *(f"{passes[mode]:.2f}" if passes else "" for mode in MODES)]) + " |"
+def compare(target, texts: list[KeptText], contestants: list[Live], tokens: int) -> int:
+    """Answer the prompts of texts in turn; how many greedy texts are not those of plain generation."""
+    wrong = 0
+    for place, text in enumerate(texts):
+        ids = text.tokens[: text.begin].long()[None]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for mode in MODES:
+            answers = [each.answer(target, inputs, tokens, mode, place) for each in contestants]
+            wrong += sum(answer != answers[0] for answer in answers) if mode == "greedy" else 0
+    return wrong
 
 
-def measure(target, tokenizer, assistant, name: str, prompts: list[str], args, published: KeptTexts) -> None:
-    """The rows of one kind of text."""
-    turns, before = KINDS[name], args.steps
-    test, passes = write(target, tokenizer, assistant, turns, prompts[-args.test :], args.tokens, both)
-    begin = time.perf_counter()
-    learn, _ = write(target, tokenizer, assistant, turns, prompts[: args.learn], args.tokens, in_turn)
-    print(f"<!-- {name}: {len(learn)} tokens kept, {learn.nbytes / len(learn):.0f} bytes each, "
-          f"{time.perf_counter() - begin:.0f} s; test: {len(test)} tokens -->", flush=True)  # fmt: skip
-    learner, _ = assistant._learning()
-    shown = learner.acceptance(test.texts), learner.acceptance(published.texts)
-    print(row(name, 0, 0.0, *shown, passes), flush=True)
-    assistant.memory.texts, done, seconds = learn, 0, 0.0
-    for steps in before:
-        lesson = assistant.learn(steps=steps - done)
-        done, seconds = steps, seconds + lesson.seconds
-        print(f"<!-- {lesson} -->", flush=True)
-        after = {}
-        if steps == before[-1]:
-            _, after = write(target, tokenizer, assistant, turns, prompts[-args.test :], args.tokens, both)
-            assistant.memory.texts = learn
-        shown = learner.acceptance(test.texts), learner.acceptance(published.texts)
-        print(row("", done, seconds, *shown, after), flush=True)
-    assistant.unlearn()
+def measure(writer: Writer, name: str, prompts: list[str], assistants, published: list[KeptText], args, seed) -> dict:
+    """What is found of one kind of text."""
+    turns = KINDS[name]
+    of_one = len(turns)
+
+    def write() -> dict[str, list[KeptText]]:
+        torch.manual_seed(seed)
+        answers = args.learn // of_one
+        first, test = prompts[:answers], prompts[answers:]
+        even, odd = writer.texts(turns, first[::2], "greedy"), writer.texts(turns, first[1::2], "T = 1")
+        learn = [text for at in range(0, len(even), of_one) for half in (even, odd) for text in half[at : at + of_one]]
+        return {"learn": learn} | {mode: writer.texts(turns, test, mode) for mode in MODES}
+
+    texts = kept(args.output / f"{name}-{seed}.pt", write)
+    before, after = assistants
+    test = [text for mode in MODES for text in texts[mode]]
+    after.memory.texts.clear()
+    for text in texts["learn"]:
+        after.memory.texts.add(text)
+    rows = [[0.0, 0, *accepted(after, test)[:2], accepted(after, published)[0]]]
+    for seconds in args.seconds:
+        lesson = after.learn(seconds=seconds - rows[-1][0])
+        print(f"{name}, seed {seed}: {lesson}", flush=True)
+        spent, steps = rows[-1][0] + lesson.seconds, rows[-1][1] + lesson.steps
+        rows.append([spent, steps, *accepted(after, test)[:2], accepted(after, published)[0]])
+    contestants = [Live(None, before), Live(before, before), Live(after, before)]
+    live = texts["greedy"][: args.live]
+    wrong = compare(writer.target, live, contestants, writer.tokens)
+    after.unlearn()
+    size = sum(map(len, texts["learn"])), sum(text.nbytes for text in texts["learn"])
+    counts = {mode: [each.counts[mode] for each in contestants] for mode in MODES}
+    return {"kind": name, "seed": seed, "learned": rows, "live": counts, "wrong": wrong, "size": size}
+
+
+def show(results: list[dict]) -> None:
+    """As tables in Markdown."""
+    print("\n| kind | seed | seconds | steps | accepted, first | second | published sets, first |")
+    print("|---|---|---|---|---|---|---|")
+    for each in results:
+        for seconds, steps, *shares in each["learned"]:
+            cells = [each["kind"], each["seed"], f"{seconds:.0f}", steps, *(f"{share:.3f}" for share in shares)]
+            print("| " + " | ".join(map(str, cells)) + " |")
+    print("\n| kind | seed | decoding | tokens a pass, before | after | speed over plain, before | after | gain |")
+    print("|---|---|---|---|---|---|---|---|")
+    for each in results:
+        for mode, counts in each["live"].items():
+            speeds = [tokens / seconds for tokens, _, seconds in counts]
+            cells = [each["kind"], each["seed"], mode, *(f"{tokens / passes:.2f}" for tokens, passes, _ in counts[1:])]
+            cells += [f"{speed / speeds[0]:.2f}" for speed in speeds[1:]] + [f"{speeds[2] / speeds[1] - 1:+.0%}"]
+            print("| " + " | ".join(map(str, cells)) + " |")
+    tokens, size = (sum(each["size"][which] for each in results) for which in (0, 1))
+    print(f"\n{size / tokens:.0f} bytes a kept token; {sum(each['wrong'] for each in results)} greedy texts wrong.")
 
 
 def main() -> None:
@@ -105,25 +191,38 @@ def main() -> None:
     parser.add_argument("--code", required=True)
     parser.add_argument("--published", action="append", required=True)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
-    parser.add_argument("--learn", type=int, default=150)
-    parser.add_argument("--test", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, nargs="+", default=[100, 300, 600])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--learn", type=int, default=150, help="answers to learn from")
+    parser.add_argument("--test", type=int, default=50, help="answers to test with, of each way to decode")
+    parser.add_argument("--live", type=int, default=12, help="of these, answered live")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[60, 180, 600])
+    parser.add_argument("--output", type=Path, default=Path("learning_gain"))
     args = parser.parse_args()
-    target = AutoModelForCausalLM.from_pretrained(args.target)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    assistant = SpecDecPPAssistant.from_pretrained(args.assistant, target=target, speculation=CHAIN)
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
+    assistants = [SpecDecPPAssistant.from_pretrained(args.assistant, target=target) for _ in range(2)]
+    assistants[1].memory.texts.most = MOST
+    writer = Writer(target, tokenizer, assistants[0].ready_drafter().reads, args.tokens)
 
-    def prompts_of(source: str) -> list[str]:
-        return [prompt.messages[-1]["content"] for prompt in read_prompts(source)][-args.learn - args.test :]
+    def prompts_of(source: str, count: int, seed: int = 0) -> list[str]:
+        found = [prompt.messages[-1]["content"] for prompt in read_prompts(source)]
+        return found[len(found) - count * (seed + 1) : len(found) - count * seed]
 
-    asked = [text for source in args.published for text in prompts_of(source)[-10:]]
-    published, _ = write(target, tokenizer, assistant, ["{}"], asked, args.tokens, in_turn)
-    print(f"| kind | steps | seconds | accepted, first | second | published sets, first | {' | '.join(MODES)} |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
-    for name in args.kinds:
-        prompts = prompts_of(args.code if name in OF_CODE else args.prompts)
-        measure(target, tokenizer, assistant, name, prompts, args, published)
+    def write() -> dict[str, list[KeptText]]:
+        torch.manual_seed(0)
+        asked = [text for source in args.published for text in prompts_of(source, PUBLISHED)]
+        return {mode: writer.texts(AS_THEY_ARE, asked, mode) for mode in MODES}
+
+    published = [text for texts in kept(args.output / "published.pt", write).values() for text in texts]
+    for seed in args.seeds:
+        for name in args.kinds:
+            file = args.output / f"{name}-{seed}.json"
+            if not file.exists():
+                count = (args.learn + args.test) // len(KINDS[name])
+                prompts = prompts_of(args.code if name in OF_CODE else args.prompts, count, seed)
+                found = measure(writer, name, prompts, assistants, published, args, seed)
+                file.write_text(json.dumps(found), encoding="utf-8")
+    show([json.loads(file.read_text(encoding="utf-8")) for file in sorted(args.output.glob("*-*.json"))])
 
 
 if __name__ == "__main__":

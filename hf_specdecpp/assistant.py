@@ -239,7 +239,8 @@ class SpecDecPPAssistant(Making):
             lesson = learner.learn(self.memory.texts, seconds, steps)
             if lesson.is_kept:
                 self.published = self.published or before
-                made = self.kind.taught(before, learner.student)
+                with learner.drafting() as student:
+                    made = self.kind.taught(before, student)
                 config, known = copy.deepcopy(made.config), before.config.learned
                 config.learned = {
                     "tokens": known.get("tokens", 0) + sum(learner.seen.values()),

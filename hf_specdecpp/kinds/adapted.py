@@ -16,8 +16,8 @@ from hf_specdecpp.models.adapters import Adapter, Lora, LoraLinear, add_adapter,
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import is_quantised
 
-RANK = 32  # of the adapter that learns
-ALPHA = 64
+RANK = 8  # of the adapter that learns; one of 32 learned no more and forgot more
+ALPHA = 16
 
 
 class Adapted(Kind):
