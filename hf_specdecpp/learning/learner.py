@@ -141,9 +141,11 @@ class Learner:
         """The chance that the first, second, ... candidate of a round is accepted if those before it are, on average
         over the answers of texts."""
         found = []
-        with self.drafting() as student, self._precision():
+        with self.drafting() as student:
             for piece in pieces(texts):
-                found.append(student(*self._teaching([piece], whole=True), measure=True)[..., 0].float().cpu())
+                inputs = self._teaching([piece], whole=True)
+                with self._precision():
+                    found.append(student(*inputs, measure=True)[..., 0].float().cpu())
         mean: list[float] = torch.cat(found).mean(0).tolist()
         return mean
 
