@@ -159,7 +159,7 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
     wrong = compare(writer.target, live, contestants, writer.tokens)
     after.unlearn()
     size = sum(map(len, texts["learn"])), sum(text.nbytes for text in texts["learn"])
-    counts = {mode: [each.counts[mode] for each in contestants] for mode in MODES}
+    counts = {mode: [each.counts[mode] for each in contestants] for mode in MODES if live}
     return {"kind": name, "seed": seed, "learned": rows, "live": counts, "wrong": wrong, "size": size}
 
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--learn", type=int, default=150, help="answers to learn from")
     parser.add_argument("--test", type=int, default=50, help="answers to test with, of each way to decode")
-    parser.add_argument("--live", type=int, default=12, help="of these, answered live")
+    parser.add_argument("--live", type=int, default=12, help="of these, answered live; 0 for none")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seconds", type=float, nargs="+", default=[60, 180, 600])
     parser.add_argument("--output", type=Path, default=Path("learning_gain"))
