@@ -124,6 +124,7 @@ def test_a_target_that_is_compiled(settings: str, traced_only: CompileConfig) ->
     assert found[0][0] > 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_greedy_text_is_the_targets(settings: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:

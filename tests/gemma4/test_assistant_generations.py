@@ -111,6 +111,7 @@ def test_greedy_text_is_the_targets(settings: str, options: str, monkeypatch: py
     check_rounds(ear, assistant.ready_drafter(), target)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sampled_rounds_draft_what_they_say(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def warmed(kind: str, name: str, config: CompileConfig, longest: int = LONGEST) 
     return target, assistant
 
 
-@pytest.mark.every(17)
+@pytest.mark.every(23)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_compiled_afterwards(kind: str, name: str, traced_only: CompileConfig) -> None:
