@@ -53,7 +53,7 @@ def test_nothing_is_compiled_again(kind: str, traced_only: CompileConfig) -> Non
     """Whatever the prompts, the candidates that are rejected and the sampling."""
     if kind in READING and not RETURNS_CHOSEN:
         pytest.skip("such drafts leave the target uncompiled")
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2 if kind in READING else 1))
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=3 if kind in READING else 1))
     texts = Texts(target, kind, traced_only)
     for count in (1, 3, 7):
         texts(60, fixed(count))
@@ -134,7 +134,7 @@ def test_trees_compile_nothing_again(kind: str, traced_only: CompileConfig) -> N
     """Whatever the growth, the prompts, the paths that are accepted and the sampling."""
     if kind == "conditioned" and not RETURNS_CHOSEN:
         pytest.skip("such drafts leave the target uncompiled")
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2 if kind == "conditioned" else 1))
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=3 if kind == "conditioned" else 1))
     texts = Texts(target, kind, traced_only)
     growths = [
         grown("dyspec"),
