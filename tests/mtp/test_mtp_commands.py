@@ -56,7 +56,7 @@ def test_bench(target: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     results = json.loads((tmp_path / "bench" / "results.json").read_text())
     assert not results["mismatches"]
-    assert {row["contestant"] for row in results["summary"]} == {"plain", "fixed 3"}
+    assert {row["contestant"] for row in results["summary"]} >= {"plain", "fixed 3"}
     assert max(row["tokens_per_pass"] or 0.0 for row in results["summary"]) > 1.0
 
 
