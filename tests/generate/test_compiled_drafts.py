@@ -109,9 +109,9 @@ def test_one_draft_for_two_targets() -> None:
     assert graphs() == known
 
 
-def test_many_assistants_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_many_assistants_are_all_compiled() -> None:
     """torch.compile counts how often a function was compiled, and gives up after eight times, here after two."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     target = tiny("llama", num_hidden_layers=2)
     for seed in range(4):
         assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, compile=True)
