@@ -55,7 +55,7 @@ def outcomes(
     return found
 
 
-@pytest.mark.every(13)
+@pytest.mark.every(19)
 @pytest.mark.parametrize("rule", ["fixed", "threshold"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +83,9 @@ def test_a_roll_back_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert found != expected
 
 
-@pytest.mark.parametrize("kind", ["independent", "conditioned", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["conditioned", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("independent", "eagle3"))]
+)
 def test_nothing_is_compiled_again(kind: str) -> None:
     """After one text of each size, whatever the lengths, the numbers of rejected candidates and the sampling."""
     target = quiet_later_layers(tiny("llama", num_hidden_layers={"independent": 1, "eagle3": 3}.get(kind, 2)))
