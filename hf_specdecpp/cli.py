@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_specdecpp.kinds.kind import SelfCheck
     from hf_specdecpp.serving.destination import Exported
 
+Mtp = Annotated[bool, typer.Option("--mtp", help="Draft with the target's own multi-token layers.")]
 MAX_NEW_TOKENS = ("--max_new_tokens", "--max-new-tokens")  # both spellings, as in `train` and `bench`
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -61,6 +62,7 @@ def demo(
         Path | None,
         typer.Option(metavar="FILE", help="Picture of the last answer, written with and without."),
     ] = None,
+    mtp: Mtp = False,
 ) -> None:
     """Answer prompts with and without the assistant, and compare tokens and times."""
     from hf_specdecpp.demo import run
@@ -68,7 +70,7 @@ def demo(
 
     try:
         with quiet_loading():
-            run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup, svg)
+            run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup, svg, mtp)
     except (ValueError, OSError) as error:
         _fail(str(error))
 
@@ -86,6 +88,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the first message.")] = None,
     device: Annotated[str | None, typer.Option(help="By default an accelerator if there is one.")] = None,
+    mtp: Mtp = False,
 ) -> None:
     """Talk to a model that has an assistant. Messages may come from a pipe, a line each."""
     from hf_specdecpp.chat.terminal import run
@@ -93,7 +96,7 @@ def chat(
 
     try:
         with quiet_loading():
-            run(target, assistant, tree, max_new_tokens, temperature, system, device, _console())
+            run(target, assistant, tree, max_new_tokens, temperature, system, device, _console(), mtp)
     except (ValueError, OSError) as error:
         _fail(str(error))
 

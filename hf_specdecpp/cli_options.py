@@ -40,6 +40,15 @@ def parse_sizes(sizes: str) -> list[int]:
         raise ValueError(f"--batch_size {sizes!r} must be whole numbers such as 4 or 1,4,8.") from None
 
 
+def check_mtp(mtp: bool, assistant: str | None) -> None:
+    """`ValueError` where the target's own multi-token layers and an assistant shall both draft."""
+    if mtp and assistant is not None:
+        raise ValueError(
+            f"--mtp takes no assistant, and --assistant names {assistant!r}: one draft guesses, the target's own "
+            "multi-token layers or the assistant's. Leave one of them out."
+        )
+
+
 def parse_names(names: str) -> list[str]:
     """`"fixed*, svip"` as `["fixed*", "svip"]`."""
     return [name.strip() for name in names.split(",") if name.strip()]

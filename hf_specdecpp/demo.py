@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.cli_options import parse_layers
+from hf_specdecpp.cli_options import check_mtp, parse_layers
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.kinds.known import describe
@@ -51,6 +51,7 @@ def run(
     tree: bool = False,
     lookup: bool = False,
     svg: Path | None = None,
+    mtp: bool = False,
 ) -> None:
     """Load the target and its assistant, answer every prompt twice and print what came of it.
 
@@ -64,17 +65,20 @@ def run(
         tree: draft token trees, show the last one and save it as a picture.
         lookup: candidates also come from the text itself; without an assistant, only from there.
         svg: file for a picture of the last answer, written with and without the assistant at the measured times.
+        mtp: the target's own multi-token layers draft, in the place of an assistant.
 
     Raises:
         OSError: there is no folder for `svg`.
+        ValueError: both `mtp` and `assistant` are given, or the target has no such layers.
         typer.Exit: code 1 if a greedy answer differs with the assistant.
     """
+    check_mtp(mtp, assistant)
     if svg is not None and not svg.parent.is_dir():  # before minutes of work
         raise FileNotFoundError(f"There is no folder {str(svg.parent)!r} for the picture {svg.name!r}. Make it first.")
     with console.status(f"loading {target}"):
         model, tokenizer = load_model(target), load_tokenizer(target)
     _print("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
-    helper = _load_assistant(assistant, layers, model, lookup)
+    helper = _load_assistant(assistant, layers, model, lookup, mtp)
     if tree and helper.speculation.tree is None:
         helper.speculation.tree = "dyspec"
 
@@ -104,17 +108,18 @@ def run(
     elif tree:
         console.print(f"\nNo tree to show: no round of rule={helper.speculation.rule!r} was worth a candidate.")
     if not differing:
-        _show_next(target, assistant, layers, lookup)
+        _show_next(target, assistant, layers, lookup, mtp)
     else:
         _print(f"{differing} answers differ: please report this.", style="bold red")
         raise typer.Exit(1)
 
 
-def _load_assistant(name: str | None, layers: str, model: CausalLM, lookup: bool) -> SpecDecPPAssistant:
-    if name is not None:
-        assistant = SpecDecPPAssistant.from_pretrained(name, target=model)
+def _load_assistant(name: str | None, layers: str, model: CausalLM, lookup: bool, mtp: bool) -> SpecDecPPAssistant:
+    if name is not None or mtp:
+        make = SpecDecPPAssistant
+        assistant = make.from_mtp(model) if name is None else make.from_pretrained(name, target=model)
         assistant.speculation.lookup |= lookup
-        _print("assistant", f"  {name}\n")
+        _print("assistant", f"  {name or describe(assistant.config)}\n")
         return assistant
     if lookup:
         assistant = SpecDecPPAssistant.from_lookup(model)
@@ -195,10 +200,12 @@ def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) ->
         console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
 
 
-def _show_next(target: str, assistant: str | None, layers: str, lookup: bool) -> None:
+def _show_next(target: str, assistant: str | None, layers: str, lookup: bool, mtp: bool) -> None:
     """What to type next: it is measured, an assistant is trained where none was given, and how this one is used."""
     if assistant is not None:
         made, ours = f"from_pretrained({assistant!r}, target=model)", f"--assistant {assistant}"
+    elif mtp:
+        made, ours = "from_mtp(model)", "--mtp"
     elif lookup:
         made, ours = "from_lookup(model)", "--lookup"
     else:

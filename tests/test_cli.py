@@ -315,10 +315,11 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments))
     assert run("demo", "--target", "a", "--max_new_tokens", "7").exit_code == 0
     options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
-    assert run("demo", "--target", "a", *options, "--sample", "--tree", "--lookup", "--svg", "x.svg").exit_code == 0
+    options += ["--sample", "--tree", "--lookup", "--svg", "x.svg", "--mtp"]
+    assert run("demo", "--target", "a", *options).exit_code == 0
     assert calls == [
-        ("a", None, "4", 7, None, False, False, False, None),
-        ("a", "b", "0,2", 5, ["c", "d"], True, True, True, Path("x.svg")),
+        ("a", None, "4", 7, None, False, False, False, None, False),
+        ("a", "b", "0,2", 5, ["c", "d"], True, True, True, Path("x.svg"), True),
     ]
 
 

@@ -104,6 +104,8 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
     """The assistant, its passes as its repository has them unless the command says otherwise."""
     if config.lookup:
         assistant = SpecDecPPAssistant.from_lookup(target)
+    elif config.mtp:
+        assistant = SpecDecPPAssistant.from_mtp(target)
     elif config.assistant is None:
         assistant = SpecDecPPAssistant.from_early_exit(target, config.layers)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_specdecpp.cli_options import parse_layers, parse_names, parse_sizes, parse_temperatures
+from hf_specdecpp.cli_options import check_mtp, parse_layers, parse_names, parse_sizes, parse_temperatures
 
 
 def _parsed(default: Any, parse: Callable[[str], Any]) -> Any:
@@ -28,6 +28,7 @@ class BenchmarkConfig:
         assistant: Hub id or folder of its assistant; by default an untrained early exit after `layers`.
         layers: of the early exit: 4 for the first four, or indices such as 0,1,2,29.
         lookup: no draft: candidates are looked up in the text, and no assistant is needed.
+        mtp: the target's own multi-token layers draft, and no assistant is needed.
         draft: folder of the draft that the assistant's repository names, where that cannot be reached.
         data: prompts: JSON Lines files, each a set of its own; may be repeated; a few of ours by default.
         max_prompts (prompts): the most taken of each set, chosen by `seed`; all by default.
@@ -59,6 +60,7 @@ class BenchmarkConfig:
     assistant: str | None = None
     layers: int | list[int] = _parsed(4, parse_layers)
     lookup: bool = False
+    mtp: bool = False
     draft: str | None = None
     data: list[str] = field(default_factory=list)
     max_prompts: int | None = _at_least_one(None)
@@ -92,10 +94,11 @@ class BenchmarkConfig:
             raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0 (greedy).")
         if any(size < 1 for size in self.batch_size):
             raise ValueError(f"batch_size={self.batch_size} must be numbers of prompts, at least 1.")
-        if self.lookup and self.assistant is not None:
+        check_mtp(self.mtp, self.assistant)
+        if self.lookup and (self.mtp or self.assistant is not None):
             raise ValueError(
-                "--lookup takes no assistant: with one, `lookup`, `lookup + draft` and `lookup + trees` are among the "
-                "contestants."
+                "--lookup takes neither --mtp nor an assistant: with a draft, `lookup`, `lookup + draft` and "
+                "`lookup + trees` are among the contestants."
             )
         if self.rollouts is not None and not (self.rollouts / "rollouts").is_dir():
             raise ValueError(

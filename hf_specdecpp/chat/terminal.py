@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.chat.conversation import Answer, Conversation, Stop
+from hf_specdecpp.cli_options import check_mtp
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.models.loading import load_model, load_tokenizer
@@ -36,6 +37,7 @@ def run(
     system: str | None,
     device: str | None,
     console: Console,
+    mtp: bool = False,
 ) -> None:
     """Load the target and its assistant, and talk until the messages end.
 
@@ -45,14 +47,18 @@ def run(
         tree: draft token trees.
         max_new_tokens, temperature, system: as in `Conversation`.
         device: of the target; by default an accelerator if there is one.
+        mtp: the target's own multi-token layers draft, in the place of an assistant.
 
     Raises:
         ValueError, OSError: something cannot be loaded, or does not fit.
     """
+    check_mtp(mtp, assistant)
     with console.status(f"loading {target}"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         model, tokenizer = load_model(target, device=device or accelerator or "cpu"), load_tokenizer(target)
-        if assistant is None:
+        if mtp:
+            helper = SpecDecPPAssistant.from_mtp(model, default=True)
+        elif assistant is None:
             helper = SpecDecPPAssistant.from_lookup(model, default=True)
         else:
             helper = SpecDecPPAssistant.from_pretrained(assistant, target=model, default=True)
@@ -69,7 +75,8 @@ def run(
         chat.say("note     ", "  This model has no chat template: it continues what is typed.")
     chat.say("", "Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat.")
     chat.talk()
-    chat.close(f"specdecpp bench --target {target} {f'--assistant {assistant}' if assistant else '--lookup'} --quick")
+    ours = f"--assistant {assistant}" if assistant else "--mtp" if mtp else "--lookup"
+    chat.close(f"specdecpp bench --target {target} {ours} --quick")
 
 
 class Chat:

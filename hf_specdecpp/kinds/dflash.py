@@ -69,9 +69,6 @@ class DFlash(TakenAsIs):
             return f"DFlash blocks, which read states of {target}"
         return self.pinned(config)
 
-    def check_storable(self, config: SpecDecPPConfig) -> None:
-        """Layers without a repository of their own are stored with the assistant."""
-
     def read_module(self, config: SpecDecPPConfig, path: Path) -> nn.Module:
         if config.draft_id is not None:
             return super().read_module(config, path)

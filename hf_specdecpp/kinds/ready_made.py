@@ -118,7 +118,7 @@ class TakenAsIs(ReadyMade):
         self.read_model(raw, tensors, source)
 
     def check_storable(self, config: SpecDecPPConfig) -> None:
-        if config.draft_id is None:
+        if config.draft_id is None and not self.module_files:  # else its weights are stored with the assistant
             raise ValueError(
                 f"The {self.title} draft is a model in memory without a Hub id or folder, so the saved assistant could "
                 "not be loaded. Save the draft, and load it from there: from_draft(folder, target=model)."

@@ -72,12 +72,10 @@ def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "│ no" not in out
 
 
-@pytest.mark.usefixtures("examples", "traced_drafts")
-def test_bench_gpu(
-    traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("examples", "untraced")
+def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU, of a tiny pair: a report with a table for each batch size, whose texts are plain generation's."""
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     target = save_model(model, tmp_path / "target")
     chat = AutoTokenizer.from_pretrained(target)
     chat.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -85,7 +83,6 @@ def test_bench_gpu(
     draft = save_model(partly_agreeing(model), tmp_path / "draft")
     SpecDecPPAssistant.from_draft(draft, model).save_pretrained(tmp_path / "assistant")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(importlib.import_module("launch_bound_compiled"), "CompileConfig", lambda **_: traced_only)
     with pytest.raises(SystemExit, match="There is no GPU here"):
         run("bench_gpu.py", monkeypatch)
     run(

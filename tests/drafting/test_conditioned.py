@@ -305,8 +305,8 @@ def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted
 def test_a_forward_that_was_compiled_without_hooks(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     assistant = reading(llama)
     llama.forward = torch.compile(llama.forward, backend="eager")
-    plain = llama.generate(prompt(), max_new_tokens=20, do_sample=False)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "assistant_model": assistant}
+    plain = llama.generate(prompt(), max_new_tokens=8, do_sample=False)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "assistant_model": assistant}
     if not RETURNS_CHOSEN:
         with pytest.raises(RuntimeError, match=r"did not call them.*use model.compile\(\)"):
             llama.generate(prompt(), **options)

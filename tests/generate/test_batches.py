@@ -158,7 +158,6 @@ def of_row(record: Any, row: int, padding: int = 0) -> list[Tensor]:
     return [layer[row] if layer.dim() == 2 else layer[row][..., padding:, :] for layer in layers]
 
 
-@pytest.mark.every(3)
 class EndsAt(StoppingCriteria):
     """Ends each row where it says one of these tokens, or for good once it is this long."""
 
@@ -172,8 +171,9 @@ class EndsAt(StoppingCriteria):
         return torch.isin(input_ids[:, -1], torch.tensor(self.tokens)) | is_long
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("length", [40, 10**6])
-@pytest.mark.parametrize("tokens", [[3, 17], [3, 17, 25, 40], []])
+@pytest.mark.parametrize("tokens", [[3, 17, 25, 40], [3, 17], []])
 @pytest.mark.parametrize("rule", ["fixed", "throughput"])
 def test_without_an_id_that_ends_texts_rows_go_on_until_all_have_ended(
     rule: str, tokens: list[int], length: int
@@ -212,6 +212,7 @@ def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
     assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("holes", [0.2, 10.0])
 def test_records_and_the_cache_are_those_of_plain_generation(

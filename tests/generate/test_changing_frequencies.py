@@ -67,6 +67,7 @@ def differing(target: CausalLM, assistant: Any, **options: Any) -> list[int]:
     return found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("draft", ["early_exit", "independent", "conditioned", "eagle3"])
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])

@@ -48,7 +48,9 @@ def fixed(count: int) -> SpeculationConfig:
     return SpeculationConfig("fixed", num_tokens=count)
 
 
-@pytest.mark.parametrize("kind", ["independent", "conditioned", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["conditioned", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("independent", "eagle3"))]
+)
 def test_nothing_is_compiled_again(kind: str, traced_only: CompileConfig) -> None:
     """Whatever the prompts, the candidates that are rejected and the sampling."""
     if kind in READING and not RETURNS_CHOSEN:

@@ -73,7 +73,7 @@ def outcomes(
     return found
 
 
-@pytest.mark.every(23)
+@pytest.mark.every(31)
 @pytest.mark.parametrize("growth", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)

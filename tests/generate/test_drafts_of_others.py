@@ -1,9 +1,13 @@
-"""DFlash blocks, Gemma 4 assistants and multi-token layers under grammars, stop strings and interrupts: as others."""
+"""DFlash blocks, Gemma 4 assistants and multi-token layers under grammars, stop strings and interrupts: as others.
+
+And what none of them changes about a target, or can do without one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from support import gemma4_files, mtp_files
 from support.dflash_files import VARIANTS, target_for
 from support.models import prompt
-from support.snapshots import hooks_of
+from support.snapshots import hash_of, hooks_of
 from support.watchers import Collector, tokenizer
 from torch import Tensor
 
@@ -27,21 +31,26 @@ SETTINGS = {
 }
 
 
-def dflash(folder: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
-    target = target_for()
+Made = tuple[CausalLM, Callable[..., SpecDecPPAssistant]]  # a target, and what attaches an assistant to it
+
+
+def dflash(folder: Path) -> Made:
     VARIANTS["plain"].save(folder)
-    return target, SpecDecPPAssistant.from_pretrained(folder, target=target)
+    return target_for(), partial(SpecDecPPAssistant.from_pretrained, folder)
 
 
-def gemma4(folder: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
-    target = gemma4_files.target_for()
-    return target, SpecDecPPAssistant.from_draft(gemma4_files.VARIANTS["plain"].theirs(), target=target)
+def gemma4(folder: Path) -> Made:
+    draft = gemma4_files.VARIANTS["plain"].theirs()
+    return gemma4_files.target_for(), partial(SpecDecPPAssistant.from_draft, draft)
 
 
-def mtp(folder: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
-    files = mtp_files.Files("glm4_moe", seed=7, overrides={"first_k_dense_replace": mtp_files.DEPTH})
-    target = files.load(folder)
-    return target, SpecDecPPAssistant.from_mtp(target)
+def mtp(folder: Path, num_layers: int = 1) -> Made:
+    dense = {"first_k_dense_replace": mtp_files.DEPTH}
+    return mtp_files.Files("glm4_moe", num_layers, seed=7, overrides=dense).load(folder), SpecDecPPAssistant.from_mtp
+
+
+def two_layers(folder: Path) -> Made:
+    return mtp(folder, 2)
 
 
 @dataclass
@@ -60,13 +69,15 @@ class Pair:
         return plain
 
 
-WHICH = [(make, name) for make in (dflash, gemma4, mtp) for name in SETTINGS]
+MAKES = (dflash, gemma4, mtp, two_layers)
+WHICH = [(make, name) for make in MAKES for name in SETTINGS if (make, name) != (two_layers, "tree")]
 
 
 @pytest.fixture(params=WHICH, ids=lambda which: f"{which[0].__name__}-{which[1]}")
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     make, name = request.param
-    target, assistant = make(tmp_path)
+    target, attach = make(tmp_path)
+    assistant = attach(target=target)
     assistant.speculation = SETTINGS[name]
     yield Pair(target, assistant)
     assistant.detach()
@@ -108,3 +119,30 @@ def test_an_interrupt_leaves_nothing_behind(pair: Pair) -> None:
         pair.generate(assistant_model=pair.assistant, streamer=Interrupting())
     assert hooks_of(pair.target) == hooks
     pair.check_equal()
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_the_target_stays_as_it_is(make: Callable[[Path], Made], tmp_path: Path) -> None:
+    target, attach = make(tmp_path)
+
+    def look() -> dict[str, Any]:
+        found = {"class": type(target), "weights": hash_of(target), "config": target.config.to_dict()}
+        return {**found, "logits": target(TEXT).logits.tolist(), "hooks": hooks_of(target)}
+
+    before = look()
+    assistant = attach(target=target)
+    target.generate(TEXT, assistant_model=assistant, max_new_tokens=8)
+    assistant.detach()
+    assert look() == before
+
+
+def test_without_an_attached_target(pair: Pair) -> None:
+    pair.assistant.detach()
+    with pytest.raises(ValueError, match="reads hidden states of the target.*Attach"):
+        pair.generate(assistant_model=pair.assistant)
+
+
+def test_a_target_that_was_moved(pair: Pair) -> None:
+    pair.target.float()
+    with pytest.raises(ValueError, match="was moved to torch.float32"):
+        pair.generate(assistant_model=pair.assistant)

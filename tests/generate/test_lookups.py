@@ -64,6 +64,7 @@ def generate(target: CausalLM, assistant: Any = None, seed: int = 0, **options: 
 # Alone. ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
@@ -231,6 +232,7 @@ def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
     assert any(drawn and further for drawn, further in mixed)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_up_to_the_end_of_the_position_table(family: str, shape: str) -> None:

@@ -53,7 +53,7 @@ def attached(target: CausalLM, kind: str = "independent", **speculation: Any) ->
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(13)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])

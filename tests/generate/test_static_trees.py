@@ -46,7 +46,7 @@ def attached(target: CausalLM, kind: str = "independent", growth: str = "dyspec"
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(7)
+@pytest.mark.every(17)
 @pytest.mark.parametrize("growth", GROWTHS)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
@@ -67,6 +67,7 @@ def test_branches_are_accepted_and_rejected() -> None:
     assert_trees_mattered(assistant.stats)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("growth", ["dyspec", "static"])
 def test_sampled_text_is_that_of_a_dynamic_cache(growth: str, attention: str) -> None:

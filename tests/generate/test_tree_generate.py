@@ -158,6 +158,7 @@ def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:
 # Ends. ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("index", range(0, 12, 2))
 @pytest.mark.parametrize("end", ["eos", "stop string", "criterion"])
 def test_ends_and_caches(end: str, index: int) -> None:

@@ -29,10 +29,10 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
 
 def test_an_early_exit_of_a_target_whose_forward_is_compiled() -> None:
     """The draft's own forward is its class's: the compiled one runs the target."""
-    target = quiet_later_layers(tiny("llama"))
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
     assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(rule="fixed"))
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
     plain = target.generate(prompt(), **options)
     assert torch.equal(target.generate(prompt(), assistant_model=assistant, **options), plain)
     assert assistant.stats.accepted > 0

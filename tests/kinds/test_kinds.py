@@ -153,6 +153,7 @@ def stand_in(name: str, target: CausalLM) -> Draft:
     return BlockDraft(target) if name == "block" else LookupDraft()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", ["block", "lookup"])

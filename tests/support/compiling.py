@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,13 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> CompileConfig:
     config = CompileConfig(backend="eager", dynamic=False)  # each width for itself
     config._compile_all_devices = True  # type: ignore[assignment]  # transformers annotates a class attribute
     return config
+
+
+@pytest.fixture
+def untraced() -> Iterator[None]:
+    """What would be compiled runs as it is, and is not traced either: for tests that look at something else."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture

@@ -175,16 +175,19 @@ def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **
 
 
 def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
-    """An attached assistant with a draft that is `"independent"`, an `"early_exit"`, `"conditioned"` or `"eagle3"`."""
+    """An attached assistant with a draft that is `"independent"`, an `"early_exit"`, `"conditioned"` or `"eagle3"`.
+
+    An early exit and a conditioned draft have two of the target's layers, one where it has no more than two.
+    """
     if kind == "independent":
         made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
         return made
-    config = SpeculationConfig(**speculation)
+    config, layers = SpeculationConfig(**speculation), min(2, target.config.num_hidden_layers - 1)
     if kind == "early_exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=config)
+        return SpecDecPPAssistant.from_early_exit(target, layers, speculation=config)
     if kind == "eagle3":
         return SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=config)
-    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=config)
+    return SpecDecPPAssistant.from_conditioned(target, layers, fusion=random_fusion(target), speculation=config)
 
 
 def prompt(length: int = 12, seed: int = 0) -> Tensor:

@@ -23,7 +23,6 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 Placed = TypeVar("Placed", bound=Tensor | nn.Module)
 CPU = torch.device("cpu")
@@ -245,7 +244,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ):
         counts["launch"] += 1  # else it is a view
     by_host = {id(each.host): each for each in placed}  # what an operation in place returns
-    return tree_map(lambda each: by_host[id(each)] if id(each) in by_host else _wrap(each, device), out)
+    return _map(lambda each: by_host[id(each)] if id(each) in by_host else _wrap(each, device), out)
 
 
 def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -277,7 +276,22 @@ def _check_devices(name: str, tensors: list[Tensor]) -> None:
 
 
 def _tensors(*trees: Any) -> list[Tensor]:
-    return [each for each in tree_flatten(trees)[0] if isinstance(each, Tensor)]
+    """Of an operation's arguments. This and `_map` run before and after each one: torch's own for trees are slow."""
+    found = []
+    for each in trees:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list)):
+            found += _tensors(*each)
+        elif isinstance(each, dict):
+            found += _tensors(*each.values())
+    return found
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_map(function, each) for each in tree])
+    return function(tree)
 
 
 def _placed(*trees: Any) -> list[DeviceTensor]:
@@ -304,7 +318,7 @@ def _on_host(tree: Any) -> Any:
         return {
             name: CPU if name == "device" and value is not None else _on_host(value) for name, value in tree.items()
         }
-    return tree_map(_host, tree)
+    return _map(_host, tree)
 
 
 def _wrap(each: Any, device: torch.device) -> Any:

@@ -42,6 +42,10 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -80,16 +84,18 @@ SIZES: dict[str, Any] = {
 # What a family needs besides, or instead.
 MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+CHUNKS = {"mamba_chunk_size": 8}  # to which each pass is filled up; by default 256 tokens
 EQUAL_HEADS = {"num_key_value_heads": 4}  # of multi-head latent attention
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), EQUAL_HEADS),
     "big_bird": {"block_size": 2, "num_random_blocks": 1, "attention_type": "block_sparse"},
-    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "bamba": {**MAMBA, **CHUNKS, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"layer_types": MIXED},
     "doge": {"keep_window_size": WINDOW},
     "dots1": {**EQUAL_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_k": 2},
     "falcon": {"num_ln_in_parallel_attn": None},
+    "falcon_h1": {**MAMBA, **CHUNKS, "mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": MIXED},
     "gemma4_text": {
         "layer_types": MIXED,
@@ -100,7 +106,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"layer_types": MIXED},
     "granitemoehybrid": {
         **MAMBA,
-        "mamba_chunk_size": 8,
+        **CHUNKS,
         "shared_intermediate_size": 24,
         "layer_types": ["mamba", "attention"] * (LAYERS // 2),
     },
@@ -110,7 +116,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "llama4_text": {"floor_scale": WINDOW, "intermediate_size_mlp": 48},
     "longcat_flash": {**EQUAL_HEADS, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "zero_expert_num": 2},
-    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "chunk_size": 8},
     "minimax_m3_vl_text": {"index_block_size": 2, "index_topk_blocks": 2, "index_head_dim": 8},
     "modernbert-decoder": {"layer_types": MIXED},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * LAYERS},

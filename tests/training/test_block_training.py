@@ -58,7 +58,7 @@ def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> list[float]:
     return torch.tensor(chances).mean(0).tolist()
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(("family", "layers"), [("llama", 1), pytest.param("qwen3", 2, marks=pytest.mark.slow)])
 def test_training_helps_and_is_what_is_stored(family: str, layers: int, tmp_path: Path) -> None:
     config = begun(tmp_path, family, epochs=8, block_layers=layers)
     distillation.run(config)

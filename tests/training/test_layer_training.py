@@ -24,7 +24,12 @@ WEIGHTS = "eagle3.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("family", "flags"), [("llama", {}), ("qwen2", {"fc_norm": True, "norm_output": True}), ("gemma3_text", {})]
+    ("family", "flags"),
+    [
+        ("llama", {}),
+        ("qwen2", {"fc_norm": True, "norm_output": True}),
+        pytest.param("gemma3_text", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_training_helps_and_is_what_is_stored(family: str, flags: dict[str, bool], tmp_path: Path) -> None:
     vocab = 40 if family == "llama" else None
