@@ -289,9 +289,7 @@ def _time_branch(
     return max(seconds - two_steps, 0.0) / (WIDTH - 1)
 
 
-def _time_target(
-    target: CausalLM, max_tokens: int, successors: Successors | None, rows: int
-) -> tuple[float, ...]:
+def _time_target(target: CausalLM, max_tokens: int, successors: Successors | None, rows: int) -> tuple[float, ...]:
     """Seconds of verifying 1 to `max_tokens` + 1 tokens of each row; those that there is no time for are interpolated.
 
     Fewer where the target has no positions for so many after the context; `Costs` extrapolates.

@@ -63,8 +63,8 @@ class LearnedOfLookups:
 class Memory:
     """What was learned by target, and there by chains or trees, who estimates, and how the target samples.
 
-    `clear()` forgets what was learned, what targets said, earlier answers and kept texts, `measure_again()` also what was
-    measured.
+    `clear()` forgets what was learned, what targets said lately, earlier answers and kept texts, `measure_again()` also
+    what was measured.
 
     Args:
         calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
@@ -72,6 +72,7 @@ class Memory:
     Attributes:
         answers: earlier ones, in which lookups search (`SpeculationConfig.lookup_memory`).
         texts: that the draft can learn from (`SpeculationConfig.keep_texts`).
+        successors: by target what it said lately after each token (`SpeculationConfig.draft_successors`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, assistant_of, tiny
-from support.stock_rounds import PROMPT, VOCAB
+from support.stock_rounds import VOCAB
 from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from torch import Tensor
 
@@ -68,8 +68,8 @@ def test_with_a_draft_vocabulary_and_a_temperature(enumerate_torch: Enumerate) -
 
 
 def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
-    """Let chains and trees be drawn from q, and what `again` makes of the processing, the text, a path, the token that was
-    drawn after it, and the draft's own logits there be told."""
+    """Let chains and trees be drawn from q, and tell what `again` makes of the processing, the text, a path, the token
+    that was drawn after it, and the draft's own logits there."""
     draft, draft_tree, one = SpecDecPPCandidateGenerator.draft, SpecDecPPCandidateGenerator.draft_tree, MixedProcessing
     own: dict[tuple[int, ...], Tensor] = {}
     own_one, own_each = one.one, one.after_each
