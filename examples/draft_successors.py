@@ -4,20 +4,21 @@
         hub_cards/specdecpp-smollm2-135m-instruct alpaca_train.jsonl --ask "Responde en español. {}"
 
 Printed is what `SpeculationConfig(draft_successors=True)` adds to a draft step and to a round, and for answers to the
-last prompts of a file, greedy and at temperature 1, tokens a pass of the target and tokens a second with and without it.
-Both answer each prompt, one after the other in turn, and the first prompt warms both up. The table goes on from text to
-text. Seconds are those of this thread where there is only one, so that other programs count little.
+last prompts of a file, greedy and other ones at temperature 1, tokens a pass of the target and tokens a second with and
+without it. Both answer each prompt, one after the other in turn, and the first prompt warms both up. The table goes on
+from text to text. Seconds are those of this thread where there is only one, so that other programs count little.
 """
 
 import argparse
 from functools import partial
+from itertools import islice
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock, least_times
-from hf_specdecpp.intervals import ratio_of_sums
+from hf_specdecpp.intervals import median_of_ratios
 from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.texts.prompts import read_prompts
 from hf_specdecpp.throughput.measuring import measure
@@ -68,28 +69,34 @@ def main() -> None:
     parser.add_argument("--ask", default="{}")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--fixed", type=int, help="candidates in every round, in the place of the assistant's own rule")
+    parser.add_argument("--modes", nargs="+", default=list(MODES))
     args = parser.parse_args()
     target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
     arms = [SpecDecPPAssistant.from_pretrained(args.assistant, target=target) for _ in range(2)]
     arms[1].speculation.draft_successors = True
+    if args.fixed:
+        for arm in arms:
+            arm.speculation.rule, arm.speculation.num_tokens = "fixed", args.fixed
     price(target, arms[0])
-    chosen = read_prompts(args.prompts)[-args.count - 1 :]
-    print("| | tokens a pass, without | with it | tokens a second, without | with it | ratio |")
+    prompts = iter(read_prompts(args.prompts)[::-1])
+    print("| | tokens a pass, without | with it | tokens a second, without | with it | median ratio of the prompts |")
     print("|---|---|---|---|---|---|")
-    for mode in MODES:
+    for mode in args.modes:
         found: tuple[list, list] = [], []
-        for place, prompt in enumerate(chosen):
+        for place, prompt in enumerate(islice(prompts, args.count + 1)):
             for arm in (0, 1) if place % 2 else (1, 0):
                 asked = args.ask.format(prompt.messages[-1]["content"])
                 told = answer(target, tokenizer, arms[arm], asked, place, args.tokens, mode)
                 if place:
                     found[arm].append(told)
-        without, with_it = ([sum(column) for column in zip(*each, strict=True)] for each in found)
+        sums = [[sum(column) for column in zip(*each, strict=True)] for each in found]
+        passes, tokens_a_second = ([each[0] / each[by] for each in sums] for by in (1, 2))
         speeds = [[tokens / seconds for tokens, _, seconds in each] for each in found]
-        ratio, low, high = ratio_of_sums(speeds[1], speeds[0])
+        ratio, low, high = median_of_ratios([mixed / own for own, mixed in zip(*speeds, strict=True)])
         print(
-            f"| {mode} | {without[0] / without[1]:.2f} | {with_it[0] / with_it[1]:.2f} | {without[0] / without[2]:.1f} "
-            f"| {with_it[0] / with_it[2]:.1f} | {ratio:.2f} ({low:.2f} to {high:.2f}) |",
+            f"| {mode} | {passes[0]:.2f} | {passes[1]:.2f} | {tokens_a_second[0]:.1f} | {tokens_a_second[1]:.1f} "
+            f"| {ratio:.2f} ({low:.2f} to {high:.2f}) |",
             flush=True,
         )
 

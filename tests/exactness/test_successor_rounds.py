@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, assistant_of, tiny
+from support.stand_ins import BlockDraft, LookupDraft
 from support.stock_rounds import VOCAB
 from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from torch import Tensor
@@ -43,12 +44,16 @@ def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=3)
-    return target, assistant_of(kind, target, **SHAPES[shape], draft_successors=True)
+    is_model = kind in KINDS
+    assistant = assistant_of(kind if is_model else "independent", target, **SHAPES[shape], draft_successors=True)
+    if not is_model:
+        assistant.drafter = BlockDraft(assistant.drafter.model) if kind == "block" else LookupDraft()
+    return target, assistant
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "block", "certain"])
 def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
     target, assistant = pair(kind, shape)
     assert_exactly_p(target, assistant, enumerate_torch)
