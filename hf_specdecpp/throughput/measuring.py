@@ -172,7 +172,7 @@ def measure(
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
         drafting = _time_draft(target, drafter, estimator, processing, rows) if drafter.places else {"draft": 0.0}
-        verify = _time_target(target, max_tokens, successors, rows)
+        verify = _time_target(target, max_tokens, rows, successors)
         if trees and drafter.places and drafter.block == 1:
             two_steps = drafting["start"] + 2.0 * drafting["draft"]
             branch = _time_branch(target, drafter, estimator, processing, two_steps)
@@ -289,7 +289,9 @@ def _time_branch(
     return max(seconds - two_steps, 0.0) / (WIDTH - 1)
 
 
-def _time_target(target: CausalLM, max_tokens: int, successors: Successors | None, rows: int) -> tuple[float, ...]:
+def _time_target(
+    target: CausalLM, max_tokens: int, rows: int = 1, successors: Successors | None = None
+) -> tuple[float, ...]:
     """Seconds of verifying 1 to `max_tokens` + 1 tokens of each row; those that there is no time for are interpolated.
 
     Fewer where the target has no positions for so many after the context; `Costs` extrapolates.
