@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hf_specdecpp.sampling.processors import Processing, Tokens
 
-WEIGHT = 0.3  # of what was said in q, once it was said often
 DECAY = 0.5  # of what was known of a token with each time that the target says what follows it
 MOST_LIKELY = 8  # successors that are kept of a token
 
@@ -71,15 +70,19 @@ class Successors:
     def mixed(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """Logits `[n, vocab]` after these tokens `[n]` whose softmax is q with a share of what the target said.
 
-        That of `(1 - WEIGHT) * q + WEIGHT * r`, where r has the kept probabilities, which sum to less than 1. Tokens
-        that the draft cannot say (-inf) it still does not say.
+        That of `(1 - w) * q + w * r`, where r has the kept probabilities, which sum to less than 1, and w is
+        `(1 - max q) * max r`: the draft gives way as far as it is unsure and the target was sure. Tokens that the draft
+        cannot say (-inf) it still does not say.
+
+        Example: q is [0.6, 0.4, 0], r is [0, 0.5, 0.2]. w is 0.4 * 0.5 = 0.2, so q becomes [0.48, 0.42, 0] / 0.9.
         """
         of = self._rows_of(tokens.to(self.ids.device))
         ids, r = self.ids[of].long(), self.probs[of]
         known = scores.gather(1, ids)
-        # logsumexp, in a third of the time.
-        total = scores.amax(-1, keepdim=True) - scores.softmax(-1).amax(-1, keepdim=True).log()
-        added = torch.logaddexp(known, total + (r * (WEIGHT / (1.0 - WEIGHT))).log())
+        top = scores.softmax(-1).amax(-1, keepdim=True)
+        total = scores.amax(-1, keepdim=True) - top.log()  # logsumexp, in a third of the time
+        w = (1.0 - top) * r.amax(-1, keepdim=True)
+        added = torch.logaddexp(known, total + (r * (w / (1.0 - w))).log())
         return scores.scatter(1, ids, added.where(known > float("-inf"), known))
 
 

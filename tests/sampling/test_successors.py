@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import DECAY, MOST_LIKELY, WEIGHT, MixedProcessing, Successors
+from hf_specdecpp.sampling.successors import DECAY, MOST_LIKELY, MixedProcessing, Successors
 
 VOCAB, CPU = 12, torch.device("cpu")
 IMPOSSIBLE = float("-inf")
@@ -115,28 +115,37 @@ def taught() -> Successors:
     return table
 
 
+def mixture(scores: Tensor) -> Tensor:
+    """By the definition: what `taught` makes of logits `[3, VOCAB]` after the tokens 7, 8 and 1."""
+    q, r = scores.double().softmax(-1), torch.zeros(3, VOCAB, dtype=torch.float64)
+    r[0, 3], r[0, 4], r[1, 5] = 0.8, 0.2, 1.0
+    w = (1.0 - q.amax(-1, keepdim=True)) * r.amax(-1, keepdim=True)
+    mixed = (1.0 - w) * q + w * r
+    return (mixed / mixed.sum(-1, keepdim=True)).float()
+
+
 def test_the_softmax_is_the_mixture() -> None:
-    scores = 3.0 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores = 2.0 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     q = taught().mixed(torch.tensor([7, 8, 1]), scores).softmax(-1)
-    expected = (1.0 - WEIGHT) * scores.softmax(-1)
-    expected[0, 3] += 0.8 * WEIGHT
-    expected[0, 4] += 0.2 * WEIGHT
-    expected[1, 5] += WEIGHT
-    assert_close(q[:2], expected[:2], atol=1e-5, rtol=0.0)
+    assert_close(q, mixture(scores), atol=1e-5, rtol=0.0)
+    assert float((q - scores.softmax(-1))[:2].abs().amax(-1).min()) > 0.05
     assert_close(q[2], scores[2].softmax(-1))
+
+
+def test_the_numbers_of_the_docstring() -> None:
+    table = Successors(3, CPU)
+    table.ids[0], table.probs[0] = torch.tensor([1, 2, 0], dtype=torch.int32), torch.tensor([0.5, 0.2, 0.0])
+    q = table.mixed(torch.tensor([0]), torch.tensor([[0.6, 0.4, 0.0]]).log()).softmax(-1)
+    assert_close(q, torch.tensor([[0.48, 0.42, 0.0]]) / 0.9)
 
 
 @given(st.integers(0, 1000), st.floats(0.1, 300.0))
 def test_logits_of_any_size_stay_numbers(seed: int, scale: float) -> None:
-    scores = scale * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(seed))
+    scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
     before = scores.clone()
-    q = taught().mixed(torch.tensor([7, 1]), scores).softmax(-1)
+    q = taught().mixed(torch.tensor([7, 8, 1]), scores).softmax(-1)
     assert torch.equal(scores, before), "a block draft gives its logits to several nodes"
-    assert_close(q.sum(-1), torch.ones(2))
-    mixture = (1.0 - WEIGHT) * scores.softmax(-1)
-    mixture[0, 3] += 0.8 * WEIGHT
-    mixture[0, 4] += 0.2 * WEIGHT
-    assert_close(q, mixture / mixture.sum(-1, keepdim=True), atol=1e-4, rtol=0.0)
+    assert_close(q, mixture(scores), atol=1e-4, rtol=0.0)
 
 
 def test_what_the_draft_cannot_say_it_still_does_not_say() -> None:
