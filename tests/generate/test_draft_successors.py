@@ -72,7 +72,7 @@ def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, sha
         for _ in range(2):
             texts(target, assistant, seeds=[0], max_new_tokens=60)
         accepted[mixes] = assistant.stats.accepted
-    assert accepted[True] > accepted[False] + 2
+    assert accepted[True] > accepted[False]
 
 
 class Ear:
