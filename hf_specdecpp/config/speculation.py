@@ -82,8 +82,8 @@ class SpeculationConfig:
         draft_temperature: divides the draft's logits once more, after temperature, top-k and the like, where the target
             samples. Below 1 the draft guesses what is likeliest more often, above 1 other tokens. 0.8 is accepted more
             often than 1 by SmolLM2's published draft (`docs/drafts.md`). Greedy decoding does not know it.
-        draft_successors: mix the draft's distribution with what an attached target said lately after the same last
-            token (`docs/drafts.md`), for texts of a kind that the draft was not trained for. The table takes 64 bytes a
+        draft_successors: mix the draft's distribution with what an attached target said lately after the same token, as
+            far as the draft is unsure (`docs/drafts.md`), for texts of a kind that it was not trained for. The table takes 64 bytes a
             token of the vocabulary, in memory only, until `assistant.memory.clear()`. After other texts the draft
             guesses otherwise, so a seed no longer repeats a sampled text. Unattached targets go without.
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
