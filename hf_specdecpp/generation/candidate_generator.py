@@ -26,6 +26,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.chains import Throughput, ThroughputState
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
@@ -63,6 +64,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         lookup: finds candidates in the text, if it is asked to.
         times: of its rounds, where the costs follow them.
         keeper: keeps the text for the draft to learn from, if it is asked to.
+        successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
 
     Raises:
         ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or the draft
@@ -94,6 +96,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
         if generation_config.do_sample and setup.speculation.draft_temperature != 1.0:
             self.draft_processing = self.draft_processing.cooled(setup.speculation.draft_temperature)
+        self.successors: Successors | None = None
+        if setup.speculation.draft_successors and target is not None and setup.drafter.places:
+            self.successors = setup.memory.recall_successors(target, self.vocab_size, setup.drafter.device)
+            self.draft_processing = MixedProcessing(self.draft_processing, self.successors)
         self.stats = SpeculationStats(suspect=setup.drafter.suspect)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
@@ -131,6 +137,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._seen_length = 0
         self._num_accepted = 0
         self._chain = Chain([], [])
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether something is made of the target's logits before processors."""
+        return self.keeper is not None or self.successors is not None
 
     def _tree_drafting(self, target: CausalLM, generation_config: GenerationConfig) -> TreeDrafting:
         setup, config = self.setup, self.setup.speculation

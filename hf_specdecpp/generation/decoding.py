@@ -68,7 +68,8 @@ class AssistedDecoding:
         self.device = input_device(target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
-        self.keeps_logits = self.records.keeps_logits or generator.keeper is not None  # those before processors
+        # Those before processors, where anyone asks for them.
+        self.keeps_logits = self.records.keeps_logits or generator.keeps_logits
         self.criteria = stopping_criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -172,6 +173,8 @@ class AssistedDecoding:
         begin = time.perf_counter()
         accepted, token = self._verify(chain, ids, scores)
         self._note_wait(begin)
+        if self.generator.successors is not None:
+            self.generator.successors.learn([int(input_ids[0, -1]), *chain.tokens], raw)
         if count or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, accepted)
         emitted = [*chain.tokens[:accepted], token]
@@ -257,6 +260,8 @@ class AssistedDecoding:
 
             path, token = self._accept(tree, scores)
         path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
+        if self.generator.successors is not None:
+            self.generator.successors.learn([tree.tokens[node] for node in tree_pass.order], logits)
         kept = [0, *path]
         emitted = [*(tree.tokens[node] for node in path), token]
         kept_rows = [rows[node] for node in kept]

@@ -35,7 +35,9 @@ from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.at_once import verify_sampled
+from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness
+from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.trees.algorithms import grow_shape
 from hf_specdecpp.trees.shapes import from_expansions
@@ -66,6 +68,7 @@ def costs_of(
     trees: bool = False,
     rows: int = 1,
     is_static: bool = False,
+    mixes: bool = False,
 ) -> KnownCosts:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
 
@@ -74,6 +77,7 @@ def costs_of(
 
     Args:
         is_static: whether passes are filled up with dummies, as over static caches.
+        mixes: whether the draft's logits are mixed with the target's successors (`SpeculationConfig.draft_successors`).
     """
 
     is_recurrent = keeps_recurrent_state(target)  # before, since what is known of costs must not keep a target alive
@@ -86,13 +90,13 @@ def costs_of(
             costs = in_widths(costs, max_tokens)
         return costs if rows == 1 else costs.share(rows)
 
-    of = conditions(target, drafter, estimator, max_tokens, trees, rows, is_static)
+    of = conditions(target, drafter, estimator, max_tokens, trees, rows, is_static, mixes)
     name = json.dumps(of, sort_keys=True)
     if name not in _known:
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
-            measured = measure(target, drafter, estimator, max_tokens, trees, rows)
+            measured = measure(target, drafter, estimator, max_tokens, trees, rows, mixes)
             logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
             _known[name] = KnownCosts(measured, form, of)
             _known[name].save()
@@ -123,6 +127,7 @@ def conditions(
     trees: bool,
     rows: int = 1,
     is_static: bool = False,
+    mixes: bool = False,
 ) -> dict[str, Any]:
     """All that the costs depend on; JSON-able."""
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
@@ -135,6 +140,7 @@ def conditions(
         "trees": trees,
         "rows": rows,
         "static": is_static,
+        "mixes": mixes,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
@@ -143,21 +149,33 @@ def conditions(
 
 @torch.inference_mode()
 def measure(
-    target: CausalLM, drafter: Draft, estimator: Estimator, max_tokens: int, trees: bool = False, rows: int = 1
+    target: CausalLM,
+    drafter: Draft,
+    estimator: Estimator,
+    max_tokens: int,
+    trees: bool = False,
+    rows: int = 1,
+    mixes: bool = False,
 ) -> Costs:
     """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
 
-    Everything that a round does for a candidate is included: its estimate, its draw and its verification. Each number
-    is the minimum of several, since other load only ever adds to it; with one thread on a CPU the processor's time is
-    taken, which leaves other load out. Torch's generators are left as they were.
+    Everything that a round does for a candidate is included: its estimate, its draw and its verification, and mixing
+    its q and taking note of what the target said. Each number is the minimum of several, since other load only ever
+    adds to it; with one thread on a CPU the processor's time is taken, which leaves other load out. Torch's generators
+    are left as they were.
     """
+    processing, successors = Processing([]), None
+    if mixes:  # with those of a target that has said nothing, which takes as long
+        successors = Successors(_vocab_size(target), drafter.device)
+        processing = MixedProcessing(processing, successors)
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
-        drafting = _time_draft(target, drafter, estimator, rows) if drafter.places else {"draft": 0.0}
-        verify = _time_target(target, max_tokens, rows)
+        drafting = _time_draft(target, drafter, estimator, processing, rows) if drafter.places else {"draft": 0.0}
+        verify = _time_target(target, max_tokens, rows, successors)
         if trees and drafter.places and drafter.block == 1:
-            branch = _time_branch(target, drafter, estimator, drafting["start"] + 2.0 * drafting["draft"])
+            two_steps = drafting["start"] + 2.0 * drafting["draft"]
+            branch = _time_branch(target, drafter, estimator, processing, two_steps)
             drafting["branch"] = branch
     return Costs(verify=verify, block=drafter.block, **drafting)
 
@@ -171,16 +189,20 @@ class _FixedAndJudged(StoppingRule):
         return self.estimator.estimate(step)
 
 
-def _time_draft(target: CausalLM, drafter: Draft, estimator: Estimator, rows: int = 1) -> dict[str, float]:
+def _time_draft(
+    target: CausalLM, drafter: Draft, estimator: Estimator, processing: Processing, rows: int
+) -> dict[str, float]:
     """Seconds of starting to draft, of a step, of further candidates of a block, and of reading a token among many, for
     all rows together."""
     rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
     count, several = int(min(READ, drafter.max_length)), int(min(DRAFTED, drafter.places))
-    vocab_size = _vocab_size(target)
+    vocab_size, text = _vocab_size(target), _tokens(1, drafter.device)
 
     def step(session: Reading, candidates: list[Tensor]) -> DraftStep | None:
-        found = session.step(candidates)
-        return None if found is None else session.draft_step(len(candidates), *found, greedy=False)
+        if (found := session.step(candidates)) is None:
+            return None
+        scores = processing.one(text, candidates, found[0])
+        return session.draft_step(len(candidates), scores, found[1], greedy=False)
 
     def draft(count: int) -> None:
         drafted = [drafting(partial(step, each), rule, randomness, count) for each in _begun(sessions, drafter, 1)]
@@ -243,12 +265,17 @@ def _turns(drafter: Draft) -> int:
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_branch(target: CausalLM, drafter: Draft, estimator: Estimator, two_steps: float) -> float:
+def _time_branch(
+    target: CausalLM, drafter: Draft, estimator: Estimator, processing: Processing, two_steps: float
+) -> float:
     """Seconds of each further node in a draft pass over a level of a tree; two passes take so long without any."""
     session, buffer = drafter.tree_session(_vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
+    text = _tokens(1, drafter.device)
 
     def expand(tree: DraftTree, nodes: list[int]) -> Level:
-        return Level(*session.expand(tree, nodes), session.embed)
+        logits, hidden = session.expand(tree, nodes)
+        scores = processing.after_each(text, [tree.path(node) for node in nodes], logits)
+        return Level(scores, hidden, session.embed)
 
     def grow() -> None:
         _begin(session, drafter, 1)
@@ -262,7 +289,9 @@ def _time_branch(target: CausalLM, drafter: Draft, estimator: Estimator, two_ste
     return max(seconds - two_steps, 0.0) / (WIDTH - 1)
 
 
-def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[float, ...]:
+def _time_target(
+    target: CausalLM, max_tokens: int, rows: int = 1, successors: Successors | None = None
+) -> tuple[float, ...]:
     """Seconds of verifying 1 to `max_tokens` + 1 tokens of each row; those that there is no time for are interpolated.
 
     Fewer where the target has no positions for so many after the context; `Costs` extrapolates.
@@ -281,6 +310,9 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
         undo = undoing(cache, count)
         scores = target(input_ids=tokens, **inputs).logits.float()
         undo()
+        if successors is not None:
+            for row in scores:
+                successors.learn(tokens[0].tolist(), row)
         for p in scores.softmax(dim=-1):
             verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")
 

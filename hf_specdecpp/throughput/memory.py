@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
@@ -19,6 +20,7 @@ from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.rates import LookupRates
 from hf_specdecpp.lookup.seen import Answers
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.measuring import costs_of, forget_costs, in_widths
@@ -61,7 +63,8 @@ class LearnedOfLookups:
 class Memory:
     """What was learned by target, and there by chains or trees, who estimates, and how the target samples.
 
-    `clear()` forgets what was learned, earlier answers and kept texts, `measure_again()` also what was measured.
+    `clear()` forgets what was learned, what targets said lately, earlier answers and kept texts, `measure_again()` also
+    what was measured.
 
     Args:
         calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
@@ -69,6 +72,7 @@ class Memory:
     Attributes:
         answers: earlier ones, in which lookups search (`SpeculationConfig.lookup_memory`).
         texts: that the draft can learn from (`SpeculationConfig.keep_texts`).
+        successors: by target what it said lately after each token (`SpeculationConfig.draft_successors`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -77,7 +81,8 @@ class Memory:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was learned, so that a seeded run can be repeated, earlier answers and kept texts."""
+        """Forget what was learned and said, so that a seeded run can be repeated, earlier answers and kept texts."""
+        self.successors: WeakKeyDictionary[CausalLM, Successors] = WeakKeyDictionary()
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
         self.forget_rounds()
         self.answers.clear()
@@ -120,6 +125,13 @@ class Memory:
         """The same of candidates that were looked up."""
         return _latest(self.lookups.setdefault(owner, {}), _sampling(how), LearnedOfLookups)
 
+    def recall_successors(self, target: CausalLM, num_ids: int, device: torch.device) -> Successors:
+        """What a target said lately after each of its `num_ids` tokens, on the draft's device."""
+        known = self.successors.get(target)
+        if known is None or known.made_for != (num_ids, device):
+            known = self.successors[target] = Successors(num_ids, device)
+        return known
+
     def chain_plan(
         self,
         config: SpeculationConfig,
@@ -143,7 +155,8 @@ class Memory:
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         is_static = generation.cache_implementation == "static"
         if config.costs is None and target is not None:
-            found = costs_of(target, drafter, estimator, widest, rows=rows, is_static=is_static)
+            mixes = config.draft_successors
+            found = costs_of(target, drafter, estimator, widest, rows=rows, is_static=is_static, mixes=mixes)
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
             costs = given_costs(config)
@@ -169,7 +182,8 @@ class Memory:
             given = Costs.from_dict(config.costs)
             costs: Costs | KnownCosts = in_widths(given, most) if is_static else given
         else:
-            found = costs_of(target, drafter, estimator, most, trees=True, is_static=is_static)
+            mixes = config.draft_successors
+            found = costs_of(target, drafter, estimator, most, trees=True, is_static=is_static, mixes=mixes)
             costs = found if config.track_costs else found.first
         learned = self.recall(target, estimator, generation, trees=True)
         known = learned.plan if isinstance(learned.plan, TreeThroughput) else None

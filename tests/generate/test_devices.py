@@ -83,6 +83,12 @@ def test_every_rule_and_tree(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft(**speculation))
 
 
+@pytest.mark.parametrize("speculation", [RULES[0], TREES[0]], ids=str)
+def test_what_the_target_said_lately_lies_with_the_draft(speculation: dict[str, Any]) -> None:
+    make = with_draft("cuda:1", draft_successors=True, **speculation)
+    assert_plain(tiny("llama"), make, ("cuda:0", "cuda:1"))
+
+
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_a_head(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft(head=True, **speculation))

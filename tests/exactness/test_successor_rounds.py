@@ -1,0 +1,156 @@
+"""The exact distribution of whole generations whose draft is mixed with what the target said lately.
+
+Everything is product code; only the random numbers are replaced by a `Replay`. The table begins empty and is filled by
+the rounds themselves, so that the draft of later rounds follows what was drawn, accepted and rejected in earlier ones.
+Mutants: q is told as it was before it was mixed; or as the table has it once it knows what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_for, assistant_of, partly_agreeing, tiny
+from support.stand_ins import BlockDraft
+from support.stock_rounds import VOCAB
+from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling import successors
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.successors import MixedProcessing, Successors
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"rule": "fixed", "num_tokens": 2},
+    "token by token": {"rule": "fixed", "num_tokens": 2, "verification": "token"},
+    "dyspec": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2},
+    "static": {"tree": "static", "tree_shape": [2, 1], "verification": "token"},
+}
+KINDS = ("independent", "early_exit", "conditioned", "eagle3")
+Again = Callable[[MixedProcessing, Tensor, list[int], int, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the target said once counts for much, so that it decides what is drawn."""
+    monkeypatch.setattr(successors, "DECAY", 0.1)
+    monkeypatch.setattr(successors, "MOST_LIKELY", 3)
+
+
+def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
+    target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=3)
+    settings = {**SHAPES[shape], "draft_successors": True}
+    if kind in KINDS:
+        return target, assistant_of(kind, target, **settings)
+    draft = BlockDraft(partly_agreeing(target, 0.9))
+    assistant = SpecDecPPAssistant(SpecDecPPConfig(), draft, speculation=SpeculationConfig(**settings))
+    assistant.attach(target)
+    return target, assistant
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [*KINDS, "block"])
+def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
+    target, assistant = pair(kind, shape)
+    assert_exactly_p(target, assistant, enumerate_torch)
+    assert float(assistant.memory.successors[target].probs.max()) > 0.4
+
+
+def test_with_a_draft_vocabulary_and_a_temperature(enumerate_torch: Enumerate) -> None:
+    target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=3)
+    draft = assistant_for(target, mix=0.9).drafter.model
+    assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=[0, 1, 3])
+    assistant.speculation.rule, assistant.speculation.num_tokens = "fixed", 2
+    assistant.speculation.draft_successors, assistant.speculation.draft_temperature = True, 0.7
+    assert_exactly_p(target, assistant, enumerate_torch)
+
+
+# Mutants. -------------------------------------------------------------------------------------------------------------
+
+
+def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
+    """Let chains and trees be drawn from q, and tell what `again` makes of the processing, the text, a path, the token
+    that was drawn after it, and the draft's own logits there."""
+    draft, draft_tree, one = SpecDecPPCandidateGenerator.draft, SpecDecPPCandidateGenerator.draft_tree, MixedProcessing
+    own: dict[tuple[int, ...], Tensor] = {}
+    own_one, own_each = one.one, one.after_each
+
+    def note(self: MixedProcessing, input_ids: Tensor, candidates: Any, scores: Tensor) -> Tensor:
+        own[tuple(map(int, candidates))] = scores
+        return own_one(self, input_ids, candidates, scores)
+
+    def note_each(self: MixedProcessing, input_ids: Tensor, paths: Any, scores: Tensor) -> Tensor:
+        own.update(zip(map(tuple, paths), scores, strict=True))
+        return own_each(self, input_ids, paths, scores)
+
+    def told(generator: SpecDecPPCandidateGenerator, text: Tensor, path: list[int], drawn: int) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(one, "one", own_one)
+            processing: Any = generator.draft_processing
+            scores = again(processing, text, path, drawn, own[tuple(path)])
+            return scores if again is truly else scores.clamp_min(-10.0)  # what was drawn has some q
+
+    def chain(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        drafted = draft(self, input_ids, *args, **kwargs)
+        for place, token in enumerate(drafted.tokens):
+            drafted.q[place] = told(self, input_ids, drafted.tokens[:place], token).softmax(-1)
+        return drafted
+
+    def tree(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        drafted = draft_tree(self, input_ids, *args, **kwargs)
+        for node in drafted.scores:
+            if children := drafted.children[node]:
+                drawn = drafted.tokens[children[0]]
+                drafted.scores[node] = told(self, input_ids, drafted.path(node), drawn)
+        return drafted
+
+    monkeypatch.setattr(one, "one", note)
+    monkeypatch.setattr(one, "after_each", note_each)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", chain)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft_tree", tree)
+
+
+def unmixed(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:
+    return Processing(processing.processors).one(text, path, logits)
+
+
+def knowing_what_was_drawn(
+    processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor
+) -> Tensor:
+    """As if the table took note of a draw before its q is asked for."""
+    known = processing.successors
+    table = Successors(*known.made_for)
+    table.ids.copy_(known.ids)
+    table.probs.copy_(known.probs)
+    last = path[-1] if path else int(text[0, -1])
+    table.learn([last], torch.full((1, VOCAB), -10.0).index_fill(1, torch.tensor([drawn]), 0.0))
+    return MixedProcessing(processing, table).one(text, path, logits)
+
+
+def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:
+    return processing.one(text, path, logits)
+
+
+@pytest.mark.parametrize("shape", ["chain", "dyspec"])
+@pytest.mark.parametrize("again", [unmixed, knowing_what_was_drawn])
+def test_another_q_than_the_mixed_one_is_caught(
+    again: Again, shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, assistant = pair("early_exit", shape)
+    tell_q_again(monkeypatch, again)
+    assert_caught(target, assistant, enumerate_torch)
+
+
+@pytest.mark.parametrize("shape", ["chain", "dyspec"])
+def test_the_q_that_is_told_again_would_be_right(
+    shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, assistant = pair("early_exit", shape)
+    tell_q_again(monkeypatch, truly)
+    assert_exactly_p(target, assistant, enumerate_torch)

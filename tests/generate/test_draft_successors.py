@@ -1,0 +1,200 @@
+"""`SpeculationConfig(draft_successors=True)`: what whole generations make of what the target said lately."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling.successors import MixedProcessing, Successors
+from hf_specdecpp.throughput.measuring import conditions, measure
+
+CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": CHAIN,
+    "throughput": {"rule": "throughput"},
+    "tree": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 4},
+    "with lookups": {**CHAIN, "lookup": True},
+}
+NEW = 24
+
+
+@pytest.fixture
+def target() -> CausalLM:
+    return tiny("llama")
+
+
+def texts(target: CausalLM, assistant: SpecDecPPAssistant | None, seeds: Any = range(3), **options: Any) -> list[Any]:
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+        found.append(target.generate(prompt(seed=seed), assistant_model=assistant, **settings)[0].tolist())
+    return found
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
+def test_greedy_texts_are_the_target_s(target: CausalLM, kind: str, shape: str) -> None:
+    assistant = assistant_of(kind, target, **SHAPES[shape], draft_successors=True)
+    assert texts(target, assistant) == texts(target, None)
+    assert bool(assistant.memory.successors[target].probs.any())
+
+
+def test_greedy_batches_are_the_target_s(target: CausalLM) -> None:
+    assistant = assistant_for(target, mix=0.8, **CHAIN, draft_successors=True)
+    ids = torch.cat([prompt(seed=seed) for seed in range(3)])
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    for _ in range(2):
+        assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
+    assert bool(assistant.memory.successors[target].probs.any())
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, shape: str) -> None:
+    """Of texts like those before: the very same ones."""
+    draft = tiny("llama", 5)
+    accepted = {}
+    for mixes in (False, True):
+        config = SpeculationConfig(**SHAPES[shape], draft_successors=mixes)
+        assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=config)
+        for _ in range(2):
+            texts(target, assistant, seeds=[0], max_new_tokens=60)
+        accepted[mixes] = assistant.stats.accepted
+    assert accepted[True] > accepted[False]
+
+
+class Ear:
+    """What tables are told: the tokens and the target's logits after them, one entry a round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[tuple[list[int], Tensor]] = []
+        learn = Successors.learn
+
+        def hear(table: Successors, tokens: Any, logits: Tensor) -> None:
+            self.told.append((list(tokens), logits.clone()))
+            learn(table, tokens, logits)
+
+        monkeypatch.setattr(Successors, "learn", hear)
+
+
+class NoSevens(LogitsProcessor):
+    """Of a user, so that it is called in order; it changes the logits where they stand."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, 7] = float("-inf")
+        return scores
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_every_place_of_a_chain_is_learned_from(
+    target: CausalLM, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those after a rejection, too, and the logits are those before processors."""
+    assistant, ear = assistant_for(target, mix=0.8, **CHAIN, draft_successors=True), Ear(monkeypatch)
+    options = {"logits_processor": LogitsProcessorList([NoSevens()])} if in_order else {"suppress_tokens": [7]}
+    (text,) = texts(target, assistant, seeds=[0], **options)
+    stats = assistant.stats
+    assert stats.accepted < stats.drafted
+    assert sum(len(tokens) for tokens, _ in ear.told) == stats.drafted + len(ear.told)
+    place = prompt().shape[1] - 1
+    for tokens, logits in ear.told:
+        assert tokens[0] == text[place]
+        with torch.no_grad():
+            expected = target(torch.tensor([[*text[:place], *tokens]])).logits[0, place:]
+        assert_close(logits.double(), expected, atol=1e-4, rtol=1e-4)
+        place += 1
+        for token in tokens[1:]:
+            if token != text[place]:
+                break
+            place += 1
+
+
+def test_every_node_of_a_tree_is_learned_from(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assistant = assistant_for(target, mix=0.8, **SHAPES["tree"], draft_successors=True)
+    ear, walk = Ear(monkeypatch), AssistedDecoding._walk
+    walked: list[tuple[list[int], Any]] = []
+
+    def note(self: AssistedDecoding, input_ids: Tensor, tree_pass: Any, outputs: Any) -> Any:
+        walked.append((input_ids[0].tolist(), tree_pass))
+        return walk(self, input_ids, tree_pass, outputs)
+
+    monkeypatch.setattr(AssistedDecoding, "_walk", note)
+    texts(target, assistant, seeds=[0], suppress_tokens=[7])
+    assert sum(len(tokens) for tokens, _ in ear.told) == assistant.stats.drafted + len(ear.told)
+    for (text, tree_pass), (tokens, logits) in zip(walked[:3], ear.told[1:4], strict=True):
+        for node, token, row in zip(tree_pass.order, tokens, logits, strict=True):
+            path = [*text, *tree_pass.tree.path(node)]
+            assert token == path[-1]
+            with torch.no_grad():
+                expected = target(torch.tensor([path])).logits[0, -1]
+            assert_close(row.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_seed_repeats_a_sampled_text_from_an_equal_state(target: CausalLM, shape: str) -> None:
+    assistant = assistant_for(target, mix=0.8, **SHAPES[shape], adapt=False, draft_successors=True)
+    first = texts(target, assistant, do_sample=True)
+    other = texts(target, assistant, do_sample=True)
+    assert other != first, "the draft guesses otherwise after other texts"
+    assistant.memory.clear()
+    assert target not in assistant.memory.successors
+    assert texts(target, assistant, do_sample=True) == first
+
+
+def test_without_it_nothing_is_kept(target: CausalLM) -> None:
+    assistant = assistant_for(target, **CHAIN)
+    texts(target, assistant)
+    assert not len(assistant.memory.successors)
+    assistant.speculation.draft_successors = True
+    texts(target, assistant)
+    assert len(assistant.memory.successors) == 1
+    assert assistant.memory.successors[target].made_for == (target.config.vocab_size, torch.device("cpu"))
+
+
+def test_transformers_own_loop_and_lookups_go_without(target: CausalLM) -> None:
+    unattached = assistant_for(target, attached=False, **CHAIN, draft_successors=True)
+    assert texts(target, unattached) == texts(target, None)
+    looking = SpecDecPPAssistant.from_lookup(target)
+    looking.speculation.draft_successors = True
+    assert texts(target, looking) == texts(target, None)
+    assert not len(unattached.memory.successors)
+    assert not len(looking.memory.successors)
+
+
+def test_tables_of_inference_mode_are_added_to_without_it(target: CausalLM) -> None:
+    assistant = assistant_for(target, **CHAIN, draft_successors=True)
+    with torch.inference_mode():
+        texts(target, assistant)
+    assert texts(target, assistant) == texts(target, None)
+
+
+def test_its_price_is_in_what_is_measured(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixing is part of a draft's steps, in trees, too, and what is learned part of a pass."""
+    calls: list[str] = []
+    for owner, name in ((MixedProcessing, "one"), (MixedProcessing, "after_each"), (Successors, "learn")):
+        method = getattr(owner, name)
+
+        def called(*args: Any, _name: str = name, _method: Any = method) -> Any:
+            calls.append(_name)
+            return _method(*args)
+
+        monkeypatch.setattr(owner, name, called)
+    drafter, estimator = Drafter(partly_agreeing(target)), DraftProbability()
+    measure(target, drafter, estimator, 4, trees=True)
+    assert not calls
+    measure(target, drafter, estimator, 4, trees=True, mixes=True)
+    assert set(calls) == {"one", "after_each", "learn"}
+    with_it, without = (conditions(target, drafter, estimator, 4, False, mixes=mixes) for mixes in (True, False))
+    assert with_it != without, "costs of one are not those of the other"
