@@ -51,23 +51,27 @@ class CompiledPasses:
         target.get_compiled_call(config)  # as plain `generate()` does: its layers then keep their own products
         self._target = ref(target)
         self._config: CompileConfig = target._last_compile_config
-        self._passes: Passes | None = None
+        self._passes: Passes = {}
 
-    def __call__(self, **inputs: Any) -> Any:
+    @property
+    def how(self) -> dict[str, str]:
+        """What they are compiled with."""
+        return {name: str(value) for name, value in self._config.to_dict().items()}
+
+    def look(self) -> None:
+        """See whether the target is as it was, once the prompt has been read: by then transformers has installed what
+        records states."""
         target: Any = self._target()
-        if self._passes is None:  # the prompt has been read: transformers has installed what records states
-            self._passes = self._known(target)
-        kind = inputs["input_ids"].shape[1], bool(inputs.get("output_hidden_states"))
-        if kind not in self._passes:
-            self._passes[kind] = _compiled(self._config)
-        return self._passes[kind](target, inputs)
-
-    def _known(self, target: CausalLM) -> Passes:
-        """What was compiled in earlier texts, if the target is as it was then."""
         known, identity = _known.get(target), _identity(target)
         if known is None or known[:2] != (self._config, identity):
             known = _known[target] = self._config, identity, {}
-        return known[2]
+        self._passes = known[2]
+
+    def __call__(self, **inputs: Any) -> Any:
+        kind = inputs["input_ids"].shape[1], bool(inputs.get("output_hidden_states"))
+        if kind not in self._passes:
+            self._passes[kind] = _compiled(self._config)
+        return self._passes[kind](self._target(), inputs)
 
 
 def _compiled(config: CompileConfig) -> Pass:

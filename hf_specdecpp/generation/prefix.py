@@ -16,6 +16,7 @@ from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
 
 
@@ -157,6 +158,15 @@ class Prefix:
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, self.rows, self.shown, position)
+
+    def trial_inputs(self, input_ids: Tensor, count: int, as_tree: bool) -> dict[str, Any]:
+        """The same for a pass that is only made to be compiled or timed, over `count` candidates, all alike."""
+        if not as_tree:
+            return self.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
+        tree = DraftTree(int(input_ids[0, -1]))
+        for _ in range(count):
+            tree.add(0, tree.tokens[0])
+        return self.tree_inputs(input_ids, TreePass(tree))
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.

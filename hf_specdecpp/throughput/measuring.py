@@ -37,6 +37,7 @@ from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.trees.algorithms import grow_shape
 from hf_specdecpp.trees.shapes import from_expansions
 from hf_specdecpp.trees.siblings import Level
@@ -65,7 +66,7 @@ def costs_of(
     max_tokens: int,
     trees: bool = False,
     rows: int = 1,
-    is_static: bool = False,
+    own: OwnPasses | None = None,
 ) -> KnownCosts:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
 
@@ -73,7 +74,7 @@ def costs_of(
     layers use now (`models.cpu_products`).
 
     Args:
-        is_static: whether passes are filled up with dummies, as over static caches.
+        own: the passes of the text at hand, where they are others than over a cache that grows.
     """
 
     is_recurrent = keeps_recurrent_state(target)  # before, since what is known of costs must not keep a target alive
@@ -82,17 +83,17 @@ def costs_of(
         """What a rule reckons with."""
         if is_recurrent:
             costs = costs.read_twice(max_tokens)
-        if is_static:
+        if own is not None:
             costs = in_widths(costs, max_tokens)
         return costs if rows == 1 else costs.share(rows)
 
-    of = conditions(target, drafter, estimator, max_tokens, trees, rows, is_static)
+    of = conditions(target, drafter, estimator, max_tokens, trees, rows, None if own is None else own.how)
     name = json.dumps(of, sort_keys=True)
     if name not in _known:
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
-            measured = measure(target, drafter, estimator, max_tokens, trees, rows)
+            measured = measure(target, drafter, estimator, max_tokens, trees, rows, own)
             logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
             _known[name] = KnownCosts(measured, form, of)
             _known[name].save()
@@ -122,9 +123,9 @@ def conditions(
     max_tokens: int,
     trees: bool,
     rows: int = 1,
-    is_static: bool = False,
+    passes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All that the costs depend on; JSON-able."""
+    """All that the costs depend on; JSON-able. `passes`: `OwnPasses.how`."""
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
     return {
         "target": _describe(target),
@@ -134,7 +135,7 @@ def conditions(
         "max_tokens": max_tokens,
         "trees": trees,
         "rows": rows,
-        "static": is_static,
+        "passes": passes,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
@@ -143,7 +144,13 @@ def conditions(
 
 @torch.inference_mode()
 def measure(
-    target: CausalLM, drafter: Draft, estimator: Estimator, max_tokens: int, trees: bool = False, rows: int = 1
+    target: CausalLM,
+    drafter: Draft,
+    estimator: Estimator,
+    max_tokens: int,
+    trees: bool = False,
+    rows: int = 1,
+    own: OwnPasses | None = None,
 ) -> Costs:
     """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
 
@@ -155,7 +162,7 @@ def measure(
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
         drafting = _time_draft(target, drafter, estimator, rows) if drafter.places else {"draft": 0.0}
-        verify = _time_target(target, max_tokens, rows)
+        verify = _time_target(target, max_tokens, rows) if own is None else _time_own(target, max_tokens, own)
         if trees and drafter.places and drafter.block == 1:
             branch = _time_branch(target, drafter, estimator, drafting["start"] + 2.0 * drafting["draft"])
             drafting["branch"] = branch
@@ -274,25 +281,43 @@ def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[floa
     cache.activate_past_recording()
     if rows > 1:
         cache.batch_repeat_interleave(rows)
-    randomness = TorchRandomness()
 
-    def verify(count: int) -> None:
-        tokens = _tokens(count, target.device).expand(rows, -1)
+    def read(count: int) -> Tensor:
         undo = undoing(cache, count)
-        scores = target(input_ids=tokens, **inputs).logits.float()
+        logits: Tensor = target(input_ids=_tokens(count, target.device).expand(rows, -1), **inputs).logits
         undo()
-        for p in scores.softmax(dim=-1):
-            verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")
+        return logits
 
     most = int(min(max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
-    counts = list(dict.fromkeys(count for count in wanted if count <= most))
-    times = least_times(
-        {count: partial(verify, count) for count in counts}, TARGET_SECONDS, computing_clock(target.device)
-    )
+    return _time_verifying(read, [count for count in wanted if count <= most], target.device)
+
+
+def _time_own(target: CausalLM, max_tokens: int, own: OwnPasses) -> tuple[float, ...]:
+    """The same of a text's own passes, of which only those that fill a width are made."""
+    own.settle(max_tokens)
+    widths = [count + 1 for count in own.counts(max_tokens)]
+    return _time_verifying(lambda width: own.make(width - 1)[None], widths, target.device)
+
+
+def _time_verifying(read: Callable[[int], Tensor], counts: Sequence[int], device: torch.device) -> tuple[float, ...]:
+    """Seconds of verifying 1, 2, ... tokens, interpolated between those that there was time for.
+
+    Args:
+        read: makes a pass over so many tokens: logits `[rows, tokens, vocab]`.
+        counts: to be timed, the most important first.
+    """
+    randomness = TorchRandomness()
+
+    def verify(count: int) -> None:
+        candidates = _tokens(count, device)[0, 1:].tolist()
+        for p in read(count).float().softmax(dim=-1):
+            verify_sampled(candidates, p, p[:-1], randomness, "block")
+
+    times = least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS, computing_clock(device))
     measured = sorted(times)
-    return tuple(np.interp(np.arange(1, most + 1), measured, [times[count] for count in measured]).tolist())
+    return tuple(np.interp(np.arange(1, max(counts) + 1), measured, [times[count] for count in measured]).tolist())
 
 
 def _describe(model: CausalLM) -> dict[str, Any]:
