@@ -52,7 +52,7 @@ BATCH_CONTEXT = 128  # in the target's of a batch, where further tokens cost mor
 DRAFTED = 4  # candidates in a measured round
 READ = 32  # tokens that the draft reads at once
 WIDTH = 8  # nodes of a measured level of a tree
-DRAFT_SECONDS, BRANCH_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
+DRAFT_SECONDS, GROWING_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
 
 # In this process, by what they depend on.
@@ -164,8 +164,7 @@ def measure(
         drafting = _time_draft(target, drafter, estimator, rows) if drafter.places else {"draft": 0.0}
         verify = _time_target(target, max_tokens, rows) if own is None else _time_own(target, max_tokens, own)
         if trees and drafter.places and drafter.block == 1:
-            branch = _time_branch(target, drafter, estimator, drafting["start"] + 2.0 * drafting["draft"])
-            drafting["branch"] = branch
+            drafting |= _time_growing(target, drafter, estimator)
     return Costs(verify=verify, block=drafter.block, **drafting)
 
 
@@ -250,23 +249,30 @@ def _turns(drafter: Draft) -> int:
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_branch(target: CausalLM, drafter: Draft, estimator: Estimator, two_steps: float) -> float:
-    """Seconds of each further node in a draft pass over a level of a tree; two passes take so long without any."""
+def _time_growing(target: CausalLM, drafter: Draft, estimator: Estimator) -> dict[str, float]:
+    """Seconds of starting to grow a tree, of a draft pass over a level, and of each further node in it."""
     session, buffer = drafter.tree_session(_vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
 
     def expand(tree: DraftTree, nodes: list[int]) -> Level:
         return Level(*session.expand(tree, nodes), session.embed)
 
-    def grow() -> None:
+    def grow(*expansions: int) -> None:
         _begin(session, drafter, 1)
         growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, buffer=buffer)
-        grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
+        grow_shape(growth, from_expansions(expansions))
         session.keep([])
 
     _begin(session, drafter, _context(drafter.max_length))
     clock = computing_clock(target.device, drafter.device)
-    seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, clock, _turns(drafter))[WIDTH]
-    return max(seconds - two_steps, 0.0) / (WIDTH - 1)
+    # A pass over the root; two, the second over a child; and the same over several children.
+    actions: dict[int, Callable[[], None]] = {
+        1: partial(grow, 1),
+        2: partial(grow, 1, 1),
+        WIDTH: partial(grow, WIDTH, 1),
+    }
+    times = least_times(actions, GROWING_SECONDS, clock, _turns(drafter), least=3)
+    draft = min(max(times[2] - times[1], 0.5 * times[1]), times[1])
+    return {"start": times[1] - draft, "draft": draft, "branch": max(times[WIDTH] - times[2], 0.0) / (WIDTH - 1)}
 
 
 def _time_target(target: CausalLM, max_tokens: int, rows: int = 1) -> tuple[float, ...]:
