@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,10 +23,11 @@ from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, LEAST_GAIN_IN_BATCHES, ExplorationBudget
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.round_times import RoundTimes, alike, length_class
-from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
+from hf_specdecpp.throughput.solver import Plan, solve
 
 LEAST_CRITICAL = 1e-9
 NEXT_STEPS = 2  # from the last rate a step or two are enough, and what is left the next plan will catch up
+CLOSE = 0.01  # change of the rate, as a share of it, after which one is: by its square the plan is worse than the best
 TRIED, TRIALS = 3, 3  # lengths that a text tries at most, and rounds of each
 ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
 TRIED_WHEN_WRONG = 4  # after a text of which some rounds did not take what they should
@@ -91,12 +93,16 @@ class ThroughputState:
         if plan is not None and known is costs:
             self._plan = plan
         else:
-            self._solve(self._plan.rate if self._plans else 0.0, NEXT_STEPS if self._plans else MOST_STEPS)
+            self._solve(self._plan.rate if self._plans else None)
 
-    def _solve(self, rate: float, most_steps: int) -> None:
-        """Make the plan for the rates as they are known now: two to four milliseconds a step."""
-        rates = self.rates
-        self._plan = solve(rates.acceptance, rates.following, self.seconds, self.lag, rate, most_steps=most_steps)
+    def _solve(self, rate: float | None) -> None:
+        """Make the plan for the rates as they are known now: two to four milliseconds a step.
+
+        Args:
+            rate: of the last plan, if there was one.
+        """
+        how: dict[str, Any] = {} if rate is None else {"rate": rate, "most_steps": NEXT_STEPS, "tolerance": CLOSE}
+        self._plan = solve(self.rates.acceptance, self.rates.following, self.seconds, self.lag, **how)
         self._plans[self._kind], self._is_stale = (self.costs, self._plan), False
 
     def begin_text(self) -> None:
@@ -115,7 +121,7 @@ class ThroughputState:
 
     def _catch_up(self) -> None:
         if self._is_stale:
-            self._solve(self._plan.rate, NEXT_STEPS)
+            self._solve(self._plan.rate)
 
     def _worth_trying(self) -> list[int]:
         """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by

@@ -126,7 +126,6 @@ class TreeThroughput(CalibratedSlots):
         Args:
             threshold: lower bound of t.
         """
-        self._catch_up()
         tree = growth.tree
         while len(tree) < self.most:
             level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
