@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -164,14 +164,7 @@ class AssistedDecoding:
 
     def own_passes(self, input_ids: Tensor) -> OwnPasses:
         """Passes after the text in its cache, which is left as it was."""
-
-        def make(count: int) -> Tensor:
-            inputs = self.prefix.trial_inputs(input_ids, count, self.generator.trees is not None)
-            logits: Tensor = self._read(inputs, count + 1).logits[0]
-            self.states.clear()
-            self.prefix.roll_back()
-            return logits
-
+        make = partial(self.prefix.trial, self._read, input_ids, self.generator.trees is not None)
         how = self.forward.how if isinstance(self.forward, CompiledPasses) else None
         return OwnPasses(make, self.prefix.most_candidates(input_ids) or 0, {"compiled": how})
 
