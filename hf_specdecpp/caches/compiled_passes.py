@@ -17,6 +17,8 @@ from hf_specdecpp.models.causal_lm import CausalLM
 Pass = Callable[..., Any]
 Passes = dict[tuple[int, bool], Pass]  # by the number of tokens, and whether states are returned
 
+PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
+
 _numbers = count()
 # How a target's passes were compiled, what it was like then, and what they were compiled to.
 _known: WeakKeyDictionary[CausalLM, tuple[CompileConfig, list[Any], Passes]] = WeakKeyDictionary()
@@ -51,23 +53,27 @@ class CompiledPasses:
         target.get_compiled_call(config)  # as plain `generate()` does: its layers then keep their own products
         self._target = ref(target)
         self._config: CompileConfig = target._last_compile_config
-        self._passes: Passes | None = None
+        self._passes: Passes = {}
 
-    def __call__(self, **inputs: Any) -> Any:
+    @property
+    def how(self) -> dict[str, str]:
+        """What they are compiled with."""
+        return {name: str(value) for name, value in self._config.to_dict().items()}
+
+    def look(self) -> None:
+        """See whether the target is as it was, once the prompt has been read: by then transformers has installed what
+        records states."""
         target: Any = self._target()
-        if self._passes is None:  # the prompt has been read: transformers has installed what records states
-            self._passes = self._known(target)
-        kind = inputs["input_ids"].shape[1], bool(inputs.get("output_hidden_states"))
-        if kind not in self._passes:
-            self._passes[kind] = _compiled(self._config)
-        return self._passes[kind](target, inputs)
-
-    def _known(self, target: CausalLM) -> Passes:
-        """What was compiled in earlier texts, if the target is as it was then."""
         known, identity = _known.get(target), _identity(target)
         if known is None or known[:2] != (self._config, identity):
             known = _known[target] = self._config, identity, {}
-        return known[2]
+        self._passes = known[2]
+
+    def __call__(self, **inputs: Any) -> Any:
+        kind = inputs["input_ids"].shape[1], bool(inputs.get("output_hidden_states"))
+        if kind not in self._passes:
+            self._passes[kind] = _compiled(self._config)
+        return self._passes[kind](self._target(), inputs)
 
 
 def _compiled(config: CompileConfig) -> Pass:
@@ -89,18 +95,20 @@ def _of_inputs(checks: Sequence[Any]) -> list[bool]:
 def _identity(target: CausalLM) -> list[Any]:
     """What decides which operations a pass consists of: modules with their attributes and hooks, shapes and types of
     parameters, and the config."""
-    modules = [(id(module), {name: _value(each) for name, each in vars(module).items()}) for module in target.modules()]
+    modules = [(id(module), _value(vars(module))) for module in target.modules()]
     tensors = [(each.shape, each.dtype, each.device) for each in (*target.parameters(), *target.buffers())]
-    config = {name: _value(each) for name, each in vars(target.config.get_text_config(decoder=True)).items()}
-    return [modules, tensors, config]
+    return [modules, tensors, _value(vars(target.config.get_text_config(decoder=True)))]
 
 
 def _value(attribute: Any) -> Any:
     """It, or which object it is; of dictionaries what is in them, but for modules and tensors, which are looked at."""
     if isinstance(attribute, dict):
+        # Most are plain values, and there are thousands of them, before every text.
         return {
-            name: _value(each) for name, each in attribute.items() if not isinstance(each, torch.Tensor | nn.Module)
+            name: each if type(each) in PLAIN else _value(each)
+            for name, each in attribute.items()
+            if not isinstance(each, torch.Tensor | nn.Module)
         }
     if isinstance(attribute, list | tuple | set):
         return [_value(each) for each in attribute]
-    return attribute if isinstance(attribute, bool | int | float | str | None) else id(attribute)
+    return attribute if type(attribute) in PLAIN else id(attribute)

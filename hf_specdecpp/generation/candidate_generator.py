@@ -22,12 +22,14 @@ from hf_specdecpp.generation.setup import DraftSetup, looking_up, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.learning.kept import Keeper
+from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.chains import Throughput, ThroughputState
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
 from hf_specdecpp.throughput.trees import TreeThroughput
@@ -62,6 +64,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         rule: stops chains; `None` where trees are drafted.
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
         lookup: finds candidates in the text, if it is asked to.
+        waits: whether rounds still have no candidates, since what passes over a static cache cost is measured where the
+            text has room for them (`plan_rounds`).
         times: of its rounds, where the costs follow them.
         keeper: keeps the text for the draft to learn from, if it is asked to.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
@@ -106,30 +110,22 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         draws = setup.drafter.places > 0
         sample = randomness or (TorchRandomness() if draws else AsPlain())
         self.randomness = sample if generation_config.do_sample else None
-        self.rule: StoppingRule | None = None
-        self.trees: TreeDrafting | None = None
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()
         self.products = products or setup.products(target)
-        with self.products:  # costs are measured with them
-            if draws_trees:
-                self.trees = self._tree_drafting(target, generation_config)
-            else:
-                self.rule = rule_of(setup, target, generation_config)
+        self.rule: StoppingRule | None = None
+        self.trees = self._tree_drafting() if draws_trees else None
         self.plan: ThroughputState | TreeThroughput | None = None
-        if self.trees is not None:
-            self.plan = self.trees.throughput
-        elif isinstance(self.rule, Throughput):
-            self.plan = self.rule.state
-        self.lookup = looking_up(setup, target, generation_config, self.plan)
+        self.lookup: LookingUp | None = None
+        self.times: RoundTimes | None = None
+        self._target, self._generation_config = target, generation_config
+        measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
+        self.waits = measures and generation_config.cache_implementation == "static"
+        if not self.waits:
+            self.plan_rounds()
         keeps = setup.speculation.keep_texts > 0 and target is not None
         self.keeper = Keeper(setup.drafter.reads is not None) if keeps else None
-        self.times: RoundTimes | None = None
-        if self.plan is not None:
-            self.plan.begin_text()
-            if target is not None and self.plan.known is not None:
-                self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         if setup.speculation.compile and setup.rows > 1:
             logger.warning_once("compile=True: one sequence only; batches are drafted uncompiled.")
         self._attention_mask = attention_mask
@@ -143,17 +139,32 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Whether something is made of the target's logits before processors."""
         return self.keeper is not None or self.successors is not None
 
-    def _tree_drafting(self, target: CausalLM, generation_config: GenerationConfig) -> TreeDrafting:
-        setup, config = self.setup, self.setup.speculation
-        estimator = setup.head or DraftProbability()
-        trees = TreeDrafting(
-            config, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids, setup.rates
-        )
-        if config.tree == "dyspec" and config.rule == "throughput":
-            trees.throughput = setup.memory.tree_plan(config, setup.drafter, estimator, target, generation_config)
-        elif config.adapt and config.tree != "static":
-            trees.rates = setup.memory.recall(target, estimator, generation_config, trees=True).rates
-        return trees
+    def _tree_drafting(self) -> TreeDrafting:
+        setup, estimator = self.setup, self.setup.head or DraftProbability()
+        return TreeDrafting(
+            setup.speculation, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids,
+            setup.rates,
+        )  # fmt: skip
+
+    def plan_rounds(self, own: OwnPasses | None = None) -> None:
+        """Make what decides how far rounds draft; costs that are not known are measured now.
+
+        Args:
+            own: the text's passes, over a static cache.
+        """
+        setup, target, generation = self.setup, self._target, self._generation_config
+        with self.products:  # costs are measured with them
+            if self.trees is None:
+                self.rule = rule_of(setup, target, generation, own)
+                self.plan = self.rule.state if isinstance(self.rule, Throughput) else None
+            elif target is not None:
+                self.plan = self.trees.plan(setup.memory, setup.drafter, target, generation, own)
+        self.lookup = looking_up(setup, target, generation, self.plan)
+        if self.plan is not None:
+            self.plan.begin_text()
+            if target is not None and self.plan.known is not None:
+                self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
+        self.waits = False
 
     @torch.inference_mode()
     def draft(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> Chain:
@@ -169,7 +180,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             ValueError: this generation drafts trees, which transformers' own loop cannot verify.
         """
         start = time.perf_counter()
-        self._time_round()
+        self._time_round(input_ids)
         row = self.drafting(input_ids, max_tokens, states)
         read = self.session.unread - 1
         if self.lookup is not None and ((count := self.lookup.count()) or self.lookup.waits):
@@ -192,12 +203,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def drafting(self, input_ids: Tensor, max_tokens: int | None, states: Tensor | None) -> Drafting:
         """The same as a coroutine, so that the rows of a batch draft together: then `note` the chain."""
-        if self.rule is None:
+        if self.trees is not None:
             raise ValueError("This generator drafts trees, which only an attached target verifies. Set tree=None.")
         self._begin_round(input_ids, states, max_tokens)
         room = self._room(input_ids.shape[1])
         limit = room if max_tokens is None else min(room, max_tokens)
-        if not self.setup.drafter.places:
+        if self.rule is None or not self.setup.drafter.places:
             return at_once(Chain([], []))
         step = stepper(self.session, self.draft_processing, input_ids, greedy=self.randomness is None)
         return drafting(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
@@ -218,13 +229,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.trees is None:
             raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
         start = time.perf_counter()
-        self._time_round()
+        self._time_round(input_ids)
         self._begin_round(input_ids, states, max_tokens)
         read = self.session.unread - 1
         has_room = max_tokens is None or max_tokens >= self.trees.most_nodes
         count = 0 if self.lookup is None else self.lookup.count()
         waits = self.lookup is not None and self.lookup.waits
-        depth = 0 if count or waits or not has_room else self._room(input_ids.shape[1])
+        depth = 0 if count or waits or self.waits or not has_room else self._room(input_ids.shape[1])
         tree = self.trees.draft(input_ids, depth)
         self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes) if tree.passes else None)
         if self.lookup is not None:
@@ -314,7 +325,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             if (kept := self.keeper.text()) is not None:
                 memory.texts.add(kept)
 
-    def _time_round(self) -> None:
+    def _time_round(self, input_ids: Tensor) -> None:
+        if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
+            self.plan.follow(input_ids.shape[1])  # a new plan takes a while, which is no cost of this round
         if self.times is not None:
             self.times.begin()
 
@@ -337,8 +350,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         length = input_ids.shape[1]
         new_tokens, states = self._read(input_ids, states)
         self.session.begin_round(new_tokens, self._num_accepted, states)
-        if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
-            self.plan.follow(length)
         if self.lookup is not None:
             room = self._text_room(length) if max_tokens is None else min(self._text_room(length), max_tokens)
             unread = self.session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdecpp.caches.compiled_passes import CompiledPasses
 from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.caches.static_targets import uncompiled
 from hf_specdecpp.drafting.chain import Chain
@@ -30,6 +31,7 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.plain_passes import pass_seconds
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
@@ -104,6 +106,7 @@ class AssistedDecoding:
         """Rounds until the text ends."""
         with self.generator.products:
             while not finished:
+                self._plan(input_ids)
                 begin = time.perf_counter()
                 spent = self.stats.draft_seconds + self.stats.target_seconds
                 length = input_ids.shape[1]
@@ -121,6 +124,8 @@ class AssistedDecoding:
         outputs = self.states.catch(self.target._prefill, input_ids, config, self.prefix.model_kwargs)
         if self.states.need_hooks:
             self.forward = self.target
+        if isinstance(self.forward, CompiledPasses):
+            self.forward.look()
         cache = cache_among(outputs)
         check_cache(cache)
         if self.generator.trees is not None:
@@ -152,6 +157,17 @@ class AssistedDecoding:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, :count].clone()
         return outputs
+
+    def _plan(self, input_ids: Tensor) -> None:
+        """Let the generator measure what the text's passes cost, if it waits for that and there is room for any."""
+        if self.generator.waits and self.prefix.most_candidates(input_ids):
+            self.generator.plan_rounds(self.own_passes(input_ids))
+
+    def own_passes(self, input_ids: Tensor) -> OwnPasses:
+        """Passes after the text in its cache, which is left as it was."""
+        make = partial(self.prefix.trial, self._read, input_ids, self.generator.trees is not None)
+        how = self.forward.how if isinstance(self.forward, CompiledPasses) else None
+        return OwnPasses(make, self.prefix.most_candidates(input_ids) or 0, {"compiled": how})
 
     def _room(self, input_ids: Tensor) -> int | None:
         """How many candidates the next pass has room for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
 
 
@@ -157,6 +159,24 @@ class Prefix:
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, self.rows, self.shown, position)
+
+    def trial(self, read: Callable[[dict[str, Any], int], Any], input_ids: Tensor, as_tree: bool, count: int) -> Tensor:
+        """Make a pass only for it to be compiled or timed, and forget it; returns its logits, `[1 + count, vocab]`.
+
+        Args:
+            read: makes a pass with these arguments over so many tokens.
+            count: of the candidates, which are all alike.
+        """
+        if as_tree:
+            tree = DraftTree(int(input_ids[0, -1]))
+            for _ in range(count):
+                tree.add(0, tree.tokens[0])
+            inputs = self.tree_inputs(input_ids, TreePass(tree))
+        else:
+            inputs = self.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
+        logits: Tensor = read(inputs, count + 1).logits[0]
+        self.roll_back()
+        return logits
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.

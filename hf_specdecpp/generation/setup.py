@@ -23,6 +23,7 @@ from hf_specdecpp.models.int8_products import is_available, quantise
 from hf_specdecpp.models.vocabulary import special_ids
 from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.memory import Memory
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.product_choice import parts_of
 from hf_specdecpp.throughput.trees import TreeThroughput
 
@@ -134,8 +135,13 @@ def make_rule(
     return {"confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL}[config.rule](config)
 
 
-def rule_of(setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig) -> StoppingRule:
+def rule_of(
+    setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig, own: OwnPasses | None = None
+) -> StoppingRule:
     """The rule for the chains of one generation; `target` is `None` in transformers' own loop.
+
+    Args:
+        own: the text's passes, over a static cache, where `rule="throughput"` may have to measure them.
 
     Raises:
         ValueError: `rule="throughput"` does not know what a round costs and has no target to measure.
@@ -152,7 +158,7 @@ def rule_of(setup: DraftSetup, target: CausalLM | None, generation_config: Gener
             "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
         )
     if config.rule == "throughput":
-        plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config, setup.rows)
+        plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config, setup.rows, own)
         return BatchThroughput(estimator, plan) if setup.rows > 1 else make_rule(config, estimator, plan)
     if not (config.adapt and config.rule == "threshold"):
         return make_rule(config, estimator)

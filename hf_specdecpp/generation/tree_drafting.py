@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.throughput.memory import Memory
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape, size
@@ -60,6 +65,18 @@ class TreeDrafting:
         self.throughput: TreeThroughput | None = None
         self.rates: AcceptanceRates | None = None
         self.buffer = SoftmaxBuffer(config.tree_budget)
+
+    def plan(
+        self, memory: Memory, drafter: Draft, target: CausalLM, generation: GenerationConfig, own: OwnPasses | None
+    ) -> TreeThroughput | None:
+        """Make what decides how far trees grow, of what is known of the target: that of `rule="throughput"`, if it is
+        the rule. The arguments are those of `Memory.tree_plan`."""
+        config, estimator = self.config, self.estimator
+        if config.tree == "dyspec" and config.rule == "throughput":
+            self.throughput = memory.tree_plan(config, drafter, estimator, target, generation, own)
+        elif config.adapt and config.tree != "static":
+            self.rates = memory.recall(target, estimator, generation, trees=True).rates
+        return self.throughput
 
     @property
     def most_nodes(self) -> int:

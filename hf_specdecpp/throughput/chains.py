@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,10 +23,11 @@ from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.throughput.exploration import LEAST_GAIN, LEAST_GAIN_IN_BATCHES, ExplorationBudget
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.round_times import RoundTimes, alike, length_class
-from hf_specdecpp.throughput.solver import MOST_STEPS, Plan, solve
+from hf_specdecpp.throughput.solver import Plan, solve
 
 LEAST_CRITICAL = 1e-9
 NEXT_STEPS = 2  # from the last rate a step or two are enough, and what is left the next plan will catch up
+CLOSE = 0.01  # change of the rate, as a share of it, after which one is: by its square the plan is worse than the best
 TRIED, TRIALS = 3, 3  # lengths that a text tries at most, and rounds of each
 ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
 TRIED_WHEN_WRONG = 4  # after a text of which some rounds did not take what they should
@@ -43,7 +45,6 @@ class ThroughputState:
         is_batch: whether it is for the rows of a batch.
 
     Attributes:
-        plan: `solver.Plan`, `plan.rate` being the tokens a second that it promises.
         credit: for probes, while speculation does not pay.
         trials: lengths that the next rounds of the text try out.
         trial: the one of the round now; `None` for an ordinary round.
@@ -70,9 +71,16 @@ class ThroughputState:
         self.unread, self.starts = 0, True
         self.texts, self._kind = 0, 0  # how many there were, and the class of the length of the one now
         self._plans: dict[int, tuple[Costs, Plan]] = {}  # by class, the latest
+        self._is_stale = False  # whether the plan is to be made again
         self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
         self._reckon_with(costs.at(0) if isinstance(costs, KnownCosts) else costs)
         self.credit = ExplorationBudget(float(self.seconds[0]))
+
+    @property
+    def plan(self) -> Plan:
+        """What to do, by what is known; `plan.rate` are the tokens a second that it promises."""
+        self._catch_up()
+        return self._plan
 
     @property
     def pays(self) -> bool:
@@ -83,15 +91,19 @@ class ThroughputState:
         self.costs, self.seconds = costs, costs.round_seconds(self.max_tokens)
         known, plan = self._plans.get(self._kind, (None, None))
         if plan is not None and known is costs:
-            self.plan = plan
+            self._plan = plan
         else:
-            self._solve(self.plan.rate if self._plans else 0.0, NEXT_STEPS if self._plans else MOST_STEPS)
+            self._solve(self._plan.rate if self._plans else None)
 
-    def _solve(self, rate: float, most_steps: int) -> None:
-        """Make the plan for the rates as they are known now: two to four milliseconds a step."""
-        rates = self.rates
-        self.plan = solve(rates.acceptance, rates.following, self.seconds, self.lag, rate, most_steps=most_steps)
-        self._plans[self._kind] = self.costs, self.plan
+    def _solve(self, rate: float | None) -> None:
+        """Make the plan for the rates as they are known now: two to four milliseconds a step.
+
+        Args:
+            rate: of the last plan, if there was one.
+        """
+        how: dict[str, Any] = {} if rate is None else {"rate": rate, "most_steps": NEXT_STEPS, "tolerance": CLOSE}
+        self._plan = solve(self.rates.acceptance, self.rates.following, self.seconds, self.lag, **how)
+        self._plans[self._kind], self._is_stale = (self.costs, self._plan), False
 
     def begin_text(self) -> None:
         """The rounds that follow are of another text."""
@@ -99,13 +111,17 @@ class ThroughputState:
 
     def follow(self, length: int) -> None:
         """Reckon with what rounds cost at this length of the text, where that is known."""
-        if self.known is None or length_class(length) == self._kind:
-            return
-        self._kind = length_class(length)
-        if (costs := self.known.at(length)) is not self.costs:
-            self._reckon_with(costs)
-            self.credit.plain = float(self.seconds[0])
-        self.trials = self._worth_trying()
+        if self.known is not None and length_class(length) != self._kind:
+            self._kind = length_class(length)
+            if (costs := self.known.at(length)) is not self.costs:
+                self._reckon_with(costs)
+                self.credit.plain = float(self.seconds[0])
+            self.trials = self._worth_trying()
+        self._catch_up()  # now, and not when the round is timed: it takes a while
+
+    def _catch_up(self) -> None:
+        if self._is_stale:
+            self._solve(self._plan.rate)
 
     def _worth_trying(self) -> list[int]:
         """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
@@ -168,8 +184,7 @@ class ThroughputState:
             return
         plain = (num_accepted + 1) * float(self.seconds[0]) / self.least_gain
         self.credit.settle(self.pays, plain - float(self.seconds[num_drafted]) - self.costs.read * unread)
-        if self.rates.observe(estimates, num_drafted, num_accepted):
-            self._solve(self.plan.rate, NEXT_STEPS)
+        self._is_stale |= self.rates.observe(estimates, num_drafted, num_accepted)
 
     def learn(self, times: RoundTimes) -> None:
         """Let the costs follow the rounds of a text that is over."""

@@ -39,6 +39,7 @@ from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.trees.algorithms import grow_shape
 from hf_specdecpp.trees.shapes import from_expansions
 from hf_specdecpp.trees.siblings import Level
@@ -53,7 +54,7 @@ BATCH_CONTEXT = 128  # in the target's of a batch, where further tokens cost mor
 DRAFTED = 4  # candidates in a measured round
 READ = 32  # tokens that the draft reads at once
 WIDTH = 8  # nodes of a measured level of a tree
-DRAFT_SECONDS, BRANCH_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
+DRAFT_SECONDS, GROWING_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
 
 # In this process, by what they depend on.
@@ -67,7 +68,7 @@ def costs_of(
     max_tokens: int,
     trees: bool = False,
     rows: int = 1,
-    is_static: bool = False,
+    own: OwnPasses | None = None,
     mixes: bool = False,
 ) -> KnownCosts:
     """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
@@ -76,7 +77,7 @@ def costs_of(
     layers use now (`models.cpu_products`).
 
     Args:
-        is_static: whether passes are filled up with dummies, as over static caches.
+        own: the passes of the text at hand, where they are others than over a cache that grows.
         mixes: whether the draft's logits are mixed with the target's successors (`SpeculationConfig.draft_successors`).
     """
 
@@ -86,17 +87,18 @@ def costs_of(
         """What a rule reckons with."""
         if is_recurrent:
             costs = costs.read_twice(max_tokens)
-        if is_static:
+        if own is not None:
             costs = in_widths(costs, max_tokens)
         return costs if rows == 1 else costs.share(rows)
 
-    of = conditions(target, drafter, estimator, max_tokens, trees, rows, is_static, mixes)
+    passes = None if own is None else own.how
+    of = conditions(target, drafter, estimator, max_tokens, trees, rows, passes, mixes)
     name = json.dumps(of, sort_keys=True)
     if name not in _known:
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
-            measured = measure(target, drafter, estimator, max_tokens, trees, rows, mixes)
+            measured = measure(target, drafter, estimator, max_tokens, trees, rows, own, mixes)
             logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
             _known[name] = KnownCosts(measured, form, of)
             _known[name].save()
@@ -126,10 +128,10 @@ def conditions(
     max_tokens: int,
     trees: bool,
     rows: int = 1,
-    is_static: bool = False,
+    passes: dict[str, Any] | None = None,
     mixes: bool = False,
 ) -> dict[str, Any]:
-    """All that the costs depend on; JSON-able."""
+    """All that the costs depend on; JSON-able. `passes`: `OwnPasses.how`."""
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
     return {
         "target": _describe(target),
@@ -139,7 +141,7 @@ def conditions(
         "max_tokens": max_tokens,
         "trees": trees,
         "rows": rows,
-        "static": is_static,
+        "passes": passes,
         "mixes": mixes,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
@@ -155,6 +157,7 @@ def measure(
     max_tokens: int,
     trees: bool = False,
     rows: int = 1,
+    own: OwnPasses | None = None,
     mixes: bool = False,
 ) -> Costs:
     """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
@@ -172,11 +175,12 @@ def measure(
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
         drafting = _time_draft(target, drafter, estimator, processing, rows) if drafter.places else {"draft": 0.0}
-        verify = _time_target(target, max_tokens, rows, successors)
+        if own is None:
+            verify = _time_target(target, max_tokens, rows, successors)
+        else:
+            verify = _time_own(target, max_tokens, own, successors)
         if trees and drafter.places and drafter.block == 1:
-            two_steps = drafting["start"] + 2.0 * drafting["draft"]
-            branch = _time_branch(target, drafter, estimator, processing, two_steps)
-            drafting["branch"] = branch
+            drafting |= _time_growing(target, drafter, estimator, processing)
     return Costs(verify=verify, block=drafter.block, **drafting)
 
 
@@ -265,10 +269,8 @@ def _turns(drafter: Draft) -> int:
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_branch(
-    target: CausalLM, drafter: Draft, estimator: Estimator, processing: Processing, two_steps: float
-) -> float:
-    """Seconds of each further node in a draft pass over a level of a tree; two passes take so long without any."""
+def _time_growing(target: CausalLM, drafter: Draft, estimator: Estimator, processing: Processing) -> dict[str, float]:
+    """Seconds of starting to grow a tree, of a draft pass over a level, and of each further node in it."""
     session, buffer = drafter.tree_session(_vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
     text = _tokens(1, drafter.device)
 
@@ -277,16 +279,23 @@ def _time_branch(
         scores = processing.after_each(text, [tree.path(node) for node in nodes], logits)
         return Level(scores, hidden, session.embed)
 
-    def grow() -> None:
+    def grow(*expansions: int) -> None:
         _begin(session, drafter, 1)
         growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, buffer=buffer)
-        grow_shape(growth, from_expansions([WIDTH, 1]))  # a pass over the root, one over its children
+        grow_shape(growth, from_expansions(expansions))
         session.keep([])
 
     _begin(session, drafter, _context(drafter.max_length))
     clock = computing_clock(target.device, drafter.device)
-    seconds = least_times({WIDTH: grow}, BRANCH_SECONDS, clock, _turns(drafter))[WIDTH]
-    return max(seconds - two_steps, 0.0) / (WIDTH - 1)
+    # A pass over the root; two, the second over a child; and the same over several children.
+    actions: dict[int, Callable[[], None]] = {
+        1: partial(grow, 1),
+        2: partial(grow, 1, 1),
+        WIDTH: partial(grow, WIDTH, 1),
+    }
+    times = least_times(actions, GROWING_SECONDS, clock, _turns(drafter), least=3)
+    draft = min(max(times[2] - times[1], 0.5 * times[1]), times[1])
+    return {"start": times[1] - draft, "draft": draft, "branch": max(times[WIDTH] - times[2], 0.0) / (WIDTH - 1)}
 
 
 def _time_target(
@@ -303,28 +312,51 @@ def _time_target(
     cache.activate_past_recording()
     if rows > 1:
         cache.batch_repeat_interleave(rows)
-    randomness = TorchRandomness()
 
-    def verify(count: int) -> None:
-        tokens = _tokens(count, target.device).expand(rows, -1)
+    def read(count: int) -> Tensor:
         undo = undoing(cache, count)
-        scores = target(input_ids=tokens, **inputs).logits.float()
+        logits: Tensor = target(input_ids=_tokens(count, target.device).expand(rows, -1), **inputs).logits
         undo()
-        if successors is not None:
-            for row in scores:
-                successors.learn(tokens[0].tolist(), row)
-        for p in scores.softmax(dim=-1):
-            verify_sampled(tokens[0, 1:].tolist(), p, p[:-1], randomness, "block")
+        return logits
 
     most = int(min(max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
-    counts = list(dict.fromkeys(count for count in wanted if count <= most))
-    times = least_times(
-        {count: partial(verify, count) for count in counts}, TARGET_SECONDS, computing_clock(target.device)
-    )
+    return _time_verifying(read, [count for count in wanted if count <= most], target.device, successors)
+
+
+def _time_own(
+    target: CausalLM, max_tokens: int, own: OwnPasses, successors: Successors | None = None
+) -> tuple[float, ...]:
+    """The same of a text's own passes, of which only those that fill a width are made."""
+    own.settle(max_tokens)
+    widths = [count + 1 for count in own.counts(max_tokens)]
+    return _time_verifying(lambda width: own.make(width - 1)[None], widths, target.device, successors)
+
+
+def _time_verifying(
+    read: Callable[[int], Tensor], counts: Sequence[int], device: torch.device, successors: Successors | None
+) -> tuple[float, ...]:
+    """Seconds of verifying 1, 2, ... tokens, interpolated between those that there was time for.
+
+    Args:
+        read: makes a pass over so many tokens: logits `[rows, tokens, vocab]`.
+        counts: to be timed, the most important first.
+        successors: that take note of the logits.
+    """
+    randomness = TorchRandomness()
+
+    def verify(count: int) -> None:
+        tokens, logits = _tokens(count, device)[0].tolist(), read(count).float()
+        if successors is not None:
+            for row in logits:
+                successors.learn(tokens, row)
+        for p in logits.softmax(dim=-1):
+            verify_sampled(tokens[1:], p, p[:-1], randomness, "block")
+
+    times = least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS, computing_clock(device))
     measured = sorted(times)
-    return tuple(np.interp(np.arange(1, most + 1), measured, [times[count] for count in measured]).tolist())
+    return tuple(np.interp(np.arange(1, max(counts) + 1), measured, [times[count] for count in measured]).tolist())
 
 
 def _describe(model: CausalLM) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.measuring import costs_of, forget_costs, in_widths
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.product_choice import forget_products
 from hf_specdecpp.throughput.trees import TreeThroughput
 
@@ -140,11 +141,13 @@ class Memory:
         target: CausalLM | None,
         generation: GenerationConfig,
         rows: int = 1,
+        own: OwnPasses | None = None,
     ) -> ThroughputState:
         """What `rule="throughput"` knows of `target` in chains, its costs measured now if they have to be.
 
         Args:
             rows: sequences in the batch.
+            own: the text's passes, over a static cache.
 
         Raises:
             ValueError: costs are neither given nor can be measured.
@@ -153,15 +156,14 @@ class Memory:
         most = int(min(config.max_tokens, drafter.places))
         widest = max(most, config.lookup_tokens) if config.lookup else most
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
-        is_static = generation.cache_implementation == "static"
         if config.costs is None and target is not None:
             mixes = config.draft_successors
-            found = costs_of(target, drafter, estimator, widest, rows=rows, is_static=is_static, mixes=mixes)
+            found = costs_of(target, drafter, estimator, widest, rows=rows, own=own, mixes=mixes)
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
             costs = given_costs(config)
             costs = costs if rows == 1 else costs.of_row(rows, widest)
-            costs = in_widths(costs, widest) if is_static else costs
+            costs = in_widths(costs, widest) if generation.cache_implementation == "static" else costs
         settings = costs, most, lag_of(estimator)
         if known is None or known.settings != settings:
             known = learned.plan = ThroughputState(*settings, learned.rates, is_batch=rows > 1)
@@ -174,16 +176,16 @@ class Memory:
         estimator: Estimator,
         target: CausalLM,
         generation: GenerationConfig,
+        own: OwnPasses | None = None,
     ) -> TreeThroughput:
         """The same for trees."""
         most = config.tree_budget
-        is_static = generation.cache_implementation == "static"
         if config.costs is not None:
             given = Costs.from_dict(config.costs)
-            costs: Costs | KnownCosts = in_widths(given, most) if is_static else given
+            costs: Costs | KnownCosts = in_widths(given, most) if generation.cache_implementation == "static" else given
         else:
             mixes = config.draft_successors
-            found = costs_of(target, drafter, estimator, most, trees=True, is_static=is_static, mixes=mixes)
+            found = costs_of(target, drafter, estimator, most, trees=True, own=own, mixes=mixes)
             costs = found if config.track_costs else found.first
         learned = self.recall(target, estimator, generation, trees=True)
         known = learned.plan if isinstance(learned.plan, TreeThroughput) else None

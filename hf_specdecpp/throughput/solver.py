@@ -43,6 +43,7 @@ def solve(
     rate: float = 0.0,
     most_kinks: int = MOST_KINKS,
     most_steps: int = MOST_STEPS,
+    tolerance: float = 1e-8,
 ) -> Plan:
     """Maximise E[tokens] / E[seconds] of a round.
 
@@ -61,6 +62,7 @@ def solve(
         rate: tokens a second to start from, e.g. the rate of an earlier solution.
         most_kinks: up to so many kinks in the value functions the solution is exact; more are interpolated.
         most_steps: of Newton's method. After one or two from a good start the plan is good, and its rate is earned.
+        tolerance: change of the rate, as a share of it, after which there is no further step.
     """
     acceptance = acceptance.clip(1e-9, 1.0)
     plain_rate = 1.0 / seconds[0]
@@ -70,7 +72,7 @@ def solve(
         # the seconds of the best rule, so Newton's step leads to that rule's own rate.
         critical, value, tokens = _best_rule(acceptance, transitions, seconds, lag, rate, most_kinks)
         better = max(tokens / ((tokens - value) / rate), plain_rate)
-        converged, rate = abs(better - rate) <= 1e-8 * rate, better
+        converged, rate = abs(better - rate) <= tolerance * rate, better
         if converged:
             break
     return Plan(critical, rate, plain_rate)

@@ -60,7 +60,8 @@ class TreeThroughput(CalibratedSlots):
         self.credit = ExplorationBudget(self.plain)
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
         self.splits, self.mean_estimate = 2.0, 0.5
-        self._fit()
+        self._is_stale = True  # whether there is something new to `_fit`
+        self._catch_up()
 
     def _reckon_with(self, costs: Costs) -> None:
         self.costs, self.verify = costs, costs.verify_seconds(self.most_nodes)
@@ -74,6 +75,7 @@ class TreeThroughput(CalibratedSlots):
         if self.known is not None and (costs := self.known.at(length)) is not self.costs:
             self._reckon_with(costs)
             self.credit.plain = self.plain
+        self._catch_up()  # now, and not when the round is timed: it takes a while
 
     def learn(self, times: RoundTimes) -> None:
         """Let the costs follow the rounds of a text that is over."""
@@ -102,8 +104,14 @@ class TreeThroughput(CalibratedSlots):
         """Whether speculating beats plain decoding."""
         return self.rate * self.plain >= LEAST_GAIN
 
+    @property
+    def learns(self) -> bool:
+        """Whether a round is to teach something: it is a probe, or what speculation promises has hardly been seen."""
+        return not self.pays or self.rounds <= FIRST_FITS[-1]
+
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
+        self._catch_up()
         if self.pays:
             return True
         price = self.costs.read * unread + self.costs.start + self.costs.draft + float(self.verify[1] - self.verify[0])
@@ -133,8 +141,8 @@ class TreeThroughput(CalibratedSlots):
                 growth.draw_best()
         while growth.best >= threshold and self.best_draws(growth.open.values(), len(tree))[0] > 0:
             growth.draw_best()
-        if not self.pays and not len(tree) and tree.levels and growth.best >= threshold:
-            growth.draw_best()  # a probe without candidates would teach nothing
+        if self.learns and not len(tree) and tree.levels and growth.best >= threshold:
+            growth.draw_best()  # the draft has been asked, and without candidates nothing would be learned of it
 
     def threshold(self, slots: Collection[tuple[float, float]], size: int) -> float:
         """t, for which drawing wherever the gain is at least t promises most; infinite where no draw is worth it.
@@ -202,8 +210,7 @@ class TreeThroughput(CalibratedSlots):
         self._widths[len(tree)] += 1.0
         self._learn_shape(tree)
         self.rounds += 1
-        if self.rates.observe_tree(tree.judged(path)):
-            self._fit()
+        self._is_stale |= self.rates.observe_tree(tree.judged(path))
 
     def _learn_shape(self, tree: DraftTree) -> None:
         if len(tree) > 1:
@@ -212,6 +219,11 @@ class TreeThroughput(CalibratedSlots):
             self._shape = SHAPE_MEMORY * self._shape + found
             further, thresholds, draws, acceptance = self._shape.tolist()
             self.splits, self.mean_estimate = further / max(thresholds, 1e-3), acceptance / draws
+
+    def _catch_up(self) -> None:
+        if self._is_stale:
+            self._fit()
+            self._is_stale = False
 
     def _fit(self) -> None:
         rates = self.rates

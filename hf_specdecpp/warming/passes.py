@@ -22,9 +22,6 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
-from hf_specdecpp.warming.steps import ROUNDS
 from hf_specdecpp.warming.steps import warm_up as warm_up_steps
 
 PROMPT = 8  # tokens
@@ -57,29 +54,13 @@ class Passes(AssistedDecoding):
             )
         with self.generator.products:
             if self.forward is not self.target:
-                self._all_widths(input_ids)
+                self.own_passes(input_ids).settle(setup.speculation.most_tokens)
             if isinstance(setup.drafter, Drafter) and setup.drafter.is_compiled:
                 most = 0 if trees is None else trees.most_nodes
                 tokens, width = input_ids[:, -PROMPT:], self.target.config.get_text_config().vocab_size
                 warm_up_steps(setup.drafter, tokens, self.states.found, self.config.max_length, most, width)
+            self._plan(input_ids)
         return input_ids
-
-    def _all_widths(self, input_ids: Tensor) -> None:
-        """Passes of every width that rounds may have; what they read is forgotten."""
-        count, most = 0, self.generator.setup.speculation.most_tokens
-        while count < 2 * most:
-            if count and self.generator.trees is not None:
-                tree = DraftTree(int(input_ids[0, -1]))
-                for _ in range(count):
-                    tree.add(0, tree.tokens[0])
-                inputs = self.prefix.tree_inputs(input_ids, TreePass(tree))
-            else:
-                inputs = self.prefix.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
-            for _ in range(ROUNDS):
-                self._read(inputs, count + 1)
-                self.states.clear()
-                self.prefix.roll_back()
-            count = 2 * count + 1
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[str, Any]) -> float:

@@ -16,6 +16,7 @@ from transformers import CompileConfig
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import measuring
+from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.warming import passes
 
 pytestmark = [
@@ -73,8 +74,7 @@ def test_nothing_is_compiled_afterwards(kind: str, name: str, traced_only: Compi
 
 def test_what_is_left_out_is_compiled_later(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail, by target and draft."""
-    for name in ("_all_widths", "warm_up_steps"):
-        owner = passes.Passes if name == "_all_widths" else passes
+    for owner, name in ((OwnPasses, "settle"), (passes, "warm_up_steps")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: None)
             target, assistant = warmed("independent", "fixed", traced_only, SHORT)

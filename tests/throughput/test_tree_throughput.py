@@ -184,6 +184,25 @@ def test_a_threshold_is_a_lower_bound() -> None:
     assert min(growth.tree.values) >= 0.2
 
 
+def test_a_round_that_has_asked_the_draft_draws_while_little_is_known() -> None:
+    """Estimates of next to nothing may be wrong, which no round without candidates would show: of a greedy draft they
+    are 0.001 each, and a draw has the price of 0.05."""
+    draft = RandomDraft("mixed", seed=0, vocab=1000)
+    draft.bounds = (0.0, 0.0)
+    rule = TreeThroughput(Costs(0.05, tuple(1.0 + 0.05 * n for n in range(65))), 64)
+    assert rule.pays
+
+    def drawn() -> int:
+        growth = Growth(draft, DraftProbability(), None, 0, 12, valuation=rule)
+        rule.grow(growth)
+        return len(growth.tree)
+
+    assert drawn() == 1
+    rule.rounds = 33
+    assert rule.pays
+    assert drawn() == 0
+
+
 # Generations. ---------------------------------------------------------------------------------------------------------
 
 CHEAP: dict[str, Any] = {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2, 1.25]}
