@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from support.mtp_files import DEPTH, VOCAB, Files
 from support.repos import WORDS, tokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from hf_specdecpp.cli import app
 

@@ -146,7 +146,12 @@ def test_what_is_done_once_a_text_is_no_cost_of_a_round(
     clock.slow(monkeypatch, compiled_passes, "_identity", 100.0)
     clock.slow(monkeypatch, chains, "solve", 100.0)
     learn = chains.ThroughputState.learn
-    monkeypatch.setattr(chains.ThroughputState, "learn", lambda self, times: (taken.append(times), learn(self, times)))
+
+    def note(state: chains.ThroughputState, times: RoundTimes) -> None:
+        taken.append(times)
+        learn(state, times)
+
+    monkeypatch.setattr(chains.ThroughputState, "learn", note)
     begin = clock.now
     for _ in range(3):
         texts()
