@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ STEP = 256  # tokens that a step learns from, about
 LONGEST = 512  # tokens of a piece of a text, whose states and attention are in memory at once
 WARM_UP = 20  # steps in which the rates rise: the first moments of an optimiser are of few texts
 SHARE = 0.75  # of the way from the published weights: the last quarter gains little and costs what a draft knew before
+TIMES = 8  # that a text is learned from: more gains hardly anything and costs what a draft knew before
 MEASURED = 2048  # tokens of the latest held-out texts that a gain is measured on, about
 
 
@@ -46,6 +48,8 @@ class Lesson:
     is_kept: bool
 
     def __str__(self) -> str:
+        if not self.steps:
+            return f"Each of the kept texts was learned from {TIMES} times before, so the draft stays as it was."
         learned = f"{self.steps} steps on {self.texts} texts of {self.tokens:,} tokens took {self.seconds:.1f} s"
         gained = f"a first candidate is accepted with probability {self.after:.3f}, before it was {self.before:.3f}"
         end = "." if self.is_kept else ", so the draft stays as it was."
@@ -66,6 +70,7 @@ class Learner:
 
     Attributes:
         seen: tokens of each text learned from so far, by its number.
+        drawn: pieces of each text that steps were taken on, by its number.
         steps: taken so far, without those that were taken back.
     """
 
@@ -81,13 +86,15 @@ class Learner:
         self._published = [each.detach().clone() for each in trained]
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
         self.seen: dict[int, int] = {}
+        self.drawn: Counter[int] = Counter()
         self._random = torch.Generator().manual_seed(0)  # a generation's numbers are no business of ours
 
     def learn(self, kept: KeptTexts, seconds: float | None, steps: int | None) -> Lesson:
         """Take steps, and take them back unless they helped.
 
         Args:
-            seconds, steps: to stop after, one of them; at least one step is taken.
+            seconds, steps: to stop after, one of them; at least one step is taken, and none once each text was learned
+                from `TIMES` times.
 
         Raises:
             ValueError: there are too few texts, all of which would be learned from or none.
@@ -155,14 +162,19 @@ class Learner:
             parameter.copy_(weight)
 
     def _batches(self, texts: Sequence[KeptText]) -> Iterator[list[KeptText]]:
-        """Pieces of about `STEP` tokens, in a new random order each time that all were there."""
+        """Pieces of about `STEP` tokens, in a new random order each time that all were there, of each text `TIMES`
+        times."""
         parts, batch = list(pieces(texts)), []
-        while True:
+        of_text = Counter(part.number for part in parts)
+        while parts := [part for part in parts if self.drawn[part.number] < TIMES * of_text[part.number]]:
             for place in torch.randperm(len(parts), generator=self._random).tolist():
                 batch.append(parts[place])
+                self.drawn[parts[place].number] += 1
                 if sum(map(len, batch)) >= STEP:
                     yield batch
                     batch = []
+        if batch:
+            yield batch
 
     def _step(self, batch: Sequence[KeptText]) -> bool:
         """One step of the optimiser; whether its loss was a number."""

@@ -263,9 +263,9 @@ def _begin(session: Reading, drafter: Draft, count: int) -> None:
     session.begin_round(_tokens(count, drafter.device), 0, states)
 
 
-def _turns(drafter: Draft) -> int:
-    """How often rounds of both lengths can be drafted: each leaves a token in the draft's text, whose positions end."""
-    room = (drafter.max_length - _context(drafter.max_length) - DRAFTED - 4) // 2
+def _turns(drafter: Draft, rounds: int = 2) -> int:
+    """How often so many rounds can be drafted: each leaves a token in the draft's text, whose positions end."""
+    room = (drafter.max_length - _context(drafter.max_length) - DRAFTED - 4) // rounds
     return int(max(min(MOST_TURNS, room), 1))
 
 
@@ -293,7 +293,7 @@ def _time_growing(target: CausalLM, drafter: Draft, estimator: Estimator, proces
         2: partial(grow, 1, 1),
         WIDTH: partial(grow, WIDTH, 1),
     }
-    times = least_times(actions, GROWING_SECONDS, clock, _turns(drafter), least=3)
+    times = least_times(actions, GROWING_SECONDS, clock, _turns(drafter, len(actions)), least=3)
     draft = min(max(times[2] - times[1], 0.5 * times[1]), times[1])
     return {"start": times[1] - draft, "draft": draft, "branch": max(times[WIDTH] - times[2], 0.0) / (WIDTH - 1)}
 

@@ -27,6 +27,12 @@ NEW, LENGTH = 24, 36  # tokens of an answer and of its text
 LEARN = ("independent", "early_exit", "conditioned", "eagle3")
 
 
+@pytest.fixture(autouse=True)
+def many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and short texts are learned from again and again."""
+    monkeypatch.setattr(learning, "TIMES", 1000)
+
+
 def texts(target: CausalLM, assistant: SpecDecPPAssistant, count: int = 8) -> list[list[int]]:
     """Sampled answers, the same for the same assistant."""
     found = []
@@ -116,6 +122,31 @@ def test_the_draft_goes_three_quarters_of_the_way(target: CausalLM) -> None:
     learned = weight(assistant.learning[0].student)  # type: ignore[index]
     assert float((learned - published).abs().max()) > 1e-5
     torch.testing.assert_close(weight(assistant.drafter), 0.25 * published + 0.75 * learned)
+
+
+def test_each_text_is_learned_from_so_many_times(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "TIMES", 3)
+    monkeypatch.setattr(learning, "STEP", 2 * LENGTH)
+    assistant = assistant_of("early_exit", target, **CHAIN)
+    texts(target, assistant, 7)  # two of them are held out
+    met: list[int] = []
+    learner, _ = assistant._learning()
+    step = learner._step
+
+    def note(batch: Any) -> bool:
+        met.extend(text.number for text in batch)
+        return step(batch)
+
+    monkeypatch.setattr(learner, "_step", note)
+    assistant.learn(steps=2)
+    assert assistant.learn(seconds=60.0).steps == 8 - 2, "15 texts, two a step"
+    assert {number: met.count(number) for number in met} == dict.fromkeys([0, 2, 3, 4, 5], 3)
+    q, lesson = q_of(assistant), assistant.learn(seconds=60.0)
+    assert (lesson.steps, lesson.is_kept) == (0, False)
+    assert str(lesson).startswith("Each of the kept texts was learned from 3 times before")
+    assert torch.equal(q_of(assistant), q)
+    texts(target, assistant, 1)
+    assert assistant.learn(seconds=60.0).texts == 1
 
 
 def test_an_update_that_does_not_help_is_taken_back_with_the_optimiser(
