@@ -7,10 +7,12 @@
 Each kind asks for something else about the same prompts, of which a seed takes a block from the end of the file. The
 target answers them in batches, greedily and at temperature 1 in turn, and what a generation would keep of its answers
 is kept in `--output`, so that a run that was stopped goes on. The draft learns from the answers to the first prompts of
-the block, for so many seconds in all. Acceptance is that of the first and the second candidate of a round at
-temperature 1, on average over all places of the answers to the other prompts, and to those of the published sets. Then
-some of these are answered live, greedily and at temperature 1, by plain generation on the same passes and with the
-draft before and after learning in turn, all with the settings of the assistant's repository.
+the block, for so many seconds in all. Shown is, for the first candidate of a round, how likely it is accepted at
+temperature 1 and how often it is the target's likeliest token, on average over all places of the answers to the other
+prompts, and to those of the published sets: with the draft as it is, and mixed with the target's latest successors
+(`SpeculationConfig(draft_successors=True)`). Then some of these are answered live, greedily and at temperature 1, by
+plain generation on the same passes and with the draft before and after learning in turn, all with the settings of the
+assistant's repository.
 """
 
 import argparse
@@ -22,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.learning.kept import KeptText, kept_of
-from hf_specdecpp.learning.learner import Learner
+from hf_specdecpp.learning.kept import KeptText, kept_of, logits_of
+from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.texts.prompts import read_prompts
 
@@ -85,10 +87,37 @@ def kept(file: Path, write) -> dict[str, list[KeptText]]:
     return torch.load(file, weights_only=False)
 
 
-def accepted(assistant, texts: list[KeptText]) -> list[float]:
-    """The chance that the first, second, ... candidate of a round is accepted if those before it are."""
-    drafter = assistant.ready_drafter()
-    return Learner(assistant.kind.student(drafter), 0.0, 0.0, drafter.dtype).acceptance(texts)
+@torch.no_grad()
+def of_text(drafter, text: KeptText) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Along an answer the token before each place, and the logits of draft and target `[n, num_ids]` there."""
+    ids = text.tokens.long()
+    if text.states is None:
+        begin, hidden = text.begin, drafter.hidden_states(ids[None])[0, text.begin - 1 : -1]
+    else:  # before the first token there is no state
+        begin = max(text.begin, 2)
+        hidden = drafter.hidden_states(ids[None, 1:], None, text.states.read()[None])[0, begin - 2 : -1]
+    own = slice(begin - text.begin, None)
+    logits = logits_of(text.likely[own], text.probs[own], text.num_ids)
+    return ids[begin - 1 : -1], drafter.logits(hidden, text.num_ids), logits
+
+
+def first_candidates(assistant, texts: list[KeptText], corrected: bool = False) -> list[float]:
+    """How likely the first candidate of a round is accepted at temperature 1, and how often the draft's likeliest token
+    is the target's: the mean over all places of answers, with q as it is or mixed with the target's successors."""
+    drafter, found = assistant.ready_drafter(), []
+    table = Successors(texts[0].num_ids, torch.device("cpu"))
+    for text in texts:
+        before, q_logits, p_logits = of_text(drafter, text)
+        if corrected:
+            rows = []
+            for token, q, p in zip(before, q_logits, p_logits, strict=True):
+                rows.append(table.mixed(token[None], q[None]))
+                table.learn([int(token)], p[None])
+            q_logits = torch.cat(rows)
+        accepted = torch.minimum(q_logits.softmax(-1), p_logits.softmax(-1)).sum(-1)
+        found.append(torch.stack((accepted, (q_logits.argmax(-1) == p_logits.argmax(-1)).float()), -1))
+    mean: list[float] = torch.cat(found).mean(0).tolist()
+    return mean
 
 
 class Live:
@@ -148,12 +177,19 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
     after.memory.texts.clear()
     for text in texts["learn"]:
         after.memory.texts.add(text)
-    rows = [[0.0, 0, *accepted(after, test)[:2], accepted(after, published)[0]]]
+
+    def shares(corrected: bool = False) -> list[float]:
+        return first_candidates(after, test, corrected) + first_candidates(after, published, corrected)
+
+    rows = [["published", 0.0, 0, *shares()], ["with successors", 0.0, 0, *shares(corrected=True)]]
+    spent, steps = 0.0, 0
     for seconds in args.seconds:
-        lesson = after.learn(seconds=seconds - rows[-1][0])
+        lesson = after.learn(seconds=seconds - spent)
         print(f"{name}, seed {seed}: {lesson}", flush=True)
-        spent, steps = rows[-1][0] + lesson.seconds, rows[-1][1] + lesson.steps
-        rows.append([spent, steps, *accepted(after, test)[:2], accepted(after, published)[0]])
+        spent, steps = spent + lesson.seconds, steps + lesson.steps
+        rows.append(["learned", spent, steps, *shares()])
+    rows.append(["learned, with successors", spent, steps, *shares(corrected=True)])
+    print(rows, flush=True)
     contestants = [Live(None, before), Live(before, before), Live(after, before)]
     live = texts["greedy"][: args.live]
     wrong = compare(writer.target, live, contestants, writer.tokens)
@@ -165,11 +201,11 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
 
 def show(results: list[dict]) -> None:
     """As tables in Markdown."""
-    print("\n| kind | seed | seconds | steps | accepted, first | second | published sets, first |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| kind | seed | draft | seconds | steps | accepted | agrees | published sets: accepted | agrees |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for each in results:
-        for seconds, steps, *shares in each["learned"]:
-            cells = [each["kind"], each["seed"], f"{seconds:.0f}", steps, *(f"{share:.3f}" for share in shares)]
+        for draft, seconds, steps, *shares in each["learned"]:
+            cells = [each["kind"], each["seed"], draft, f"{seconds:.0f}", steps, *(f"{share:.3f}" for share in shares)]
             print("| " + " | ".join(map(str, cells)) + " |")
     print("\n| kind | seed | decoding | tokens a pass, before | after | speed over plain, before | after | gain |")
     print("|---|---|---|---|---|---|---|---|")

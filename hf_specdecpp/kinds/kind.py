@@ -103,7 +103,7 @@ class Kind:
     foreign_files: ClassVar[tuple[str, ...]] = ()
     can_be_misread: ClassVar[bool] = False
     cannot: ClassVar[Mapping[Feat, str]] = {}
-    learning_rate: ClassVar[float] = 3e-4
+    learning_rate: ClassVar[float] = 8e-4
 
     def owns(self, raw: Mapping[str, Any]) -> bool:
         """Whether a `config.json` describes this kind."""
