@@ -64,7 +64,7 @@ def test_in_parts(assistant: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     data = write(tmp_path / "answers.jsonl")
     lessons = list(continuing.go_on(str(assistant), [data], tmp_path / "new"))
     assert [lesson.texts for lesson in lessons] == [4, 4]
-    assert lessons[1].steps == 1
+    assert lessons[1].steps == 2
 
 
 def test_what_is_wrong_is_said(assistant: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
