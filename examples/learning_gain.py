@@ -211,7 +211,7 @@ def show(results: list[dict]) -> None:
             print("| " + " | ".join(map(str, cells)) + " |")
     names = ("published", "learned", "learned, with successors")
     print(
-        "\n| kind | seed | decoding | draft | tokens a pass | speed over plain, same passes | over the published draft |"
+        "\n| kind | seed | decoding | draft | tokens a pass | over plain, same passes | over the published draft |"
     )
     print("|---|---|---|---|---|---|---|")
     for each in results:
