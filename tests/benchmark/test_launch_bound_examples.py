@@ -66,6 +66,9 @@ def test_compiled(
 
 @pytest.mark.usefixtures("examples")
 def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers.modeling_layers import MtpModel
+
+    monkeypatch.setattr(MtpModel, "from_pretrained", MtpModel.from_pretrained)  # the example replaces it
     run("beside_transformers.py", monkeypatch, "--repetitions", "1", LAYERS=6)
     out = capsys.readouterr().out
     assert out.count("│ yes") == 3 * 6
