@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,14 @@ def test_nothing_said(target: str) -> None:
 
 
 # What goes wrong. ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Ctrl-C interrupts, also where the tests are a background job of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
