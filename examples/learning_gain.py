@@ -143,7 +143,7 @@ class Live:
             output = target.generate(**inputs, assistant_model=self.assistant, max_new_tokens=tokens, **MODES[mode])
         seconds = time.perf_counter() - begin
         answer = output[0, inputs["input_ids"].shape[1] :].tolist()
-        passes = len(answer) if self.assistant is None else self.assistant.stats.rounds
+        passes = len(answer) if self.assistant is None else self.assistant.stats.target_passes
         self.counts[mode] = [a + b for a, b in zip(self.counts[mode], (len(answer), passes, seconds), strict=True)]
         return answer
 
@@ -210,9 +210,7 @@ def show(results: list[dict]) -> None:
             cells = [each["kind"], each["seed"], draft, f"{seconds:.0f}", steps, *(f"{share:.3f}" for share in shares)]
             print("| " + " | ".join(map(str, cells)) + " |")
     names = ("published", "learned", "learned, with successors")
-    print(
-        "\n| kind | seed | decoding | draft | tokens a pass | over plain, same passes | over the published draft |"
-    )
+    print("\n| kind | seed | decoding | draft | tokens a pass | over plain, same passes | over the published draft |")
     print("|---|---|---|---|---|---|---|")
     for each in results:
         for mode, counts in each["live"].items():

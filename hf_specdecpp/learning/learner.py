@@ -118,7 +118,7 @@ class Learner:
             if not is_finite or count == steps or (seconds and time.perf_counter() - begin >= seconds):
                 break
         spent = time.perf_counter() - begin
-        after = self.acceptance(heldout)[0]
+        after = self.acceptance(heldout)[0] if count else before
         learned = {text.number: len(text) for text in train if text.number in met}
         is_kept = after > before
         if is_kept:

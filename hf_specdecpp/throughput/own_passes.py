@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-ROUNDS = 3  # of each width: on CUDA the first compiles, the second records a graph, the third replays it
+ROUNDS = 3  # of each width or step: on CUDA the first compiles, the second records a graph, the third replays it
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.drafting.compiled import SEVERAL, CompiledSession
 from hf_specdecpp.drafting.compiled_trees import LEAST_NODES, LEAST_WIDTH, CompiledTreeSession
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.throughput.own_passes import ROUNDS
 from hf_specdecpp.trees.tree import DraftTree
-
-ROUNDS = 3  # of each kind: on CUDA the first compiles, the second records a graph, the third replays it
 
 
 @torch.inference_mode()
