@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.learning.kept import KeptText, kept_of, logits_of
-from hf_specdecpp.sampling.successors import Successors
+from hf_specdecpp.sampling.successors import Successors, contexts_of
 from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.texts.prompts import read_prompts
 
@@ -38,7 +38,7 @@ KINDS = {  # what is asked, turn by turn
 OF_CODE = ("JavaScript",)
 AS_THEY_ARE = ["{}"]
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
-ROWS = 16  # answers in a batch
+ROWS = 50  # answers in a batch
 PUBLISHED = 12  # prompts of each published set
 MOST = 10**9  # tokens that are kept
 
@@ -48,31 +48,30 @@ class Writer:
 
     Args:
         reader: the states that the draft reads.
-        tokens: the longest answer.
     """
 
-    def __init__(self, target, tokenizer, reader, tokens: int) -> None:
-        self.target, self.tokenizer, self.reader, self.tokens = target, tokenizer, reader, tokens
+    def __init__(self, target, tokenizer, reader) -> None:
+        self.target, self.tokenizer, self.reader = target, tokenizer, reader
 
-    def texts(self, turns: list[str], prompts: list[str], mode: str) -> list[KeptText]:
-        """What is kept of the answers to each prompt, turn by turn."""
+    def texts(self, turns: list[str], prompts: list[str], mode: str, tokens: int) -> list[KeptText]:
+        """What is kept of the answers of up to so many tokens to each prompt, turn by turn."""
         chats: list[list[dict[str, str]]] = [[] for _ in prompts]
         rows: list[list[KeptText | None]] = [[] for _ in prompts]
         for turn in turns:
             for chat, prompt in zip(chats, prompts, strict=True):
                 chat.append({"role": "user", "content": turn.format(prompt)})
-            for chat, row, (asked, answer) in zip(chats, rows, self._answers(chats, mode), strict=True):
+            for chat, row, (asked, answer) in zip(chats, rows, self._answers(chats, mode, tokens), strict=True):
                 said = self.tokenizer.decode(answer, skip_special_tokens=True)
                 chat.append({"role": "assistant", "content": said})
                 row.append(kept_of(self.target, self.reader, torch.tensor(asked + answer), len(asked)))
         return [text for row in rows for text in row if text is not None]
 
-    def _answers(self, chats, mode: str) -> list[tuple[list[int], list[int]]]:
+    def _answers(self, chats, mode: str, tokens: int) -> list[tuple[list[int], list[int]]]:
         ids = [self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
         end, found = self.tokenizer.eos_token_id, []
         for first in range(0, len(ids), ROWS):
             batch = padded(ids[first : first + ROWS])
-            written = self.target.generate(**batch, max_new_tokens=self.tokens, **MODES[mode])
+            written = self.target.generate(**batch, max_new_tokens=tokens, **MODES[mode])
             for asked, answer in zip(ids[first:], written[:, batch["input_ids"].shape[1] :].tolist(), strict=False):
                 found.append((asked, answer[: answer.index(end) + 1] if end in answer else answer))
         return found
@@ -89,7 +88,7 @@ def kept(file: Path, write) -> dict[str, list[KeptText]]:
 
 @torch.no_grad()
 def of_text(drafter, text: KeptText) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Along an answer the token before each place, and the logits of draft and target `[n, num_ids]` there."""
+    """Along an answer the last tokens before each place, and the logits of draft and target `[n, num_ids]` there."""
     ids = text.tokens.long()
     if text.states is None:
         begin, hidden = text.begin, drafter.hidden_states(ids[None])[0, text.begin - 1 : -1]
@@ -98,21 +97,23 @@ def of_text(drafter, text: KeptText) -> tuple[torch.Tensor, torch.Tensor, torch.
         hidden = drafter.hidden_states(ids[None, 1:], None, text.states.read()[None])[0, begin - 2 : -1]
     own = slice(begin - text.begin, None)
     logits = logits_of(text.likely[own], text.probs[own], text.num_ids)
-    return ids[begin - 1 : -1], drafter.logits(hidden, text.num_ids), logits
+    answer = ids[begin:].tolist()
+    contexts = contexts_of(ids[None, :begin], [answer[:place] for place in range(len(answer))])
+    return contexts, drafter.logits(hidden, text.num_ids), logits
 
 
-def first_candidates(assistant, texts: list[KeptText], corrected: bool = False) -> list[float]:
+def first_candidates(assistant, texts: list[KeptText], table: Successors | None = None) -> list[float]:
     """How likely the first candidate of a round is accepted at temperature 1, and how often the draft's likeliest token
-    is the target's: the mean over all places of answers, with q as it is or mixed with the target's successors."""
+    is the target's: the mean over all places of answers, with q as it is or mixed with the successors of a table, which
+    goes on."""
     drafter, found = assistant.ready_drafter(), []
-    table = Successors(texts[0].num_ids, torch.device("cpu"))
     for text in texts:
-        before, q_logits, p_logits = of_text(drafter, text)
-        if corrected:
+        contexts, q_logits, p_logits = of_text(drafter, text)
+        if table is not None:
             rows = []
-            for token, q, p in zip(before, q_logits, p_logits, strict=True):
-                rows.append(table.mixed(token[None], q[None]))
-                table.learn([int(token)], p[None])
+            for context, q, p in zip(contexts.split(1), q_logits.split(1), p_logits.split(1), strict=True):
+                rows.append(table.mixed(context, q))
+                table.learn(context, p)
             q_logits = torch.cat(rows)
         accepted = torch.minimum(q_logits.softmax(-1), p_logits.softmax(-1)).sum(-1)
         found.append(torch.stack((accepted, (q_logits.argmax(-1) == p_logits.argmax(-1)).float()), -1))
@@ -169,9 +170,9 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
         torch.manual_seed(seed)
         answers = args.learn // of_one
         first, test = prompts[:answers], prompts[answers:]
-        even, odd = writer.texts(turns, first[::2], "greedy"), writer.texts(turns, first[1::2], "T = 1")
+        even, odd = (writer.texts(turns, first[at::2], mode, args.learn_tokens) for at, mode in enumerate(MODES))
         learn = [text for at in range(0, len(even), of_one) for half in (even, odd) for text in half[at : at + of_one]]
-        return {"learn": learn} | {mode: writer.texts(turns, test, mode) for mode in MODES}
+        return {"learn": learn} | {mode: writer.texts(turns, test, mode, args.tokens) for mode in MODES}
 
     texts = kept(args.output / f"{name}-{seed}.pt", write)
     before, after = assistants
@@ -194,7 +195,7 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
     print(rows, flush=True)
     contestants = [Live(None, before), Live(before, before), Live(after, before), Live(after, before, corrected=True)]
     live = texts["greedy"][: args.live]
-    wrong = compare(writer.target, live, contestants, writer.tokens)
+    wrong = compare(writer.target, live, contestants, args.tokens)
     after.unlearn()
     size = sum(map(len, texts["learn"])), sum(text.nbytes for text in texts["learn"])
     counts = {mode: [each.counts[mode] for each in contestants] for mode in MODES if live}
@@ -234,14 +235,15 @@ def main() -> None:
     parser.add_argument("--learn", type=int, default=150, help="answers to learn from")
     parser.add_argument("--test", type=int, default=50, help="answers to test with, of each way to decode")
     parser.add_argument("--live", type=int, default=12, help="of these, answered live; 0 for none")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--learn-tokens", type=int, default=256, help="of the longest answer to learn from")
+    parser.add_argument("--tokens", type=int, default=96, help="of the longest answer to test with, and live")
     parser.add_argument("--seconds", type=float, nargs="+", default=[60, 180, 600])
     parser.add_argument("--output", type=Path, default=Path("learning_gain"))
     args = parser.parse_args()
     target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
     assistants = [SpecDecPPAssistant.from_pretrained(args.assistant, target=target) for _ in range(2)]
     assistants[1].memory.texts.most = MOST
-    writer = Writer(target, tokenizer, assistants[0].ready_drafter().reads, args.tokens)
+    writer = Writer(target, tokenizer, assistants[0].ready_drafter().reads)
 
     def prompts_of(source: str, count: int, seed: int = 0) -> list[str]:
         found = [prompt.messages[-1]["content"] for prompt in read_prompts(source)]
@@ -250,7 +252,7 @@ def main() -> None:
     def write() -> dict[str, list[KeptText]]:
         torch.manual_seed(0)
         asked = [text for source in args.published for text in prompts_of(source, PUBLISHED)]
-        return {mode: writer.texts(AS_THEY_ARE, asked, mode) for mode in MODES}
+        return {mode: writer.texts(AS_THEY_ARE, asked, mode, args.tokens) for mode in MODES}
 
     published = [text for texts in kept(args.output / "published.pt", write).values() for text in texts]
     for seed in args.seeds:

@@ -30,6 +30,7 @@ from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
+from hf_specdecpp.sampling.successors import contexts_of
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
 from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.plain_passes import pass_seconds
@@ -190,7 +191,8 @@ class AssistedDecoding:
         accepted, token = self._verify(chain, ids, scores)
         self._note_wait(begin)
         if self.generator.successors is not None:
-            self.generator.successors.learn([int(input_ids[0, -1]), *chain.tokens], raw)
+            paths = [chain.tokens[:place] for place in range(count + 1)]
+            self.generator.successors.learn(contexts_of(input_ids, paths), raw)
         if count or self.stats.generated:
             self.generator.update_candidate_strategy(input_ids, scores, accepted)
         emitted = [*chain.tokens[:accepted], token]
@@ -277,7 +279,8 @@ class AssistedDecoding:
             path, token = self._accept(tree, scores)
         path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
         if self.generator.successors is not None:
-            self.generator.successors.learn([tree.tokens[node] for node in tree_pass.order], logits)
+            paths = [tree.path(node) for node in tree_pass.order]
+            self.generator.successors.learn(contexts_of(input_ids, paths), logits)
         kept = [0, *path]
         emitted = [*(tree.tokens[node] for node in path), token]
         kept_rows = [rows[node] for node in kept]

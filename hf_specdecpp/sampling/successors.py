@@ -1,7 +1,8 @@
-"""What the target said lately after each token (Token Recycling, arXiv 2408.08696), and a draft's logits mixed with it.
+"""What the target said lately after the same tokens, and a draft's logits mixed with it (`Successors`).
 
-Each verification says for nothing what the target's distribution is after every token that it read. Of each token the
-likeliest successors are kept, and the draft's next q after that token has some of their probability.
+Each verification says for nothing what the target's distribution is after every token that it read. The likeliest
+successors of each token (Token Recycling, arXiv 2408.08696), and of the last two and three tokens, are kept, and the
+draft's next q after these has some of their probability.
 """
 
 from __future__ import annotations
@@ -10,22 +11,36 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from hf_specdecpp.sampling.processors import Processing, Tokens
+from hf_specdecpp.sampling.processors import Processing, Tokens, extend
 
-DECAY = 0.5  # of what was known of a token with each time that the target says what follows it
-MOST_LIKELY = 8  # successors that are kept of a token
+DECAY = 0.5  # of what was known of a context with each time that the target says what follows it
+MOST_LIKELY = 8  # successors that are kept of a context
+ORDERS = 3  # tokens of the longest context
+PLACES = 65_536  # for contexts of two tokens, and as many for those of three
+BEFORE = 2**31  # stands for what is before the first token: no logits belong to it
+SPREAD = -7_046_029_254_386_353_131  # the golden ratio of 64 bits, by which keys are spread over places
+
+BUCKETS = 8  # of the largest probability, in each of which is learned how often it comes true
+PRIOR = 8.0  # trials, at first, in which r was as good as it said
+FORGET = 0.995  # of what is known of a bucket with each trial
+SUREST = 0.98  # so that something of q always stays
+SHARPNESS = 2.0  # of the choice between q and r
 
 
 class Successors:
-    """The target's latest successors of each token.
+    """The target's latest successors of each token, of two tokens in a row, and of three.
 
-    Of every token `MOST_LIKELY` ids and probabilities take 64 bytes together: 3.1 MB for a vocabulary of 49,152. What
-    was never said has probability 0, and what was said once `1 - DECAY` of what was said, so that the correction grows
-    with what it rests on. Tokens that no logits belong to, as a prompt may end with, share the last row.
+    A token has a place of its own; contexts of two and of three tokens share `PLACES` each, where the latest stays. A
+    place takes 72 bytes: 13 MB together for a vocabulary of 49,152. Tokens that no logits belong to, as a prompt may
+    end with, count as one, and so does what is before the first token of a text.
 
-    Example: with a decay of 0.5 the target says after the token 7 first 0.8 for 3 and 0.2 for 4, then 1.0 for 4. Kept
-    are 0.4 and 0.1, then 0.2 for 3 and 0.55 for 4.
+    How far these probabilities are to be trusted is learned, too: for each length of context and each size of the
+    largest of them, how likely the target took that token.
+
+    Example: with a decay of 0.5 the target says after the tokens 5 7 first 0.8 for 3 and 0.2 for 4, then 1.0 for 4.
+    Kept of 7 and of 5 7 are 0.8 and 0.2, then 0.4 for 3 and 0.6 for 4. After 6 7 the draft is told what is kept of 7.
 
     Args:
         num_ids: width of the target's logits.
@@ -34,56 +49,98 @@ class Successors:
 
     @torch.inference_mode(False)  # other generations add to it
     def __init__(self, num_ids: int, device: torch.device) -> None:
-        self.made_for, count = (num_ids, device), min(MOST_LIKELY, num_ids)
+        self.made_for, self.num_ids = (num_ids, device), num_ids
+        places, count = num_ids + 1 + (ORDERS - 1) * PLACES, min(MOST_LIKELY, num_ids)
+        self.keys = torch.full((places,), -1, device=device)
         # Always different ones in a row, so that no two of them are written to the same place.
-        self.ids = torch.arange(count, dtype=torch.int32, device=device).repeat(num_ids + 1, 1)
-        self.probs = torch.zeros(num_ids + 1, count, device=device)
+        self.ids = torch.arange(count, dtype=torch.int32, device=device).repeat(places, 1)
+        self.probs = torch.zeros(places, count, device=device)
+        self._lengths = torch.arange(1, ORDERS + 1, device=device)
+        expected = ((torch.arange(BUCKETS, device=device) + 0.5) / BUCKETS).repeat(ORDERS + 1)
+        self.came_true, self.trials = PRIOR * expected, torch.full_like(expected, PRIOR)
+        self.odds = _odds(expected)
 
     @property
     def nbytes(self) -> int:
-        return self.ids.nbytes + self.probs.nbytes
+        return self.ids.nbytes + self.probs.nbytes + self.keys.nbytes
 
     @torch.no_grad()
-    def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Take note of the target's `logits` `[n, num_ids]`, before processors, after these n tokens, the oldest first.
+    def learn(self, contexts: Tensor, logits: Tensor) -> None:
+        """Take note of the target's `logits` `[n, num_ids]`, before processors, after contexts `[n, ORDERS]` on the
+        host (`contexts_of`), the oldest first.
 
         What is no number counts for nothing.
         """
-        likely, ids = logits.float().softmax(-1).topk(self.ids.shape[1])
-        likely, ids = likely.to(self.probs).nan_to_num(0.0), ids.to(self.ids)
-        for places in _each_once(tokens):
-            after, rows = torch.tensor([[tokens[place] for place in places], places]).to(self.ids.device)
-            self._add(self._rows_of(after), ids[rows], (1.0 - DECAY) * likely[rows])
+        p, ids = logits.float().softmax(-1).topk(self.ids.shape[1])
+        p, ids = p.to(self.probs).nan_to_num(0.0), ids.to(self.ids)
+        places, keys = self._places(contexts)
+        groups = _each_once(places.tolist())
+        places, keys = places.to(self.ids.device), keys.to(self.ids.device)
+        for rows in groups:
+            at = slice(None) if len(groups) == 1 else rows
+            self._learn(places[at], keys[at], ids[at], p[at])
 
-    def _add(self, of: Tensor, ids: Tensor, probs: Tensor) -> None:
-        """To different rows `[n]` successors and their probabilities `[n, k]`."""
-        old_ids, old_probs = self.ids[of], DECAY * self.probs[of]
+    def _learn(self, places: Tensor, keys: Tensor, ids: Tensor, p: Tensor) -> None:
+        """Add to different places `[n, ORDERS]` what was said there, `[n, k]`, and note before how good r was."""
+        order, r_ids, r = self._known(places, keys)
+        largest, first = r.max(-1)
+        chance = (p * (ids == r_ids.gather(1, first[:, None]))).sum(-1)
+        met = F.one_hot(_bucket(order, largest), len(self.trials)).to(p)
+        count = met.sum(0)
+        self.trials.mul_(FORGET**count).add_(count)
+        self.came_true.mul_(FORGET**count).add_(chance @ met)
+        self.odds.copy_(_odds(self.came_true / self.trials))
+        ids, p = ids.repeat_interleave(ORDERS, 0), p.repeat_interleave(ORDERS, 0)
+        self._add(places.flatten(), keys.flatten(), ids, p)
+
+    def _add(self, places: Tensor, keys: Tensor, ids: Tensor, p: Tensor) -> None:
+        """To different places `[m]` successors and their probabilities `[m, k]`."""
+        is_known = (self.keys[places] == keys)[:, None]
+        old_ids, old = self.ids[places], DECAY * self.probs[places] * is_known
         is_same = old_ids[:, None] == ids[:, :, None]
-        probs = probs + (old_probs[:, None] * is_same).sum(-1)
-        old_probs = old_probs.masked_fill(is_same.any(1), -1.0)  # it is among the others, of which there are enough
-        self.probs[of], kept = torch.cat((probs, old_probs), dim=1).topk(ids.shape[1])
-        self.ids[of] = torch.cat((ids, old_ids), dim=1).gather(1, kept)
+        p = p * (1.0 - DECAY * is_known) + (old[:, None] * is_same).sum(-1)
+        old = old.masked_fill(is_same.any(1), -1.0)  # it is among the others, of which there are enough
+        self.probs[places], kept = torch.cat((p, old), dim=1).topk(ids.shape[1])
+        self.ids[places] = torch.cat((ids, old_ids), dim=1).gather(1, kept)
+        self.keys[places] = keys
 
-    def _rows_of(self, tokens: Tensor) -> Tensor:
-        return tokens.clamp_max(len(self.ids) - 1)
+    def _places(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the last one, two and three tokens of contexts `[n, ORDERS]` are kept, and their keys; as wide both."""
+        count = self.num_ids + 1
+        key = contexts[:, -1].clamp_max(self.num_ids)
+        places, keys = [key], [key]
+        for order in range(1, ORDERS):
+            key = key + contexts[:, -1 - order].clamp_max(self.num_ids) * count**order
+            places.append((key * SPREAD >> 32 & PLACES - 1) + (count + (order - 1) * PLACES))
+            keys.append(key)
+        return torch.stack(places, -1), torch.stack(keys, -1)
 
-    def mixed(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """Logits `[n, vocab]` after these tokens `[n]` whose softmax is q with a share of what the target said.
+    def _known(self, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of contexts the length `[n]` of the longest part that is known, 0 for none, and r after it: ids and
+        probabilities `[n, k]`."""
+        order = ((self.keys[places] == keys) * self._lengths).amax(-1)
+        # What nothing is known of has the place of its last token, where nothing has a probability yet.
+        at = places.gather(1, (order - 1).clamp_min(0)[:, None])[:, 0]
+        return order, self.ids[at].long(), self.probs[at]
 
-        That of `(1 - w) * q + w * r`, where r has the kept probabilities, which sum to less than 1, and w is
-        `(1 - max q) * max r`: the draft gives way as far as it is unsure and the target was sure. Tokens that the draft
-        cannot say (-inf) it still does not say.
+    def mixed(self, contexts: Tensor, scores: Tensor) -> Tensor:
+        """Logits `[n, vocab]` after contexts `[n, ORDERS]` whose softmax is q with a share of what the target said.
 
-        Example: q is [0.6, 0.4, 0], r is [0, 0.5, 0.2]. w is 0.4 * 0.5 = 0.2, so q becomes [0.48, 0.42, 0] / 0.9.
+        That of `(1 - w) * q + w * r`, where r are the probabilities that are kept of the longest known part of the
+        context. With t the largest of q and m how often the likeliest token of r was right, where r was as sure, the
+        odds w / (1 - w) are the square of m / (1 - m) over t / (1 - t): the draft gives way where what the target said is
+        the better guess. Tokens outside the vocabulary of the draft have a share, too, since any may be verified.
+
+        Example: q is [0.6, 0.4, 0], r is [0, 0.5, 0.2], and m is 0.5. The odds are (1 / 1.5)**2, so w is 0.308, and q
+        becomes [0.415, 0.431, 0.062] / 0.908.
         """
-        of = self._rows_of(tokens.to(self.ids.device))
-        ids, r = self.ids[of].long(), self.probs[of]
+        order, ids, r = self._known(*self._places(contexts.to(self.ids.device)))
         known = scores.gather(1, ids)
-        top = scores.softmax(-1).amax(-1, keepdim=True)
-        total = scores.amax(-1, keepdim=True) - top.log()  # logsumexp, in a third of the time
-        w = (1.0 - top) * r.amax(-1, keepdim=True)
-        added = torch.logaddexp(known, total + (r * (w / (1.0 - w))).log())
-        return scores.scatter(1, ids, added.where(known > float("-inf"), known))
+        t = scores.softmax(-1).amax(-1, keepdim=True)
+        total = scores.amax(-1, keepdim=True) - t.log()  # logsumexp, in a third of the time
+        odds = (self.odds[_bucket(order, r.amax(-1))][:, None] * (1.0 - t) / t) ** SHARPNESS
+        added = torch.logaddexp(known, total + (r * odds).log())
+        return scores.scatter(1, ids, added.where(total.isfinite(), known))
 
 
 class MixedProcessing(Processing):
@@ -97,25 +154,46 @@ class MixedProcessing(Processing):
         self.successors = successors
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
-        last = torch.as_tensor(candidates[-1]) if len(candidates) else input_ids[0, -1]
-        return super().one(input_ids, candidates, self.successors.mixed(last.view(1), scores[None])[0])
+        context = input_ids[:, -ORDERS:]
+        if len(candidates):
+            context = extend(context, candidates[-ORDERS:])[:, -ORDERS:]
+        context = F.pad(context, (ORDERS - context.shape[1], 0), value=BEFORE)
+        return super().one(input_ids, candidates, self.successors.mixed(context, scores[None])[0])
 
     def after_each(self, input_ids: Tensor, paths: Sequence[list[int]], scores: Tensor) -> Tensor:
-        root = int(input_ids[0, -1])
-        last = torch.tensor([path[-1] if path else root for path in paths])
-        return super().after_each(input_ids, paths, self.successors.mixed(last, scores))
+        return super().after_each(input_ids, paths, self.successors.mixed(contexts_of(input_ids, paths), scores))
 
 
-def _each_once(tokens: Sequence[int]) -> list[list[int]]:
-    """Places of tokens in groups, in none of which a token stands twice, and each before its next.
+def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """The last `ORDERS` tokens of a text `[1, length]` with each of n paths after it, `[n, ORDERS]` on the host.
 
-    Example: of the tokens 5 6 5 5 the places [0, 1], [2], [3].
+    Example: the text 4 5 and the paths [], [6] and [6, 7, 8] give [`BEFORE`, 4, 5], [4, 5, 6] and [6, 7, 8].
+    """
+    text = [BEFORE] * ORDERS + input_ids[0, -ORDERS:].tolist()
+    return torch.tensor([[*text, *path][-ORDERS:] for path in paths])
+
+
+def _odds(chance: Tensor) -> Tensor:
+    chance = chance.clamp(0.0, SUREST)
+    return chance / (1.0 - chance)
+
+
+def _bucket(order: Tensor, largest: Tensor) -> Tensor:
+    """Where it is learned how far r is to be trusted: by length of the context and largest probability."""
+    return order * BUCKETS + (largest * BUCKETS).long().clamp_max(BUCKETS - 1)
+
+
+def _each_once(places: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rows of places in groups, in none of which a place stands twice, and each before its next.
+
+    Example: of the rows [5, 8], [6, 9], [5, 9] and [7, 8] the groups [0, 1] and [2, 3].
     """
     groups: list[list[int]] = []
     seen: dict[int, int] = {}
-    for place, token in enumerate(tokens):
-        group = seen[token] = seen.get(token, -1) + 1
+    for row, own in enumerate(places):
+        group = 1 + max(seen.get(place, -1) for place in own)
+        seen.update(dict.fromkeys(own, group))
         if group == len(groups):
             groups.append([])
-        groups[group].append(place)
+        groups[group].append(row)
     return groups

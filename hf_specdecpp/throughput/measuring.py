@@ -37,7 +37,7 @@ from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.sampling.successors import MixedProcessing, Successors
+from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.trees.algorithms import grow_shape
@@ -349,8 +349,9 @@ def _time_verifying(
     def verify(count: int) -> None:
         tokens, logits = _tokens(count, device)[0].tolist(), read(count).float()
         if successors is not None:
+            contexts = contexts_of(_tokens(1, device), [tokens[:place] for place in range(count)])
             for row in logits:
-                successors.learn(tokens, row)
+                successors.learn(contexts, row)
         for p in logits.softmax(dim=-1):
             verify_sampled(tokens[1:], p, p[:-1], randomness, "block")
 

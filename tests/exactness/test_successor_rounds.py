@@ -7,6 +7,7 @@ Mutants: q is told as it was before it was mixed; or as the table has it once it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import successors
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import MixedProcessing, Successors
+from hf_specdecpp.sampling.successors import MixedProcessing, contexts_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"rule": "fixed", "num_tokens": 2},
@@ -123,13 +124,10 @@ def unmixed(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: 
 def knowing_what_was_drawn(
     processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor
 ) -> Tensor:
-    """As if the table took note of a draw before its q is asked for."""
-    known = processing.successors
-    table = Successors(*known.made_for)
-    table.ids.copy_(known.ids)
-    table.probs.copy_(known.probs)
-    last = path[-1] if path else int(text[0, -1])
-    table.learn([last], torch.full((1, VOCAB), -10.0).index_fill(1, torch.tensor([drawn]), 0.0))
+    """As if the table took note of a draw before its q is asked for. Not as of a certain one: a q of 1 for whatever was
+    drawn is that of a candidate that was looked up, which is verified rightly."""
+    table = copy.deepcopy(processing.successors)
+    table.learn(contexts_of(text, [path]), torch.zeros(1, VOCAB).index_fill(1, torch.tensor([drawn]), 1.0))
     return MixedProcessing(processing, table).one(text, path, logits)
 
 

@@ -76,15 +76,15 @@ def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, sha
 
 
 class Ear:
-    """What tables are told: the tokens and the target's logits after them, one entry a round."""
+    """What tables are told: the last tokens and the target's logits after them, one entry a round."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[tuple[list[int], Tensor]] = []
+        self.told: list[tuple[list[list[int]], Tensor]] = []
         learn = Successors.learn
 
-        def hear(table: Successors, tokens: Any, logits: Tensor) -> None:
-            self.told.append((list(tokens), logits.clone()))
-            learn(table, tokens, logits)
+        def hear(table: Successors, contexts: Tensor, logits: Tensor) -> None:
+            self.told.append((contexts.tolist(), logits.clone()))
+            learn(table, contexts, logits)
 
         monkeypatch.setattr(Successors, "learn", hear)
 
@@ -109,7 +109,9 @@ def test_every_place_of_a_chain_is_learned_from(
     assert stats.accepted < stats.drafted
     assert sum(len(tokens) for tokens, _ in ear.told) == stats.drafted + len(ear.told)
     place = prompt().shape[1] - 1
-    for tokens, logits in ear.told:
+    for contexts, logits in ear.told:
+        tokens = [context[-1] for context in contexts]
+        assert contexts == [[*text[:place], *tokens][at - 3 : at] for at in range(place + 1, place + 1 + len(tokens))]
         assert tokens[0] == text[place]
         with torch.no_grad():
             expected = target(torch.tensor([[*text[:place], *tokens]])).logits[0, place:]
@@ -133,10 +135,10 @@ def test_every_node_of_a_tree_is_learned_from(target: CausalLM, monkeypatch: pyt
     monkeypatch.setattr(AssistedDecoding, "_walk", note)
     texts(target, assistant, seeds=[0], suppress_tokens=[7])
     assert sum(len(tokens) for tokens, _ in ear.told) == assistant.stats.drafted + len(ear.told)
-    for (text, tree_pass), (tokens, logits) in zip(walked[:3], ear.told[1:4], strict=True):
-        for node, token, row in zip(tree_pass.order, tokens, logits, strict=True):
+    for (text, tree_pass), (contexts, logits) in zip(walked[:3], ear.told[1:4], strict=True):
+        for node, context, row in zip(tree_pass.order, contexts, logits, strict=True):
             path = [*text, *tree_pass.tree.path(node)]
-            assert token == path[-1]
+            assert context == path[-3:]
             with torch.no_grad():
                 expected = target(torch.tensor([path])).logits[0, -1]
             assert_close(row.double(), expected, atol=1e-4, rtol=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,8 +12,19 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
+from hf_specdecpp.sampling import successors
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import DECAY, MOST_LIKELY, MixedProcessing, Successors
+from hf_specdecpp.sampling.successors import (
+    BUCKETS,
+    DECAY,
+    MOST_LIKELY,
+    ORDERS,
+    SUREST,
+    MixedProcessing,
+    Successors,
+    _each_once,
+    contexts_of,
+)
 
 VOCAB, CPU = 12, torch.device("cpu")
 IMPOSSIBLE = float("-inf")
@@ -27,20 +38,51 @@ def logits_of(**probs: float) -> Tensor:
     return p.log()
 
 
-def row(table: Successors, token: int) -> Tensor:
-    """What is kept of a token, `[VOCAB]`."""
-    return torch.zeros(VOCAB).scatter(0, table.ids[token].long(), table.probs[token])
+def contexts(*said: int | Sequence[int]) -> Tensor:
+    """`[n, 3]`: of each its last tokens; a token alone follows none."""
+    texts = [torch.tensor([[each] if isinstance(each, int) else list(each)]) for each in said]
+    return torch.cat([contexts_of(text, [[]]) for text in texts])
+
+
+def row(table: Successors, *tokens: int) -> Tensor:
+    """What is kept after just these tokens, `[VOCAB]`; nothing is 0."""
+    places, keys = table._places(contexts(tokens))
+    place, key = places[0, len(tokens) - 1], keys[0, len(tokens) - 1]
+    found = torch.zeros(VOCAB).scatter(0, table.ids[place].long(), table.probs[place])
+    return found if table.keys[place] == key else torch.zeros(VOCAB)
 
 
 def test_what_is_kept_follows_what_is_said() -> None:
     """The numbers of the docstring."""
     table = Successors(VOCAB, CPU)
     assert not table.probs.any()
-    table.learn([7], logits_of(_3=0.8, _4=0.2))
-    assert_close(row(table, 7)[3:5], torch.tensor([0.4, 0.1]))
-    table.learn([7], logits_of(_4=1.0))
-    assert_close(row(table, 7)[3:5], torch.tensor([0.2, 0.55]))
-    assert float(table.probs.sum()) == pytest.approx(0.75), "of no other token"
+    table.learn(contexts((5, 7)), logits_of(_3=0.8, _4=0.2))
+    for tokens in ((7,), (5, 7)):
+        assert_close(row(table, *tokens)[3:5], torch.tensor([0.8, 0.2]))
+    table.learn(contexts((5, 7)), logits_of(_4=1.0))
+    for tokens in ((7,), (5, 7)):
+        assert_close(row(table, *tokens)[3:5], torch.tensor([0.4, 0.6]))
+    table.learn(contexts((6, 7)), logits_of(_1=1.0))
+    assert_close(row(table, 7)[[1, 3, 4]], torch.tensor([0.5, 0.2, 0.3]))
+    assert_close(row(table, 5, 7)[[1, 3, 4]], torch.tensor([0.0, 0.4, 0.6]))
+    assert_close(row(table, 6, 7)[1], torch.tensor(1.0))
+    assert not row(table, 8).any()
+
+
+def test_the_longest_known_part_of_a_context_counts() -> None:
+    table = Successors(VOCAB, CPU)
+    table.learn(contexts((4, 5, 7)), logits_of(_1=1.0))
+    table.learn(contexts((6, 5, 7)), logits_of(_2=1.0))
+    table.learn(contexts((6, 8, 7)), logits_of(_3=1.0))
+
+    def likeliest(*tokens: int) -> tuple[int, int]:
+        order, ids, r = table._known(*table._places(contexts(tokens)))
+        return int(order[0]), int(ids[0, r.argmax()])
+
+    assert likeliest(4, 5, 7) == (3, 1)
+    assert likeliest(9, 5, 7) == (2, 2)
+    assert likeliest(9, 9, 7) == (1, 3)
+    assert likeliest(9, 9, 9)[0] == 0
 
 
 def test_of_several_places_after_one_token_the_last_counts_most() -> None:
@@ -48,10 +90,15 @@ def test_of_several_places_after_one_token_the_last_counts_most() -> None:
     table, one_by_one = Successors(VOCAB, CPU), Successors(VOCAB, CPU)
     said = [(5, logits_of(_1=1.0)), (6, logits_of(_2=1.0)), (5, logits_of(_3=1.0)), (5, logits_of(_4=1.0))]
     for token, logits in said:
-        one_by_one.learn([token], logits)
-    table.learn([token for token, _ in said], torch.cat([logits for _, logits in said]))
+        one_by_one.learn(contexts(token), logits)
+    table.learn(contexts(*(token for token, _ in said)), torch.cat([logits for _, logits in said]))
     assert_close(row(table, 5), row(one_by_one, 5))
-    assert row(table, 5)[[1, 3, 4]].tolist() == [0.125, 0.25, 0.5]
+    assert row(table, 5)[[1, 3, 4]].tolist() == [0.25, 0.25, 0.5]
+
+
+def test_rows_of_places_are_told_in_their_order() -> None:
+    """The example of the docstring."""
+    assert _each_once([[5, 8], [6, 9], [5, 9], [7, 8]]) == [[0, 1], [2, 3]]
 
 
 @given(
@@ -60,58 +107,89 @@ def test_of_several_places_after_one_token_the_last_counts_most() -> None:
     )
 )
 def test_it_is_what_a_dictionary_would_keep(rounds: list[list[tuple[int, int]]]) -> None:
+    """The tokens of a round follow each other."""
     table = Successors(VOCAB, CPU)
-    expected: dict[int, dict[int, float]] = defaultdict(dict)
+    expected: dict[tuple[int, ...], dict[int, float]] = {}
     for said in rounds:
+        tokens = [token for token, _ in said]
         logits = torch.stack([4.0 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(s)) for _, s in said])
-        table.learn([token for token, _ in said], logits)
-        for (token, _), p in zip(said, logits.softmax(-1), strict=True):
+        table.learn(contexts(*(tokens[: place + 1] for place in range(len(tokens)))), logits)
+        for place, p in enumerate(logits.softmax(-1)):
             likely, ids = p.topk(MOST_LIKELY)
-            known = {each: DECAY * value for each, value in expected[token].items()}
-            for each, value in zip(ids.tolist(), likely.tolist(), strict=True):
-                known[each] = known.get(each, 0.0) + (1.0 - DECAY) * value
-            best = sorted(known, key=known.__getitem__, reverse=True)[:MOST_LIKELY]
-            expected[token] = {each: known[each] for each in best}
+            new = dict(zip(ids.tolist(), likely.tolist(), strict=True))
+            for order in range(1, min(place + 1, ORDERS) + 1):
+                context = tuple(tokens[place + 1 - order : place + 1])
+                old = expected.get(context)
+                known = new if old is None else {t: DECAY * (old.get(t, 0.0) + new.get(t, 0.0)) for t in {*old, *new}}
+                best = sorted(known, key=known.__getitem__, reverse=True)[:MOST_LIKELY]
+                expected[context] = {each: known[each] for each in best}
+    assert DECAY == 1 - DECAY
+    for context, kept in expected.items():
+        wanted = torch.zeros(VOCAB)
+        for each, value in kept.items():
+            wanted[each] = value
+        assert_close(row(table, *context), wanted, atol=1e-5, rtol=0.0)
     for token in range(4):
         assert table.ids[token].unique().numel() == MOST_LIKELY, "no id twice, or it would be written to twice"
-        wanted = torch.zeros(VOCAB)
-        for each, value in expected[token].items():
-            wanted[each] = value
-        assert_close(row(table, token), wanted, atol=1e-5, rtol=0.0)
     assert float(table.probs.sum(-1).max()) <= 1.0 + 1e-6
+
+
+def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest stays, with nothing of the other, and a context that is gone has what is kept of its last token."""
+    monkeypatch.setattr(successors, "PLACES", 1)
+    table = Successors(VOCAB, CPU)
+    table.learn(contexts((1, 7), (2, 7)), torch.cat((logits_of(_3=1.0), logits_of(_4=1.0))))
+    assert_close(row(table, 2, 7)[3:5], torch.tensor([0.0, 1.0]))
+    assert not row(table, 1, 7).any()
+    order, _, r = table._known(*table._places(contexts((1, 7))))
+    assert order.tolist() == [1]
+    assert r.amax() == 0.5
+
+
+def test_how_far_it_is_trusted_follows_what_came_true() -> None:
+    """By length of the context and by how sure it was: here always certain, and right after 7 8 only."""
+    table = Successors(VOCAB, CPU)
+    sure = BUCKETS - 1
+    before = table.odds.clone()
+    for place in range(60):
+        table.learn(contexts(9), logits_of(**{f"_{place % 2}": 1.0}))
+        table.learn(contexts((5, 6, 8)), logits_of(_3=1.0))
+    assert table.odds[3 * BUCKETS + sure] > before[3 * BUCKETS + sure]
+    came_true = table.came_true / table.trials
+    assert came_true[3 * BUCKETS + sure] > 0.95
+    uncertain = came_true[3 * BUCKETS : 3 * BUCKETS + sure]
+    assert float(uncertain[5]) < 0.4, "after what is before the text and 9 the one that came last never came next"
 
 
 def test_its_memory_is_what_is_documented_and_never_grows() -> None:
     table = Successors(49_152, CPU)
     size = table.nbytes
-    assert size == 64 * 49_153
+    assert size == 72 * (49_153 + 2 * 65_536)
     for seed in range(5):
-        tokens = torch.randint(0, 49_152, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
-        table.learn(tokens, torch.randn(6, 49_152))
+        told = torch.randint(0, 49_152, (6, 3), generator=torch.Generator().manual_seed(seed))
+        table.learn(told, torch.randn(6, 49_152))
     assert table.nbytes == size
 
 
 def test_a_small_vocabulary_and_unknown_tokens() -> None:
     table = Successors(4, CPU)
-    table.learn([9, 3], torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
-    assert table.probs[3].max() == table.probs[4].max() == 1.0 - DECAY
-    assert_close(
-        table.mixed(torch.tensor([9, 1_000]), torch.zeros(2, 4)), table.mixed(torch.tensor([4, 4]), torch.zeros(2, 4))
-    )
+    table.learn(contexts(9, 3), torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
+    assert table.probs[3].max() == table.probs[4].max() == 1.0
+    assert_close(table.mixed(contexts(9, 1_000), torch.zeros(2, 4)), table.mixed(contexts(4, 4), torch.zeros(2, 4)))
 
 
 def test_what_is_no_number_counts_for_nothing() -> None:
     table = Successors(VOCAB, CPU)
-    table.learn([1, 2], torch.stack([torch.full((VOCAB,), torch.nan), torch.full((VOCAB,), torch.inf)]))
+    table.learn(contexts(1, 2), torch.stack([torch.full((VOCAB,), torch.nan), torch.full((VOCAB,), torch.inf)]))
     assert not table.probs.any()
     scores = torch.randn(1, VOCAB)
-    assert_close(table.mixed(torch.tensor([1]), scores), scores)
+    assert_close(table.mixed(contexts(1), scores), scores)
 
 
 def taught() -> Successors:
     table = Successors(VOCAB, CPU)
     for _ in range(20):
-        table.learn([7, 8], torch.cat((logits_of(_3=0.8, _4=0.2), logits_of(_5=1.0))))
+        table.learn(contexts(7, 8), torch.cat((logits_of(_3=0.8, _4=0.2), logits_of(_5=1.0))))
     return table
 
 
@@ -119,14 +197,18 @@ def mixture(scores: Tensor) -> Tensor:
     """By the definition: what `taught` makes of logits `[3, VOCAB]` after the tokens 7, 8 and 1."""
     q, r = scores.double().softmax(-1), torch.zeros(3, VOCAB, dtype=torch.float64)
     r[0, 3], r[0, 4], r[1, 5] = 0.8, 0.2, 1.0
-    w = (1.0 - q.amax(-1, keepdim=True)) * r.amax(-1, keepdim=True)
-    mixed = (1.0 - w) * q + w * r
+    t, table = q.amax(-1, keepdim=True), taught()
+    came_true = (table.came_true / table.trials).clamp_max(SUREST).view(ORDERS + 1, BUCKETS)
+    # Before the two is always the same, so the longest context is known.
+    m = came_true[[3, 3, 0], [int(0.8 * BUCKETS), BUCKETS - 1, 0]].double()[:, None]
+    odds = (m / (1 - m)) ** 2 / (t / (1 - t)) ** 2
+    mixed = (q + odds * r) / (1 + odds)
     return (mixed / mixed.sum(-1, keepdim=True)).float()
 
 
 def test_the_softmax_is_the_mixture() -> None:
     scores = 2.0 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    q = taught().mixed(torch.tensor([7, 8, 1]), scores).softmax(-1)
+    q = taught().mixed(contexts(7, 8, 1), scores).softmax(-1)
     assert_close(q, mixture(scores), atol=1e-5, rtol=0.0)
     assert float((q - scores.softmax(-1))[:2].abs().amax(-1).min()) > 0.05
     assert_close(q[2], scores[2].softmax(-1))
@@ -135,27 +217,30 @@ def test_the_softmax_is_the_mixture() -> None:
 def test_the_numbers_of_the_docstring() -> None:
     table = Successors(3, CPU)
     table.ids[0], table.probs[0] = torch.tensor([1, 2, 0], dtype=torch.int32), torch.tensor([0.5, 0.2, 0.0])
-    q = table.mixed(torch.tensor([0]), torch.tensor([[0.6, 0.4, 0.0]]).log()).softmax(-1)
-    assert_close(q, torch.tensor([[0.48, 0.42, 0.0]]) / 0.9)
+    table.keys[0] = 0
+    table.odds.fill_(1.0)
+    q = table.mixed(contexts(0), torch.tensor([[0.6, 0.4, 0.0]]).log()).softmax(-1)
+    assert_close(q, torch.tensor([[0.41538, 0.43077, 0.06154]]) / 0.90769, atol=1e-4, rtol=0.0)
 
 
 @given(st.integers(0, 1000), st.floats(0.1, 300.0))
 def test_logits_of_any_size_stay_numbers(seed: int, scale: float) -> None:
     scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
     before = scores.clone()
-    q = taught().mixed(torch.tensor([7, 8, 1]), scores).softmax(-1)
+    q = taught().mixed(contexts(7, 8, 1), scores).softmax(-1)
     assert torch.equal(scores, before), "a block draft gives its logits to several nodes"
     assert_close(q, mixture(scores), atol=1e-4, rtol=0.0)
 
 
-def test_what_the_draft_cannot_say_it_still_does_not_say() -> None:
+def test_what_the_draft_cannot_say_the_target_may_have_said() -> None:
     scores = torch.zeros(3, VOCAB)
     scores[:, 3] = IMPOSSIBLE
     scores[1] = IMPOSSIBLE  # a block's end
     scores[2, :11] = IMPOSSIBLE  # a draft that is certain
-    mixed = taught().mixed(torch.tensor([7, 7, 7]), scores)
-    assert torch.equal(mixed.isneginf(), scores.isneginf())
+    mixed = taught().mixed(contexts(7, 7, 7), scores)
+    assert mixed[0].softmax(-1)[3] > 0.5
     assert mixed[0].softmax(-1)[4] > scores[0].softmax(-1)[4]
+    assert torch.equal(mixed[1:].isneginf(), scores[1:].isneginf())
     assert mixed[2].softmax(-1)[11] == 1.0
 
 
@@ -164,7 +249,7 @@ def test_processors_come_after_it() -> None:
     processors = [SuppressTokensLogitsProcessor([3], "cpu"), TemperatureLogitsWarper(0.5)]
     mixing, table = MixedProcessing(Processing(processors), taught()), taught()
     text, scores = torch.tensor([[1, 7]]), torch.randn(2, VOCAB)
-    by_hand = table.mixed(torch.tensor([7, 8]), scores) / 0.5
+    by_hand = table.mixed(contexts((1, 7), (7, 2, 8)), scores) / 0.5
     by_hand[:, 3] = IMPOSSIBLE
     assert_close(mixing.after_each(text, [[], [2, 8]], scores), by_hand)
     assert_close(mixing.one(text, [], scores[0]), by_hand[0])
