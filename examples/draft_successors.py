@@ -1,4 +1,4 @@
-"""Does it pay to mix a draft's distribution with what the target said lately after the same token? Measured live.
+"""Does it pay to mix a draft's distribution with what the target said lately after the same tokens? Measured live.
 
     OMP_NUM_THREADS=1 python examples/draft_successors.py HuggingFaceTB/SmolLM2-135M-Instruct \
         hub_cards/specdecpp-smollm2-135m-instruct alpaca_train.jsonl --ask "Responde en español. {}"
@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock, least_times
 from hf_specdecpp.intervals import median_of_ratios
-from hf_specdecpp.sampling.successors import Successors
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of
 from hf_specdecpp.texts.prompts import read_prompts
 from hf_specdecpp.throughput.measuring import measure
 
@@ -32,11 +33,12 @@ def price(target, assistant) -> None:
     vocab = target.config.get_text_config().vocab_size
     table, clock = Successors(vocab, torch.device("cpu")), computing_clock()
     logits = torch.randn(CANDIDATES + 1, vocab, generator=torch.Generator().manual_seed(0))
-    tokens = list(range(CANDIDATES + 1))
-    table.learn(tokens, logits)
+    text = torch.arange(8)[None]
+    contexts = contexts_of(text, [list(range(place)) for place in range(CANDIDATES + 1)])
+    table.learn(contexts, logits)
     actions = {
-        1: partial(table.mixed, torch.tensor([1]), logits[:1]),
-        2: partial(table.learn, tokens, logits),
+        1: partial(MixedProcessing(Processing([]), table).one, text, [], logits[0]),
+        2: partial(table.learn, contexts, logits),
     }
     seconds = least_times(actions, 2.0, clock, turns=200)
     costs = measure(target, assistant.ready_drafter(), assistant.estimator, CANDIDATES)

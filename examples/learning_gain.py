@@ -10,12 +10,13 @@ is kept in `--output`, so that a run that was stopped goes on. The draft learns 
 the block, for so many seconds in all. Shown is, for the first candidate of a round, how likely it is accepted at
 temperature 1 and how often it is the target's likeliest token, on average over all places of the answers to the other
 prompts, and to those of the published sets: with the draft as it is, and mixed with the target's latest successors
-(`SpeculationConfig(draft_successors=True)`). Then some of these are answered live, greedily and at temperature 1, by
-plain generation on the same passes and with the draft before and after learning in turn, all with the settings of the
-assistant's repository.
+(`SpeculationConfig(draft_successors=True)`), whose table has heard the answers that were learned from. Then some of
+these are answered live, greedily and at temperature 1, by plain generation on the same passes and with the draft before
+and after learning in turn, all with the settings of the assistant's repository, after one text that is not counted.
 """
 
 import argparse
+import copy
 import json
 import time
 from pathlib import Path
@@ -121,6 +122,15 @@ def first_candidates(assistant, texts: list[KeptText], table: Successors | None 
     return mean
 
 
+@torch.no_grad()
+def hear(table: Successors, texts: list[KeptText]) -> None:
+    """Let a table take note of what the target said along answers."""
+    for text in texts:
+        ids, answer = text.tokens[None, : text.begin], text.tokens[text.begin :].tolist()
+        contexts = contexts_of(ids, [answer[:place] for place in range(len(answer))])
+        table.learn(contexts, logits_of(text.likely, text.probs, text.num_ids))
+
+
 class Live:
     """Tokens, passes of the target and seconds of texts that are generated with an assistant.
 
@@ -133,7 +143,7 @@ class Live:
         self.assistant, self.passes_of, self.corrected = assistant, passes_of, corrected
         self.counts = {mode: [0, 0, 0.0] for mode in MODES}
 
-    def answer(self, target, inputs, tokens: int, mode: str, seed: int) -> list[int]:
+    def answer(self, target, inputs, tokens: int, mode: str, seed: int, counts: bool) -> list[int]:
         torch.manual_seed(seed)
         begin = time.perf_counter()
         if self.assistant is None:
@@ -145,7 +155,8 @@ class Live:
         seconds = time.perf_counter() - begin
         answer = output[0, inputs["input_ids"].shape[1] :].tolist()
         passes = len(answer) if self.assistant is None else self.assistant.stats.target_passes
-        self.counts[mode] = [a + b for a, b in zip(self.counts[mode], (len(answer), passes, seconds), strict=True)]
+        if counts:
+            self.counts[mode] = [a + b for a, b in zip(self.counts[mode], (len(answer), passes, seconds), strict=True)]
         return answer
 
 
@@ -156,7 +167,7 @@ def compare(target, texts: list[KeptText], contestants: list[Live], tokens: int)
         ids = text.tokens[: text.begin].long()[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         for mode in MODES:
-            answers = [each.answer(target, inputs, tokens, mode, place) for each in contestants]
+            answers = [each.answer(target, inputs, tokens, mode, place, counts=place > 0) for each in contestants]
             wrong += sum(answer != answers[0] for answer in answers) if mode == "greedy" else 0
     return wrong
 
@@ -176,13 +187,20 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
 
     texts = kept(args.output / f"{name}-{seed}.pt", write)
     before, after = assistants
+    for each in assistants:
+        each.memory.clear()
+        table = each.memory.recall_successors(writer.target, texts["learn"][0].num_ids, torch.device("cpu"))
+        hear(table, texts["learn"])
     test = [text for mode in MODES for text in texts[mode]]
-    after.memory.texts.clear()
     for text in texts["learn"]:
         after.memory.texts.add(text)
 
     def shares(corrected: bool = False) -> list[float]:
-        return first_candidates(after, test, corrected) + first_candidates(after, published, corrected)
+        return [
+            share
+            for asked in (test, published)
+            for share in first_candidates(after, asked, copy.deepcopy(table) if corrected else None)
+        ]
 
     rows = [["published", 0.0, 0, *shares()], ["with successors", 0.0, 0, *shares(corrected=True)]]
     spent, steps = 0.0, 0
@@ -193,8 +211,9 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
         rows.append(["learned", spent, steps, *shares()])
     rows.append(["learned, with successors", spent, steps, *shares(corrected=True)])
     print(rows, flush=True)
-    contestants = [Live(None, before), Live(before, before), Live(after, before), Live(after, before, corrected=True)]
-    live = texts["greedy"][: args.live]
+    contestants = [Live(None, before)]
+    contestants += [Live(each, before, corrected) for each in assistants for corrected in (False, True)]
+    live = texts["greedy"][: args.live + 1] if args.live else []
     wrong = compare(writer.target, live, contestants, args.tokens)
     after.unlearn()
     size = sum(map(len, texts["learn"])), sum(text.nbytes for text in texts["learn"])
@@ -210,7 +229,7 @@ def show(results: list[dict]) -> None:
         for draft, seconds, steps, *shares in each["learned"]:
             cells = [each["kind"], each["seed"], draft, f"{seconds:.0f}", steps, *(f"{share:.3f}" for share in shares)]
             print("| " + " | ".join(map(str, cells)) + " |")
-    names = ("published", "learned", "learned, with successors")
+    names = ("published", "with successors", "learned", "learned, with successors")
     print("\n| kind | seed | decoding | draft | tokens a pass | over plain, same passes | over the published draft |")
     print("|---|---|---|---|---|---|---|")
     for each in results:
@@ -234,7 +253,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--learn", type=int, default=150, help="answers to learn from")
     parser.add_argument("--test", type=int, default=50, help="answers to test with, of each way to decode")
-    parser.add_argument("--live", type=int, default=12, help="of these, answered live; 0 for none")
+    parser.add_argument("--live", type=int, default=12, help="of these, answered live and counted; 0 for none")
     parser.add_argument("--learn-tokens", type=int, default=256, help="of the longest answer to learn from")
     parser.add_argument("--tokens", type=int, default=96, help="of the longest answer to test with, and live")
     parser.add_argument("--seconds", type=float, nargs="+", default=[60, 180, 600])

@@ -82,11 +82,11 @@ class SpeculationConfig:
         draft_temperature: divides the draft's logits once more, after temperature, top-k and the like, where the target
             samples. Below 1 the draft guesses what is likeliest more often, above 1 other tokens. 0.8 is accepted more
             often than 1 by SmolLM2's published draft (`docs/drafts.md`). Greedy decoding does not know it.
-        draft_successors: mix the draft's distribution with what an attached target said lately after the same token, as
-            far as the draft is unsure (`docs/drafts.md`), for texts of a kind that it was not trained for. The table
-            takes 64 bytes a token of the vocabulary, in memory only, until `assistant.memory.clear()`. After other
-            texts the draft guesses otherwise, so a seed no longer repeats a sampled text. Unattached targets go
-            without.
+        draft_successors: mix the draft's distribution with what an attached target said lately after the same one to
+            three tokens, as far as that is the better guess (`docs/drafts.md`). Texts that repeat themselves or each
+            other gain most, and kinds of text that the draft was not trained for. The table takes 72 bytes a token of
+            the vocabulary and 9.4 MB, in memory only, until `assistant.memory.clear()`. After other texts the draft
+            guesses otherwise, so a seed no longer repeats a sampled text. Unattached targets go without.
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
             target's distribution either way (`docs/verification.md`). `"block"`: a chain is accepted as a block (arXiv
             2403.10444), a tree from its leaves to its root (arXiv 2505.12398), which on average accepts more;
