@@ -128,8 +128,8 @@ class Successors:
 
         That of `(1 - w) * q + w * r`, where r are the probabilities that are kept of the longest known part of the
         context. With t the largest of q and m how often the likeliest token of r was right, where r was as sure, the
-        odds w / (1 - w) are the square of m / (1 - m) over t / (1 - t): the draft gives way where what the target said is
-        the better guess. Tokens outside the vocabulary of the draft have a share, too, since any may be verified.
+        odds w / (1 - w) are the square of m / (1 - m) over t / (1 - t): the draft gives way where what the target said
+        is the better guess. Tokens outside the vocabulary of the draft have a share, too, since any may be verified.
 
         Example: q is [0.6, 0.4, 0], r is [0, 0.5, 0.2], and m is 0.5. The odds are (1 / 1.5)**2, so w is 0.308, and q
         becomes [0.415, 0.431, 0.062] / 0.908.
