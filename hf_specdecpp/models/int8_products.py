@@ -15,8 +15,6 @@ from torch import Tensor, nn
 MOST_ROWS = 16  # tokens read at once in int8. They share a scale, and the first token of a prompt would spoil it.
 LEAST_ELEMENTS = 100_000  # of a weight: below, a product costs little more than its call
 LEVELS = 127
-MIDDLE = 128  # what a 0 of the input becomes: oneDNN's fast kernels take inputs without signs
-ROUNDING = torch.tensor(MIDDLE + 0.5)  # added before the digits after the point are cut off
 TINY = 1e-30  # in the place of 0, where a scale is divided by
 
 
@@ -52,14 +50,17 @@ def quantise(weight: Tensor) -> Int8Weight:
 def multiply(x: Tensor, copy: Int8Weight, bias: Tensor | None) -> Tensor:
     """The product of float32 `x` `[..., in]`, rounded to 8 bits by its largest number, with a `quantise`d weight.
 
-    To 7 bits on processors without VNNI instructions, whose sums of products would overflow.
+    To 7 bits on processors without VNNI instructions: these add two products in 16 bits, and 2 * 127 * 127 fits.
 
-    Example: the largest number of the input is 2.54, so a level is 0.02, and 1.0 becomes 128 + 50.
+    Example: the largest number of the input is 2.54, so a level is 0.02, and 1.0 becomes 128 + 50. In 7 bits a level is
+    2.54 / 63, and 1.0 becomes 64 + 25.
     """
-    scale = max(x.abs().max().item(), TINY) / (LEVELS if _has_vnni() else LEVELS // 2)
-    rounded = torch.add(ROUNDING, x.reshape(-1, x.shape[-1]), alpha=1.0 / scale).to(torch.uint8)
+    levels = LEVELS if _has_vnni() else LEVELS // 2
+    scale, middle = max(x.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels take no signs
+    # Half a level is added before the digits after the point are cut off.
+    rounded = torch.add(torch.tensor(middle + 0.5), x.reshape(-1, x.shape[-1]), alpha=1.0 / scale).to(torch.uint8)
     product: Tensor = torch.ops.onednn.qlinear_pointwise(
-        rounded, scale, MIDDLE, *copy, bias, 1.0, 0, torch.float32, "none", [], ""
+        rounded, scale, middle, *copy, bias, 1.0, 0, torch.float32, "none", [], ""
     )
     return product.view(*x.shape[:-1], -1)
 
