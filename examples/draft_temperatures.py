@@ -15,6 +15,7 @@ from learning_gain import MODES, Writer, of_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.benchmark.report import markdown_table
 from hf_specdecpp.texts.prompts import read_prompts
 
 PROMPTS, TOKENS = 16, 96
@@ -32,9 +33,9 @@ def main(name: str, repository: str, prompts: str, asked: str) -> None:
             _, q_logits, p_logits = of_text(drafter, text)
             q = [(q_logits / temperature).softmax(-1) for temperature in TEMPERATURES]
             accepted.append(torch.stack([torch.minimum(p_logits.softmax(-1), each).sum(-1) for each in q]))
-    print("| " + " | ".join(f"q at {each:g}" for each in TEMPERATURES) + " |")
-    print("|" + "---|" * len(TEMPERATURES))
-    print("| " + " | ".join(f"{share:.3f}" for share in torch.cat(accepted, -1).mean(-1).tolist()) + " |")
+    shares = torch.cat(accepted, -1).mean(-1).tolist()
+    header = [f"q at {temperature:g}" for temperature in TEMPERATURES]
+    print(markdown_table(header, [[f"{share:.3f}" for share in shares]]))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,15 @@ import argparse
 import copy
 import json
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.benchmark.report import markdown_table
 from hf_specdecpp.learning.kept import KeptText, kept_of, logits_of
 from hf_specdecpp.sampling.successors import Successors, contexts_of
 from hf_specdecpp.texts.encoding import padded
@@ -222,22 +225,31 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
 
 
 def show(results: list[dict]) -> None:
-    """As tables in Markdown."""
-    print("\n| kind | seed | draft | seconds | steps | accepted | agrees | published sets: accepted | agrees |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    """As tables in Markdown, with the means of all kinds and seeds."""
+    lines, shares_of = [], defaultdict(list)
     for each in results:
-        for draft, seconds, steps, *shares in each["learned"]:
-            cells = [each["kind"], each["seed"], draft, f"{seconds:.0f}", steps, *(f"{share:.3f}" for share in shares)]
-            print("| " + " | ".join(map(str, cells)) + " |")
+        for place, (draft, seconds, steps, *shares) in enumerate(each["learned"]):
+            lines.append([each["kind"], each["seed"], draft, f"{seconds:.0f}", steps, *map("{:.3f}".format, shares)])
+            shares_of[place, draft].append(shares)
+    for (_, draft), found in shares_of.items():
+        lines.append(["mean", "", draft, "", "", *(f"{fmean(column):.3f}" for column in zip(*found, strict=True))])
+    shares_head = ("accepted", "agrees", "published sets: accepted", "agrees")
+    print("\n" + markdown_table(("kind", "seed", "draft", "seconds", "steps", *shares_head), lines))
     names = ("published", "with successors", "learned", "learned, with successors")
-    print("\n| kind | seed | decoding | draft | tokens a pass | over plain, same passes | over the published draft |")
-    print("|---|---|---|---|---|---|---|")
+    lines, ratios_of = [], defaultdict(list)
     for each in results:
         for mode, counts in each["live"].items():
-            speeds = [tokens / seconds for tokens, _, seconds in counts]
+            plain, published, *_ = speeds = [tokens / seconds for tokens, _, seconds in counts]
             for name, (tokens, passes, _), speed in zip(names, counts[1:], speeds[1:], strict=True):
-                cells = [each["kind"], each["seed"], mode, name, f"{tokens / passes:.2f}", f"{speed / speeds[0]:.2f}"]
-                print("| " + " | ".join(map(str, [*cells, f"{speed / speeds[1]:.2f}"])) + " |")
+                ratios = speed / plain, speed / published
+                lines.append(
+                    [each["kind"], each["seed"], mode, name, f"{tokens / passes:.2f}", *map("{:.2f}".format, ratios)]
+                )
+                ratios_of[mode, name].append(ratios)
+    for (mode, name), found in ratios_of.items():
+        lines.append(["mean", "", mode, name, "", *(f"{fmean(column):.2f}" for column in zip(*found, strict=True))])
+    speeds_head = ("tokens a pass", "over plain, same passes", "over the published draft")
+    print("\n" + markdown_table(("kind", "seed", "decoding", "draft", *speeds_head), lines))
     tokens, size = (sum(each["size"][which] for each in results) for which in (0, 1))
     print(f"\n{size / tokens:.0f} bytes a kept token; {sum(each['wrong'] for each in results)} greedy texts wrong.")
 

@@ -11,6 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
+from hf_specdecpp.benchmark.report import markdown_table
 from hf_specdecpp.intervals import ratio_of_sums
 
 BEGIN, END = "<!-- tokens per pass: begin -->", "<!-- tokens per pass: end -->"
@@ -68,7 +69,7 @@ def table(folder: Path) -> str:
     best = {column: max(row[column] for row in found.values()) for column in columns}
     mean = {name: sum(row.values()) / len(columns) for name, row in found.items()}
     names = [f"{name.removesuffix('_test')}, {'greedy' if t == 0 else f'T = {t:g}'}" for t, name in columns]
-    lines = [["", *names, "mean"], ["---"] * (len(names) + 2)]
+    lines = []
     for name in sorted(found, key=mean.get, reverse=True):
         row = found[name]
         marked = [f"**{row[c]:.2f}**" if row[c] == best[c] else f"{row[c]:.2f}" for c in columns]
@@ -79,7 +80,7 @@ def table(folder: Path) -> str:
         f"{target}, {settings['dtype']}, {texts} texts a column of up to {settings['max_new_tokens']} tokens, {how}:"
     )
     facts += f"\n\n```console\n{results['command']}\n```"
-    parts = [facts, "\n".join("| " + " | ".join(line) + " |" for line in lines)]
+    parts = [facts, markdown_table(["", *names, "mean"], lines)]
     return "\n\n".join([*parts, leads(results["round_replays"])] if results["round_replays"] else parts)
 
 

@@ -191,7 +191,7 @@ def _live_tables(summary: Sequence[dict[str, Any]], temperature: float) -> str:
              f"{row['discard_rate']:.2f}", f"{row['verification_rate']:.3f}", f"{row['drafted_per_round']:.1f}",
              row["prompts"], row["disturbed"])
         )  # fmt: skip
-    return _rows(header, lines)
+    return markdown_table(header, lines)
 
 
 def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, Any]) -> str:
@@ -210,7 +210,7 @@ def _replay_table(name: str, best: Sequence[dict[str, Any]], costs: dict[str, An
              f"{row['gain_over_fixed']:+.1%}", f"{low:+.1%} to {high:+.1%}", f"{row['of_informed']:.1%}",
              f"{row['of_oracle']:.1%}", f"{row['discard_rate']:.3f}", f"{row['verification_rate']:.4f}")
         )  # fmt: skip
-    return f"{title}\n\n{_rows(header, lines)}"
+    return f"{title}\n\n{markdown_table(header, lines)}"
 
 
 def round_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -234,7 +234,7 @@ def round_table(rows: Sequence[dict[str, Any]]) -> str:
         cells = (f"{mean:.2f}", f"{low:.2f} to {high:.2f}", f"{mean_by_token:.2f}", *leads, *speeds,
                  f"{drafted:.1f}", f"{passes:.1f}", len(group))  # fmt: skip
         lines.append((name, _mode(temperature), contestant, *cells))
-    return _rows(header, sorted(lines))
+    return markdown_table(header, sorted(lines))
 
 
 def _estimate_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -248,7 +248,7 @@ def _estimate_table(rows: Sequence[dict[str, Any]]) -> str:
             errors = (f"{each:.4f}" for each in (ece(estimate, label), ece(*later), ece_by_chance(*later)))
             cells = f"{auc(estimate, label):.4f}", *errors, len(judged)
             lines.append((name, _mode(temperature), contestant, *cells))
-    return _rows(header, sorted(lines))
+    return markdown_table(header, sorted(lines))
 
 
 def _terminal_batches(rows: Sequence[dict[str, Any]], title: str) -> Table:
@@ -275,7 +275,7 @@ def _batch_table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append((_mode(row["temperature"]), row["size"], row["contestant"], *_batch_ratios(row),
                       f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_pass']:.2f}", row["batches"],
                       row["disturbed"], "" if row["different"] is None else row["different"]))  # fmt: skip
-    return _rows(header, lines)
+    return markdown_table(header, lines)
 
 
 def _grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, float, str], list[dict[str, Any]]]:
@@ -304,7 +304,7 @@ def _checks(results: dict[str, Any]) -> list[str]:
     return ["## Checks", "\n".join(lines)]
 
 
-def _rows(header: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
+def markdown_table(header: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
     table = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
 

@@ -87,8 +87,9 @@ class Successors:
         chance = (p * (ids == r_ids.gather(1, first[:, None]))).sum(-1)
         met = F.one_hot(_bucket(order, largest), len(self.trials)).to(p)
         count = met.sum(0)
-        self.trials.mul_(FORGET**count).add_(count)
-        self.came_true.mul_(FORGET**count).add_(chance @ met)
+        decay = FORGET**count
+        self.trials.mul_(decay).add_(count)
+        self.came_true.mul_(decay).add_(chance @ met)
         self.odds.copy_(_odds(self.came_true / self.trials))
         ids, p = ids.repeat_interleave(ORDERS, 0), p.repeat_interleave(ORDERS, 0)
         self._add(places.flatten(), keys.flatten(), ids, p)
@@ -154,7 +155,7 @@ class MixedProcessing(Processing):
         self.successors = successors
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
-        context = input_ids[:, -ORDERS:]
+        context = input_ids[:, -ORDERS:]  # not `contexts_of`: candidates may lie on a device, which nothing reads here
         if len(candidates):
             context = extend(context, candidates[-ORDERS:])[:, -ORDERS:]
         context = F.pad(context, (ORDERS - context.shape[1], 0), value=BEFORE)
