@@ -37,7 +37,7 @@ def price(target, assistant) -> None:
     contexts = contexts_of(text, [list(range(place)) for place in range(CANDIDATES + 1)])
     table.learn(contexts, logits)
     actions = {
-        1: partial(MixedProcessing(Processing([]), table).one, text, [], logits[0]),
+        1: partial(MixedProcessing(Processing([]), table, greedy=True).one, text, [], logits[0]),
         2: partial(table.learn, contexts, logits),
     }
     seconds = least_times(actions, 2.0, clock, turns=200)

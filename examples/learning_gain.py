@@ -13,12 +13,12 @@ prompts, and to those of the published sets: with the draft as it is, and mixed 
 (`SpeculationConfig(draft_successors=True)`), whose table has heard the answers that were learned from. Then some of
 these are answered live, greedily and at temperature 1, by plain generation on the same passes and with the draft before
 and after learning in turn, all with the settings of the assistant's repository, after one text that is not counted.
+Seconds are those of this thread where there is only one, so that other programs count little.
 """
 
 import argparse
 import copy
 import json
-import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.benchmark.report import markdown_table
+from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.learning.kept import KeptText, kept_of, logits_of
 from hf_specdecpp.sampling.successors import Successors, contexts_of
 from hf_specdecpp.texts.encoding import padded
@@ -108,19 +109,20 @@ def of_text(drafter, text: KeptText) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 def first_candidates(assistant, texts: list[KeptText], table: Successors | None = None) -> list[float]:
     """How likely the first candidate of a round is accepted at temperature 1, and how often the draft's likeliest token
-    is the target's: the mean over all places of answers, with q as it is or mixed with the successors of a table, which
-    goes on."""
+    is the target's: the mean over all places of answers, with q as it is or mixed with the successors of a table as for
+    sampled and for greedy texts. The table goes on."""
     drafter, found = assistant.ready_drafter(), []
     for text in texts:
-        contexts, q_logits, p_logits = of_text(drafter, text)
+        contexts, logits, p_logits = of_text(drafter, text)
+        drawn, likeliest = logits, logits
         if table is not None:
             rows = []
-            for context, q, p in zip(contexts.split(1), q_logits.split(1), p_logits.split(1), strict=True):
-                rows.append(table.mixed(context, q))
+            for context, q, p in zip(contexts.split(1), logits.split(1), p_logits.split(1), strict=True):
+                rows.append([table.mixed(context, q, greedy) for greedy in (False, True)])
                 table.learn(context, p)
-            q_logits = torch.cat(rows)
-        accepted = torch.minimum(q_logits.softmax(-1), p_logits.softmax(-1)).sum(-1)
-        found.append(torch.stack((accepted, (q_logits.argmax(-1) == p_logits.argmax(-1)).float()), -1))
+            drawn, likeliest = map(torch.cat, zip(*rows, strict=True))
+        accepted = torch.minimum(drawn.softmax(-1), p_logits.softmax(-1)).sum(-1)
+        found.append(torch.stack((accepted, (likeliest.argmax(-1) == p_logits.argmax(-1)).float()), -1))
     mean: list[float] = torch.cat(found).mean(0).tolist()
     return mean
 
@@ -144,18 +146,19 @@ class Live:
 
     def __init__(self, assistant, passes_of, corrected: bool = False) -> None:
         self.assistant, self.passes_of, self.corrected = assistant, passes_of, corrected
+        self.clock = computing_clock()
         self.counts = {mode: [0, 0, 0.0] for mode in MODES}
 
     def answer(self, target, inputs, tokens: int, mode: str, seed: int, counts: bool) -> list[int]:
         torch.manual_seed(seed)
-        begin = time.perf_counter()
+        begin = self.clock()
         if self.assistant is None:
             with self.passes_of.setup().products(target):
                 output = target.generate(**inputs, max_new_tokens=tokens, **MODES[mode])
         else:
             self.assistant.speculation.draft_successors = self.corrected
             output = target.generate(**inputs, assistant_model=self.assistant, max_new_tokens=tokens, **MODES[mode])
-        seconds = time.perf_counter() - begin
+        seconds = self.clock() - begin
         answer = output[0, inputs["input_ids"].shape[1] :].tolist()
         passes = len(answer) if self.assistant is None else self.assistant.stats.target_passes
         if counts:

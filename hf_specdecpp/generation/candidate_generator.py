@@ -103,7 +103,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.successors: Successors | None = None
         if setup.speculation.draft_successors and target is not None and setup.drafter.places:
             self.successors = setup.memory.recall_successors(target, self.vocab_size, setup.drafter.device)
-            self.draft_processing = MixedProcessing(self.draft_processing, self.successors)
+            self.draft_processing = MixedProcessing(
+                self.draft_processing, self.successors, greedy=not generation_config.do_sample
+            )
         self.stats = SpeculationStats(suspect=setup.drafter.suspect)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)

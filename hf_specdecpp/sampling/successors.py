@@ -26,7 +26,8 @@ BUCKETS = 8  # of the largest probability, in each of which is learned how often
 PRIOR = 8.0  # trials, at first, in which r was as good as it said
 FORGET = 0.995  # of what is known of a bucket with each trial
 SUREST = 0.98  # so that something of q always stays
-SHARPNESS = 2.0  # of the choice between q and r
+SHARPNESS = 2.0  # of the choice between q and r where only the likeliest token counts
+CAUTION = 0.5  # of the choice where all of q counts, of which r has a part
 
 
 class Successors:
@@ -56,9 +57,11 @@ class Successors:
         self.ids = torch.arange(count, dtype=torch.int32, device=device).repeat(places, 1)
         self.probs = torch.zeros(places, count, device=device)
         self._lengths = torch.arange(1, ORDERS + 1, device=device)
+        self._layouts = {at: _layout(num_ids, at) for at in (torch.device("cpu"), self.ids.device)}
         expected = ((torch.arange(BUCKETS, device=device) + 0.5) / BUCKETS).repeat(ORDERS + 1)
         self.came_true, self.trials = PRIOR * expected, torch.full_like(expected, PRIOR)
         self.odds = _odds(expected)
+        self._buckets = torch.arange(len(expected), device=device)
 
     @property
     def nbytes(self) -> int:
@@ -82,64 +85,63 @@ class Successors:
 
     def _learn(self, places: Tensor, keys: Tensor, ids: Tensor, p: Tensor) -> None:
         """Add to different places `[n, ORDERS]` what was said there, `[n, k]`, and note before how good r was."""
-        order, r_ids, r = self._known(places, keys)
+        is_known = self.keys[places] == keys
+        order, r_ids, r = self._known(places, is_known)
         largest, first = r.max(-1)
         chance = (p * (ids == r_ids.gather(1, first[:, None]))).sum(-1)
-        met = F.one_hot(_bucket(order, largest), len(self.trials)).to(p)
+        met = (_bucket(order, largest)[:, None] == self._buckets).to(p)
         count = met.sum(0)
         decay = FORGET**count
         self.trials.mul_(decay).add_(count)
         self.came_true.mul_(decay).add_(chance @ met)
         self.odds.copy_(_odds(self.came_true / self.trials))
         ids, p = ids.repeat_interleave(ORDERS, 0), p.repeat_interleave(ORDERS, 0)
-        self._add(places.flatten(), keys.flatten(), ids, p)
+        self.keys[places] = keys
+        self._add(places.flatten(), is_known.flatten()[:, None], ids, p)
 
-    def _add(self, places: Tensor, keys: Tensor, ids: Tensor, p: Tensor) -> None:
-        """To different places `[m]` successors and their probabilities `[m, k]`."""
-        is_known = (self.keys[places] == keys)[:, None]
+    def _add(self, places: Tensor, is_known: Tensor, ids: Tensor, p: Tensor) -> None:
+        """To different places `[m]` successors and their probabilities `[m, k]`, and to what `is_known` `[m, 1]`."""
         old_ids, old = self.ids[places], DECAY * self.probs[places] * is_known
         is_same = old_ids[:, None] == ids[:, :, None]
         p = p * (1.0 - DECAY * is_known) + (old[:, None] * is_same).sum(-1)
         old = old.masked_fill(is_same.any(1), -1.0)  # it is among the others, of which there are enough
         self.probs[places], kept = torch.cat((p, old), dim=1).topk(ids.shape[1])
         self.ids[places] = torch.cat((ids, old_ids), dim=1).gather(1, kept)
-        self.keys[places] = keys
 
     def _places(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
         """Where the last one, two and three tokens of contexts `[n, ORDERS]` are kept, and their keys; as wide both."""
-        count = self.num_ids + 1
-        key = contexts[:, -1].clamp_max(self.num_ids)
-        places, keys = [key], [key]
-        for order in range(1, ORDERS):
-            key = key + contexts[:, -1 - order].clamp_max(self.num_ids) * count**order
-            places.append((key * SPREAD >> 32 & PLACES - 1) + (count + (order - 1) * PLACES))
-            keys.append(key)
-        return torch.stack(places, -1), torch.stack(keys, -1)
+        digits, spread, mask, begin = self._layouts[contexts.device]
+        keys = (contexts.clamp_max(self.num_ids)[:, None] * digits).sum(-1)
+        return (keys * spread >> 32 & mask) + begin, keys
 
-    def _known(self, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _known(self, places: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of contexts the length `[n]` of the longest part that is known, 0 for none, and r after it: ids and
         probabilities `[n, k]`."""
-        order = ((self.keys[places] == keys) * self._lengths).amax(-1)
+        order = (is_known * self._lengths).amax(-1)
         # What nothing is known of has the place of its last token, where nothing has a probability yet.
         at = places.gather(1, (order - 1).clamp_min(0)[:, None])[:, 0]
         return order, self.ids[at].long(), self.probs[at]
 
-    def mixed(self, contexts: Tensor, scores: Tensor) -> Tensor:
+    def mixed(self, contexts: Tensor, scores: Tensor, greedy: bool) -> Tensor:
         """Logits `[n, vocab]` after contexts `[n, ORDERS]` whose softmax is q with a share of what the target said.
 
         That of `(1 - w) * q + w * r`, where r are the probabilities that are kept of the longest known part of the
         context. With t the largest of q and m how often the likeliest token of r was right, where r was as sure, the
-        odds w / (1 - w) are the square of m / (1 - m) over t / (1 - t): the draft gives way where what the target said
-        is the better guess. Tokens outside the vocabulary of the draft have a share, too, since any may be verified.
+        odds w / (1 - w) of greedy texts are the square of m / (1 - m) over t / (1 - t): the draft gives way where what
+        the target said is the better guess. Those of sampled texts are half of that ratio: there q may be right with
+        any of its tokens. Tokens outside the vocabulary of the draft have a share, too, since any may be verified.
 
-        Example: q is [0.6, 0.4, 0], r is [0, 0.5, 0.2], and m is 0.5. The odds are (1 / 1.5)**2, so w is 0.308, and q
-        becomes [0.415, 0.431, 0.062] / 0.908.
+        Example: q is [0.6, 0.4, 0], r is [0, 0.5, 0.2], and m is 0.5, so that the ratio is 1 / 1.5. The odds of greedy
+        texts are 0.444, so w is 0.308, and q becomes [0.415, 0.431, 0.062] / 0.908. Those of sampled texts are 0.333, w
+        is 0.25, and q becomes [0.45, 0.425, 0.05] / 0.925.
         """
-        order, ids, r = self._known(*self._places(contexts.to(self.ids.device)))
+        places, keys = self._places(contexts.to(self.ids.device))
+        order, ids, r = self._known(places, self.keys[places] == keys)
         known = scores.gather(1, ids)
         t = scores.softmax(-1).amax(-1, keepdim=True)
         total = scores.amax(-1, keepdim=True) - t.log()  # logsumexp, in a third of the time
-        odds = (self.odds[_bucket(order, r.amax(-1))][:, None] * (1.0 - t) / t) ** SHARPNESS
+        odds = self.odds[_bucket(order, r.amax(-1))][:, None] * (1.0 - t) / t
+        odds = odds**SHARPNESS if greedy else CAUTION * odds
         added = torch.logaddexp(known, total + (r * odds).log())
         return scores.scatter(1, ids, added.where(total.isfinite(), known))
 
@@ -148,21 +150,27 @@ class MixedProcessing(Processing):
     """The processors of a draft whose logits are mixed with the target's successors before them.
 
     So what processors forbid stays forbidden, and what is kept does not depend on how texts are sampled.
+
+    Args:
+        greedy: whether texts are, and not sampled.
     """
 
-    def __init__(self, processing: Processing, successors: Successors) -> None:
+    def __init__(self, processing: Processing, successors: Successors, greedy: bool) -> None:
         super().__init__(processing.processors)
-        self.successors = successors
+        self.successors, self.greedy = successors, greedy
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         context = input_ids[:, -ORDERS:]  # not `contexts_of`: candidates may lie on a device, which nothing reads here
         if len(candidates):
             context = extend(context, candidates[-ORDERS:])[:, -ORDERS:]
         context = F.pad(context, (ORDERS - context.shape[1], 0), value=BEFORE)
-        return super().one(input_ids, candidates, self.successors.mixed(context, scores[None])[0])
+        return super().one(input_ids, candidates, self._mixed(context, scores[None])[0])
 
     def after_each(self, input_ids: Tensor, paths: Sequence[list[int]], scores: Tensor) -> Tensor:
-        return super().after_each(input_ids, paths, self.successors.mixed(contexts_of(input_ids, paths), scores))
+        return super().after_each(input_ids, paths, self._mixed(contexts_of(input_ids, paths), scores))
+
+    def _mixed(self, contexts: Tensor, scores: Tensor) -> Tensor:
+        return self.successors.mixed(contexts, scores, self.greedy)
 
 
 def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -177,6 +185,21 @@ def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
 def _odds(chance: Tensor) -> Tensor:
     chance = chance.clamp(0.0, SUREST)
     return chance / (1.0 - chance)
+
+
+def _layout(num_ids: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of contexts of one, two and three tokens: what each token counts in their key `[ORDERS, ORDERS]`; and `[ORDERS]`
+    by what keys are spread, bits of which there are places, and the first place.
+
+    A token alone is its own key and place: it is shifted to the left as far as to the right.
+    """
+    count, longer = num_ids + 1, range(1, ORDERS)
+    digits = [[count**back if back <= order else 0 for back in reversed(range(ORDERS))] for order in range(ORDERS)]
+    spread = [1 << 32, *(SPREAD for _ in longer)]
+    mask = [-1, *(PLACES - 1 for _ in longer)]
+    begin = [0, *(count + PLACES * (order - 1) for order in longer)]
+    made = [torch.tensor(values, device=device) for values in (digits, spread, mask, begin)]
+    return made[0], made[1], made[2], made[3]
 
 
 def _bucket(order: Tensor, largest: Tensor) -> Tensor:

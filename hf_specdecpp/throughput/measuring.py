@@ -170,7 +170,7 @@ def measure(
     processing, successors = Processing([]), None
     if mixes:  # with those of a target that has said nothing, which takes as long
         successors = Successors(_vocab_size(target), drafter.device)
-        processing = MixedProcessing(processing, successors)
+        processing = MixedProcessing(processing, successors, greedy=True)
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):

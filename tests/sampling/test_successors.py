@@ -52,6 +52,12 @@ def row(table: Successors, *tokens: int) -> Tensor:
     return found if table.keys[place] == key else torch.zeros(VOCAB)
 
 
+def known(table: Successors, *tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_known` finds after these tokens."""
+    places, keys = table._places(contexts(tokens))
+    return table._known(places, table.keys[places] == keys)
+
+
 def test_what_is_kept_follows_what_is_said() -> None:
     """The numbers of the docstring."""
     table = Successors(VOCAB, CPU)
@@ -76,7 +82,7 @@ def test_the_longest_known_part_of_a_context_counts() -> None:
     table.learn(contexts((6, 8, 7)), logits_of(_3=1.0))
 
     def likeliest(*tokens: int) -> tuple[int, int]:
-        order, ids, r = table._known(*table._places(contexts(tokens)))
+        order, ids, r = known(table, *tokens)
         return int(order[0]), int(ids[0, r.argmax()])
 
     assert likeliest(4, 5, 7) == (3, 1)
@@ -141,7 +147,7 @@ def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch
     table.learn(contexts((1, 7), (2, 7)), torch.cat((logits_of(_3=1.0), logits_of(_4=1.0))))
     assert_close(row(table, 2, 7)[3:5], torch.tensor([0.0, 1.0]))
     assert not row(table, 1, 7).any()
-    order, _, r = table._known(*table._places(contexts((1, 7))))
+    order, _, r = known(table, 1, 7)
     assert order.tolist() == [1]
     assert r.amax() == 0.5
 
@@ -175,7 +181,8 @@ def test_a_small_vocabulary_and_unknown_tokens() -> None:
     table = Successors(4, CPU)
     table.learn(contexts(9, 3), torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
     assert table.probs[3].max() == table.probs[4].max() == 1.0
-    assert_close(table.mixed(contexts(9, 1_000), torch.zeros(2, 4)), table.mixed(contexts(4, 4), torch.zeros(2, 4)))
+    one_and_other = (table.mixed(contexts(*two), torch.zeros(2, 4), True) for two in ((9, 1_000), (4, 4)))
+    assert_close(*one_and_other)
 
 
 def test_what_is_no_number_counts_for_nothing() -> None:
@@ -183,7 +190,7 @@ def test_what_is_no_number_counts_for_nothing() -> None:
     table.learn(contexts(1, 2), torch.stack([torch.full((VOCAB,), torch.nan), torch.full((VOCAB,), torch.inf)]))
     assert not table.probs.any()
     scores = torch.randn(1, VOCAB)
-    assert_close(table.mixed(contexts(1), scores), scores)
+    assert_close(table.mixed(contexts(1), scores, True), scores)
 
 
 def taught() -> Successors:
@@ -193,7 +200,7 @@ def taught() -> Successors:
     return table
 
 
-def mixture(scores: Tensor) -> Tensor:
+def mixture(scores: Tensor, greedy: bool) -> Tensor:
     """By the definition: what `taught` makes of logits `[3, VOCAB]` after the tokens 7, 8 and 1."""
     q, r = scores.double().softmax(-1), torch.zeros(3, VOCAB, dtype=torch.float64)
     r[0, 3], r[0, 4], r[1, 5] = 0.8, 0.2, 1.0
@@ -201,15 +208,17 @@ def mixture(scores: Tensor) -> Tensor:
     came_true = (table.came_true / table.trials).clamp_max(SUREST).view(ORDERS + 1, BUCKETS)
     # Before the two is always the same, so the longest context is known.
     m = came_true[[3, 3, 0], [int(0.8 * BUCKETS), BUCKETS - 1, 0]].double()[:, None]
-    odds = (m / (1 - m)) ** 2 / (t / (1 - t)) ** 2
+    ratio = (m / (1 - m)) / (t / (1 - t))
+    odds = ratio**2 if greedy else ratio / 2
     mixed = (q + odds * r) / (1 + odds)
     return (mixed / mixed.sum(-1, keepdim=True)).float()
 
 
-def test_the_softmax_is_the_mixture() -> None:
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_softmax_is_the_mixture(greedy: bool) -> None:
     scores = 2.0 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    q = taught().mixed(contexts(7, 8, 1), scores).softmax(-1)
-    assert_close(q, mixture(scores), atol=1e-5, rtol=0.0)
+    q = taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
+    assert_close(q, mixture(scores, greedy), atol=1e-5, rtol=0.0)
     assert float((q - scores.softmax(-1))[:2].abs().amax(-1).min()) > 0.05
     assert_close(q[2], scores[2].softmax(-1))
 
@@ -219,17 +228,18 @@ def test_the_numbers_of_the_docstring() -> None:
     table.ids[0], table.probs[0] = torch.tensor([1, 2, 0], dtype=torch.int32), torch.tensor([0.5, 0.2, 0.0])
     table.keys[0] = 0
     table.odds.fill_(1.0)
-    q = table.mixed(contexts(0), torch.tensor([[0.6, 0.4, 0.0]]).log()).softmax(-1)
-    assert_close(q, torch.tensor([[0.41538, 0.43077, 0.06154]]) / 0.90769, atol=1e-4, rtol=0.0)
+    for greedy, expected in ((True, [[0.41538, 0.43077, 0.06154]]), (False, [[0.45, 0.425, 0.05]])):
+        q = table.mixed(contexts(0), torch.tensor([[0.6, 0.4, 0.0]]).log(), greedy).softmax(-1)
+        assert_close(q, torch.tensor(expected) / sum(expected[0]), atol=1e-4, rtol=0.0)
 
 
-@given(st.integers(0, 1000), st.floats(0.1, 300.0))
-def test_logits_of_any_size_stay_numbers(seed: int, scale: float) -> None:
+@given(st.integers(0, 1000), st.floats(0.1, 300.0), st.booleans())
+def test_logits_of_any_size_stay_numbers(seed: int, scale: float, greedy: bool) -> None:
     scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
     before = scores.clone()
-    q = taught().mixed(contexts(7, 8, 1), scores).softmax(-1)
+    q = taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
     assert torch.equal(scores, before), "a block draft gives its logits to several nodes"
-    assert_close(q, mixture(scores), atol=1e-4, rtol=0.0)
+    assert_close(q, mixture(scores, greedy), atol=1e-4, rtol=0.0)
 
 
 def test_what_the_draft_cannot_say_the_target_may_have_said() -> None:
@@ -237,19 +247,20 @@ def test_what_the_draft_cannot_say_the_target_may_have_said() -> None:
     scores[:, 3] = IMPOSSIBLE
     scores[1] = IMPOSSIBLE  # a block's end
     scores[2, :11] = IMPOSSIBLE  # a draft that is certain
-    mixed = taught().mixed(contexts(7, 7, 7), scores)
+    mixed = taught().mixed(contexts(7, 7, 7), scores, True)
     assert mixed[0].softmax(-1)[3] > 0.5
     assert mixed[0].softmax(-1)[4] > scores[0].softmax(-1)[4]
     assert torch.equal(mixed[1:].isneginf(), scores[1:].isneginf())
     assert mixed[2].softmax(-1)[11] == 1.0
 
 
-def test_processors_come_after_it() -> None:
+@pytest.mark.parametrize("greedy", [True, False])
+def test_processors_come_after_it(greedy: bool) -> None:
     """What they forbid stays forbidden, and each place has the token before it."""
     processors = [SuppressTokensLogitsProcessor([3], "cpu"), TemperatureLogitsWarper(0.5)]
-    mixing, table = MixedProcessing(Processing(processors), taught()), taught()
+    mixing, table = MixedProcessing(Processing(processors), taught(), greedy), taught()
     text, scores = torch.tensor([[1, 7]]), torch.randn(2, VOCAB)
-    by_hand = table.mixed(contexts((1, 7), (7, 2, 8)), scores) / 0.5
+    by_hand = table.mixed(contexts((1, 7), (7, 2, 8)), scores, greedy) / 0.5
     by_hand[:, 3] = IMPOSSIBLE
     assert_close(mixing.after_each(text, [[], [2, 8]], scores), by_hand)
     assert_close(mixing.one(text, [], scores[0]), by_hand[0])
