@@ -9,11 +9,12 @@ target answers them in batches, greedily and at temperature 1 in turn, and what 
 is kept in `--output`, so that a run that was stopped goes on. The draft learns from the answers to the first prompts of
 the block, for so many seconds in all. Shown is, for the first candidate of a round, how likely it is accepted at
 temperature 1 and how often it is the target's likeliest token, on average over all places of the answers to the other
-prompts, and to those of the published sets: with the draft as it is, and mixed with the target's latest successors
-(`SpeculationConfig(draft_successors=True)`), whose table has heard the answers that were learned from. Then some of
-these are answered live, greedily and at temperature 1, by plain generation on the same passes and with the draft before
-and after learning in turn, all with the settings of the assistant's repository, after one text that is not counted.
-Seconds are those of this thread where there is only one, so that other programs count little.
+prompts, and to those of the published sets: with the draft as it is, and corrected, by a temperature where it samples
+and mixed with the target's latest successors (`SpeculationConfig(draft_temperature=0.8, draft_successors=True)`), whose
+table has heard the answers that were learned from. Then some of these are answered live, greedily and at temperature 1,
+by plain generation on the same passes and with the draft before and after learning in turn, all with the settings of
+the assistant's repository, after one text that is not counted. Seconds are those of this thread where there is only
+one, so that other programs count little.
 """
 
 import argparse
@@ -45,6 +46,7 @@ AS_THEY_ARE = ["{}"]
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
 ROWS = 50  # answers in a batch
 PUBLISHED = 12  # prompts of each published set
+TEMPERATURE = 0.8  # of a corrected draft that samples
 MOST = 10**9  # tokens that are kept
 
 
@@ -109,8 +111,8 @@ def of_text(drafter, text: KeptText) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 def first_candidates(assistant, texts: list[KeptText], table: Successors | None = None) -> list[float]:
     """How likely the first candidate of a round is accepted at temperature 1, and how often the draft's likeliest token
-    is the target's: the mean over all places of answers, with q as it is or mixed with the successors of a table as for
-    sampled and for greedy texts. The table goes on."""
+    is the target's: the mean over all places of answers, with q as it is or corrected, for the first as where it is
+    drawn from, with a temperature, for the second as in greedy texts. The table goes on."""
     drafter, found = assistant.ready_drafter(), []
     for text in texts:
         contexts, logits, p_logits = of_text(drafter, text)
@@ -118,7 +120,7 @@ def first_candidates(assistant, texts: list[KeptText], table: Successors | None 
         if table is not None:
             rows = []
             for context, q, p in zip(contexts.split(1), logits.split(1), p_logits.split(1), strict=True):
-                rows.append([table.mixed(context, q, greedy) for greedy in (False, True)])
+                rows.append((table.mixed(context, q / TEMPERATURE, False), table.mixed(context, q, True)))
                 table.learn(context, p)
             drawn, likeliest = map(torch.cat, zip(*rows, strict=True))
         accepted = torch.minimum(drawn.softmax(-1), p_logits.softmax(-1)).sum(-1)
@@ -141,7 +143,7 @@ class Live:
 
     Args:
         assistant: None for plain generation, on the passes of another one.
-        corrected: whether its q is mixed with the target's successors.
+        corrected: whether its q has a temperature and is mixed with the target's successors.
     """
 
     def __init__(self, assistant, passes_of, corrected: bool = False) -> None:
@@ -157,6 +159,7 @@ class Live:
                 output = target.generate(**inputs, max_new_tokens=tokens, **MODES[mode])
         else:
             self.assistant.speculation.draft_successors = self.corrected
+            self.assistant.speculation.draft_temperature = TEMPERATURE if self.corrected else 1.0
             output = target.generate(**inputs, assistant_model=self.assistant, max_new_tokens=tokens, **MODES[mode])
         seconds = self.clock() - begin
         answer = output[0, inputs["input_ids"].shape[1] :].tolist()
@@ -208,14 +211,14 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
             for share in first_candidates(after, asked, copy.deepcopy(table) if corrected else None)
         ]
 
-    rows = [["published", 0.0, 0, *shares()], ["with successors", 0.0, 0, *shares(corrected=True)]]
+    rows = [["published", 0.0, 0, *shares()], ["corrected", 0.0, 0, *shares(corrected=True)]]
     spent, steps = 0.0, 0
     for seconds in args.seconds:
         lesson = after.learn(seconds=seconds - spent)
         print(f"{name}, seed {seed}: {lesson}", flush=True)
         spent, steps = spent + lesson.seconds, steps + lesson.steps
         rows.append(["learned", spent, steps, *shares()])
-    rows.append(["learned, with successors", spent, steps, *shares(corrected=True)])
+    rows.append(["learned, corrected", spent, steps, *shares(corrected=True)])
     print(rows, flush=True)
     contestants = [Live(None, before)]
     contestants += [Live(each, before, corrected) for each in assistants for corrected in (False, True)]
@@ -238,7 +241,7 @@ def show(results: list[dict]) -> None:
         lines.append(["mean", "", draft, "", "", *(f"{fmean(column):.3f}" for column in zip(*found, strict=True))])
     shares_head = ("accepted", "agrees", "published sets: accepted", "agrees")
     print("\n" + markdown_table(("kind", "seed", "draft", "seconds", "steps", *shares_head), lines))
-    names = ("published", "with successors", "learned", "learned, with successors")
+    names = ("published", "corrected", "learned", "learned, corrected")
     lines, ratios_of = [], defaultdict(list)
     for each in results:
         for mode, counts in each["live"].items():

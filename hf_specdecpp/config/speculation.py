@@ -79,9 +79,10 @@ class SpeculationConfig:
         keep_texts (tokens): of the latest texts of attached targets that `assistant.learn()` learns from: the tokens,
             the states that the draft reads and what the target would have said (`docs/using.md`). 0 keeps none. They
             are kept in memory only (`assistant.memory.texts`).
-        draft_temperature: divides the draft's logits once more, after temperature, top-k and the like, where the target
-            samples. Below 1 the draft guesses what is likeliest more often, above 1 other tokens. 0.8 is accepted more
-            often than 1 by SmolLM2's published draft (`docs/drafts.md`). Greedy decoding does not know it.
+        draft_temperature: divides the draft's logits once more, before temperature, top-k and the like and before the
+            target's successors are mixed in, where the target samples. Below 1 the draft guesses what is likeliest more
+            often, above 1 other tokens. 0.8 is accepted more often than 1 by SmolLM2's published draft
+            (`docs/drafts.md`). Greedy decoding does not know it.
         draft_successors: mix the draft's distribution with what an attached target said lately after the same one to
             three tokens, as far as that is the better guess (`docs/drafts.md`). Texts that repeat themselves or each
             other gain most, and kinds of text that the draft was not trained for. The table takes 72 bytes a token of

@@ -98,14 +98,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.session: Reading = session(self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
-        if generation_config.do_sample and setup.speculation.draft_temperature != 1.0:
-            self.draft_processing = self.draft_processing.cooled(setup.speculation.draft_temperature)
+        greedy = not generation_config.do_sample
+        temperature = 1.0 if greedy else setup.speculation.draft_temperature
         self.successors: Successors | None = None
         if setup.speculation.draft_successors and target is not None and setup.drafter.places:
             self.successors = setup.memory.recall_successors(target, self.vocab_size, setup.drafter.device)
-            self.draft_processing = MixedProcessing(
-                self.draft_processing, self.successors, greedy=not generation_config.do_sample
-            )
+            self.draft_processing = MixedProcessing(self.draft_processing, self.successors, greedy, temperature)
+        elif temperature != 1.0:
+            self.draft_processing = self.draft_processing.cooled(temperature)
         self.stats = SpeculationStats(suspect=setup.drafter.suspect)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)

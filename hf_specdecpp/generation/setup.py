@@ -162,5 +162,5 @@ def rule_of(
         return BatchThroughput(estimator, plan) if setup.rows > 1 else make_rule(config, estimator, plan)
     if not (config.adapt and config.rule == "threshold"):
         return make_rule(config, estimator)
-    learned = setup.memory.recall(setup.drafter if target is None else target, estimator, generation_config)
+    learned = setup.memory.recall(config, setup.drafter if target is None else target, estimator, generation_config)
     return make_rule(config, estimator, rates=learned.rates)

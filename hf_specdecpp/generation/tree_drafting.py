@@ -75,7 +75,7 @@ class TreeDrafting:
         if config.tree == "dyspec" and config.rule == "throughput":
             self.throughput = memory.tree_plan(config, drafter, estimator, target, generation, own)
         elif config.adapt and config.tree != "static":
-            self.rates = memory.recall(target, estimator, generation, trees=True).rates
+            self.rates = memory.recall(config, target, estimator, generation, trees=True).rates
         return self.throughput
 
     @property

@@ -114,8 +114,8 @@ class Processing:
         return Processing([processor for processor in self.processors if reads_prefix_only(processor)])
 
     def cooled(self, temperature: float) -> Processing:
-        """With a temperature after all others."""
-        return Processing([*self.processors, TemperatureLogitsWarper(temperature)])
+        """With a temperature before all others."""
+        return Processing([TemperatureLogitsWarper(temperature), *self.processors])
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""

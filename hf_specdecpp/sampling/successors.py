@@ -153,11 +153,12 @@ class MixedProcessing(Processing):
 
     Args:
         greedy: whether texts are, and not sampled.
+        temperature: of q before it is mixed.
     """
 
-    def __init__(self, processing: Processing, successors: Successors, greedy: bool) -> None:
+    def __init__(self, processing: Processing, successors: Successors, greedy: bool, temperature: float = 1.0) -> None:
         super().__init__(processing.processors)
-        self.successors, self.greedy = successors, greedy
+        self.successors, self.greedy, self.temperature = successors, greedy, temperature
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         context = input_ids[:, -ORDERS:]  # not `contexts_of`: candidates may lie on a device, which nothing reads here
@@ -170,7 +171,7 @@ class MixedProcessing(Processing):
         return super().after_each(input_ids, paths, self._mixed(contexts_of(input_ids, paths), scores))
 
     def _mixed(self, contexts: Tensor, scores: Tensor) -> Tensor:
-        return self.successors.mixed(contexts, scores, self.greedy)
+        return self.successors.mixed(contexts, scores / self.temperature, self.greedy)
 
 
 def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -112,14 +112,22 @@ class Memory:
                 found[MODES[each.greedy]] = each.rates.line.tolist()
         return found
 
-    def recall(self, owner: CausalLM, estimator: Estimator, how: GenerationConfig, trees: bool = False) -> Learned:
-        """What is known of a target; `owner` is the draft where no target is given."""
+    def recall(
+        self,
+        config: SpeculationConfig,
+        owner: CausalLM,
+        estimator: Estimator,
+        how: GenerationConfig,
+        trees: bool = False,
+    ) -> Learned:
+        """What is known of a target and of candidates that are drawn in one way; `owner` is the draft where no target
+        is given."""
         greedy = not how.do_sample
 
         def new() -> Learned:
             return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED)))
 
-        key = trees, type(estimator).__name__, *_sampling(how)
+        key = trees, type(estimator).__name__, *_sampling(how), *_correcting(config, how)
         return _latest(self.learned.setdefault(owner, {}), key, new)
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
@@ -152,7 +160,7 @@ class Memory:
         Raises:
             ValueError: costs are neither given nor can be measured.
         """
-        learned = self.recall(drafter if target is None else target, estimator, generation)
+        learned = self.recall(config, drafter if target is None else target, estimator, generation)
         most = int(min(config.max_tokens, drafter.places))
         widest = max(most, config.lookup_tokens) if config.lookup else most
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
@@ -187,7 +195,7 @@ class Memory:
             mixes = config.draft_successors
             found = costs_of(target, drafter, estimator, most, trees=True, own=own, mixes=mixes)
             costs = found if config.track_costs else found.first
-        learned = self.recall(target, estimator, generation, trees=True)
+        learned = self.recall(config, target, estimator, generation, trees=True)
         known = learned.plan if isinstance(learned.plan, TreeThroughput) else None
         if known is None or known.settings != (costs, most):
             known = learned.plan = TreeThroughput(costs, most, learned.rates)
@@ -197,6 +205,11 @@ class Memory:
 def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
     """How a target samples, of which acceptance depends."""
     return (how.temperature, how.top_k, how.top_p) if how.do_sample else ()
+
+
+def _correcting(config: SpeculationConfig, how: GenerationConfig) -> tuple[Any, ...]:
+    """How the draft's distribution is corrected, of which acceptance depends, too."""
+    return config.draft_successors, config.draft_temperature if how.do_sample else 1.0
 
 
 def _latest(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], new: Callable[[], T]) -> T:

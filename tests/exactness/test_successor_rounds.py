@@ -128,7 +128,7 @@ def knowing_what_was_drawn(
     drawn is that of a candidate that was looked up, which is verified rightly."""
     table = copy.deepcopy(processing.successors)
     table.learn(contexts_of(text, [path]), torch.zeros(1, VOCAB).index_fill(1, torch.tensor([drawn]), 1.0))
-    return MixedProcessing(processing, table, processing.greedy).one(text, path, logits)
+    return MixedProcessing(processing, table, processing.greedy, processing.temperature).one(text, path, logits)
 
 
 def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:

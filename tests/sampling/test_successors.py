@@ -254,13 +254,13 @@ def test_what_the_draft_cannot_say_the_target_may_have_said() -> None:
     assert mixed[2].softmax(-1)[11] == 1.0
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_processors_come_after_it(greedy: bool) -> None:
-    """What they forbid stays forbidden, and each place has the token before it."""
+@pytest.mark.parametrize(("greedy", "temperature"), [(True, 1.0), (False, 0.8)])
+def test_processors_come_after_it(greedy: bool, temperature: float) -> None:
+    """What they forbid stays forbidden, each place has the token before it, and the draft's temperature is of q."""
     processors = [SuppressTokensLogitsProcessor([3], "cpu"), TemperatureLogitsWarper(0.5)]
-    mixing, table = MixedProcessing(Processing(processors), taught(), greedy), taught()
+    mixing, table = MixedProcessing(Processing(processors), taught(), greedy, temperature), taught()
     text, scores = torch.tensor([[1, 7]]), torch.randn(2, VOCAB)
-    by_hand = table.mixed(contexts((1, 7), (7, 2, 8)), scores, greedy) / 0.5
+    by_hand = table.mixed(contexts((1, 7), (7, 2, 8)), scores / temperature, greedy) / 0.5
     by_hand[:, 3] = IMPOSSIBLE
     assert_close(mixing.after_each(text, [[], [2, 8]], scores), by_hand)
     assert_close(mixing.one(text, [], scores[0]), by_hand[0])

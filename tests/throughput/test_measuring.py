@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,17 @@ def test_few_ways_of_sampling_are_remembered() -> None:
         )
     learned = assistant.memory.learned[target]
     assert [key[2] for key in learned] == [float(temperature) for temperature in range(9, 25)]
+
+
+def test_what_rounds_teach_is_of_one_way_to_draw_candidates() -> None:
+    """Another temperature of the draft, or the target's successors, and its estimates come true another time; greedy
+    texts do not know that temperature."""
+    target = tiny("llama")
+    assistant = assistant_for(target, rule="throughput", costs={"draft": 0.1, "verify": [1.0]})
+    config = assistant.speculation
+    for do_sample, ways in ((True, 4), (False, 2)):
+        for _ in range(2):
+            for config.draft_successors, config.draft_temperature in product((False, True), (0.8, 1.0)):
+                target.generate(prompt(), assistant_model=assistant, max_new_tokens=8, do_sample=do_sample)
+        learned = assistant.memory.learned[target].values()
+        assert sum(each.greedy is not do_sample for each in learned) == ways
