@@ -124,7 +124,7 @@ def places(tmp_path: Path) -> str:
     return f"target, head = {str(tmp_path / 'target')!r}, {str(tmp_path / 'head')!r}"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("first", FIRST)
 def test_doors_by_name(first: str, places: str) -> None:
     """Each in a process of its own, in which nothing was loaded before."""

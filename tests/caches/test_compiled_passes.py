@@ -41,6 +41,7 @@ def a_setting(target: CausalLM) -> None:
 CHANGES = [(scaled_weights, False), (another_module, True), (a_hook, True), (a_setting, True)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("change", "compiles"), CHANGES)
 def test_changes_between_texts(
     change: Callable[[CausalLM], None], compiles: bool, traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch

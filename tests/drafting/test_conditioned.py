@@ -267,6 +267,7 @@ def test_the_target_keeps_no_hooks(reading: Making, llama: CausalLM) -> None:
     assert torch.equal(llama(prompt()).logits, expected)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_processor_that_calls_the_target(

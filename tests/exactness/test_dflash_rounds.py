@@ -124,6 +124,7 @@ def test_a_chain_emits_exactly_p(verifier: str, rule: str) -> None:
     assert max(program.lengths) > 1
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_a_tree_emits_exactly_p(verifier: str, algorithm: str) -> None:

@@ -98,6 +98,7 @@ def test_an_early_exit_under_the_threshold_rule(rounds: Rounds) -> None:
     rounds.assert_all_kinds()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 8])
 def test_every_number_of_candidates(num_tokens: int, rounds: Rounds) -> None:
     """And no processor at all, which takes a shorter way."""

@@ -86,6 +86,7 @@ def of_kind(base: Any, kind: str) -> Any:
     return type(f"{kind} {base.__name__}", (base,), {"kind": kind})
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "rule", ["fixed", "threshold/draft probability", "throughput/draft probability", "threshold/before"]
 )
@@ -101,6 +102,7 @@ def test_a_chain_emits_exactly_p(kind: str, verifier: str, rule: str) -> None:
     assert max(lengths) > 1
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kind", ["block", "lookup"])

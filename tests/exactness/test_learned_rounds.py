@@ -60,6 +60,7 @@ def test_generate_emits_exactly_p_after_learning(kind: str, shape: str, enumerat
     assert_exactly_p(target, assistant, enumerate_torch)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_generate_emits_exactly_p_whatever_the_draft_s_temperature(
@@ -82,6 +83,7 @@ def test_a_draft_temperature_that_is_not_told_is_caught(
     assert_caught(target, assistant, enumerate_torch)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["independent", "early_exit"])
 def test_a_q_that_is_stale_is_caught(kind: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are drawn by the learned draft, and the q that is told is that of the draft before it learned."""

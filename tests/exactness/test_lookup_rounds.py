@@ -99,6 +99,7 @@ class LookupTree(ToyTree):
         return follow_tree(tree, path, token, lambda node: int(randomness.categorical(self.p(tree, node, prefix))))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
 @pytest.mark.parametrize("verifier", ["block", "token", "block, at once", "token, at once"])
 def test_a_tree_emits_exactly_p(verifier: str, algorithm: str) -> None:

@@ -135,6 +135,7 @@ def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: in
     return processing.one(text, path, logits)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("again", [unmixed, knowing_what_was_drawn])
 def test_another_q_than_the_mixed_one_is_caught(

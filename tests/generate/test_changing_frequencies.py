@@ -76,6 +76,7 @@ def test_texts_across_the_change(kind: str, draft: str, speculation: dict[str, A
     assert differing(target, assistant_of(draft, target, **speculation)) == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 def test_passes_over_both_sides_would_differ(
@@ -91,6 +92,7 @@ def test_passes_over_both_sides_would_differ(
         assert differing(target, assistant) != []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_static_caches(kind: str) -> None:
     target = target_of(kind)

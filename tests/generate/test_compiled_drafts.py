@@ -55,7 +55,7 @@ def outcomes(
     return found
 
 
-@pytest.mark.every(19)
+@pytest.mark.every(23)
 @pytest.mark.parametrize("rule", ["fixed", "threshold"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -159,6 +159,7 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         target.generate(on_device(prompt()), do_sample=True, assistant_model=assistant, **OPTIONS)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("speculation", [*RULES[:2], TREES[0], TREES[3]], ids=str)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -269,6 +270,7 @@ def test_what_a_chain_costs(speculation: dict[str, Any], sampling: dict[str, Any
         assert cost["sync"] == 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("speculation", [TREES[0], TREES[3]], ids=str)
 def test_what_a_tree_costs(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:

@@ -96,6 +96,7 @@ def test_a_grammar_that_depends_on_the_path(pair: Pair) -> None:
     assert pair.assistant.stats.accepted > 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("at", [3, 6])
 def test_stop_strings(pair: Pair, at: int) -> None:
     text = pair.generate()[0, TEXT.shape[1] :].tolist()

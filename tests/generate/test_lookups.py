@@ -184,6 +184,7 @@ def test_special_tokens_are_never_proposed() -> None:
 # Beside a draft. ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_beside_every_kind_of_draft(shape: str, kind: str) -> None:

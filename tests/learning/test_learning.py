@@ -64,6 +64,7 @@ def target() -> CausalLM:
     return tiny("llama")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", LEARN)
 def test_it_gains_keeps_the_target_and_takes_everything_back(target: CausalLM, kind: str) -> None:
     assistant = assistant_of(kind, target, **CHAIN)
@@ -95,6 +96,7 @@ def test_it_gains_keeps_the_target_and_takes_everything_back(target: CausalLM, k
     assistant.unlearn()  # there is nothing left to take back
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", LEARN)
 def test_what_drafts_is_what_was_measured(target: CausalLM, kind: str) -> None:
     """The draft in use, adapter merged, has the student's distributions."""
@@ -266,6 +268,7 @@ def test_a_text_that_is_being_generated_ends_with_the_draft_that_it_began_with(t
 # Storing it -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", LEARN)
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_learned_draft_is_stored_and_says_on_how_much(

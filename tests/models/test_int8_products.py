@@ -84,6 +84,7 @@ def assistant_of(kind: str, target: Any, **speculation: Any) -> SpecDecPPAssista
     return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=knobs)
 
 
+@pytest.mark.every(5)
 @pytest.mark.usefixtures("small_layers")
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)

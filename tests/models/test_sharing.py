@@ -50,6 +50,7 @@ def test_repeated_calls(kind: str, rule: str) -> None:
     assert assistant.config.to_dict() == described
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
 def test_two_targets_share_an_assistant(attached: bool) -> None:
     targets = [tiny("llama"), tiny("mistral", seed=3)]

@@ -90,6 +90,7 @@ def test_greedy_text_of_every_family(family: str, tmp_path: Path) -> None:
         assert assistant.stats.accepted > 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", TREES)
 def test_trees(settings: str, tmp_path: Path) -> None:
     target = dense().load(tmp_path)

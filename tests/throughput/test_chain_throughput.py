@@ -125,6 +125,7 @@ def test_costs_travel_with_the_config() -> None:
 # In rounds and generations. -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("trials", [[], [2], [1, 2]], ids=str)
 @pytest.mark.parametrize("draft_cost", [0.2, 0.9])
 @pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])

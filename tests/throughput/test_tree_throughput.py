@@ -103,6 +103,7 @@ class Simulation:
         return path
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("kind", "seconds", "temperature"),

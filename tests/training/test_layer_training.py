@@ -23,6 +23,7 @@ from hf_specdecpp.training.distillation.initial import layer as initial_layer
 WEIGHTS = "eagle3.safetensors"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("family", "flags"),
     [

@@ -45,6 +45,7 @@ def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) ->
     assert report_of(second)["after"]["all"]["acceptance"] > begun["acceptance"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("earlier", "kept"), [("covers more", True), ("covers less", False), ("of another size", False)]
 )

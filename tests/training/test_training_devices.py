@@ -42,6 +42,7 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.host if isinstance(tensor, DeviceTensor) else tensor
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("inputs", ["before", "after"])
@@ -61,6 +62,7 @@ def test_features_of_the_head(kind: str, sampling: Sampling, inputs: str) -> Non
         assert_close(on_host(value), expected[name])
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_chains_for_the_calibration(kind: str, sampling: Sampling) -> None:
