@@ -22,7 +22,7 @@ from hf_specdecpp.intervals import median_of_ratios
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of
 from hf_specdecpp.texts.prompts import read_prompts
-from hf_specdecpp.throughput.measuring import measure
+from hf_specdecpp.throughput.measuring import Rounds, measure
 
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
 CANDIDATES = 4  # of the round whose price is told
@@ -41,7 +41,7 @@ def price(target, assistant) -> None:
         2: partial(table.learn, contexts, logits),
     }
     seconds = least_times(actions, 2.0, clock, turns=200)
-    costs = measure(target, assistant.ready_drafter(), assistant.estimator, CANDIDATES)
+    costs = measure(Rounds(target, assistant.ready_drafter(), assistant.estimator, CANDIDATES))
     whole = costs.start + CANDIDATES * costs.draft + costs.verify_seconds(CANDIDATES)[CANDIDATES]
     more = CANDIDATES * seconds[1] + seconds[2]
     print("| | without, microseconds | with it, more |")

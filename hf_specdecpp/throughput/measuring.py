@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,44 +61,53 @@ MOST_TURNS = 25
 _known: dict[str, KnownCosts] = {}
 
 
-def costs_of(
-    target: CausalLM,
-    drafter: Draft,
-    estimator: Estimator,
-    max_tokens: int,
-    trees: bool = False,
-    rows: int = 1,
-    own: OwnPasses | None = None,
-    mixes: bool = False,
-) -> KnownCosts:
-    """The costs of rounds of up to `max_tokens` candidates, in chains or in trees: measured before, or now.
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds whose costs are asked for.
 
-    Of a batch those of one row: its share of passes over all `rows`. They are those of the matrix products that the
-    layers use now (`models.cpu_products`).
-
-    Args:
+    Attributes:
+        max_tokens: candidates of the largest.
+        trees: whether these are trees, or chains.
+        rows: of a batch.
         own: the passes of the text at hand, where they are others than over a cache that grows.
         mixes: whether the draft's logits are mixed with the target's successors (`SpeculationConfig.draft_successors`).
     """
 
-    is_recurrent = keeps_recurrent_state(target)  # before, since what is known of costs must not keep a target alive
+    target: CausalLM
+    drafter: Draft
+    estimator: Estimator
+    max_tokens: int
+    trees: bool = False
+    rows: int = 1
+    own: OwnPasses | None = None
+    mixes: bool = False
+
+
+def costs_of(rounds: Rounds) -> KnownCosts:
+    """What rounds cost, measured before or now.
+
+    Of a batch that of one row: its share of passes over all rows. The matrix products are those that the layers use now
+    (`models.cpu_products`).
+    """
+    # Read before: what is known of costs must not keep a target alive.
+    is_recurrent, has_own = keeps_recurrent_state(rounds.target), rounds.own is not None
+    max_tokens, rows = rounds.max_tokens, rounds.rows
 
     def form(costs: Costs) -> Costs:
         """What a rule reckons with."""
         if is_recurrent:
             costs = costs.read_twice(max_tokens)
-        if own is not None:
+        if has_own:
             costs = in_widths(costs, max_tokens)
         return costs if rows == 1 else costs.share(rows)
 
-    passes = None if own is None else own.how
-    of = conditions(target, drafter, estimator, max_tokens, trees, rows, passes, mixes)
+    of = conditions(rounds)
     name = json.dumps(of, sort_keys=True)
     if name not in _known:
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
-            measured = measure(target, drafter, estimator, max_tokens, trees, rows, own, mixes)
+            measured = measure(rounds)
             logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
             _known[name] = KnownCosts(measured, form, of)
             _known[name].save()
@@ -121,28 +130,20 @@ def forget_costs() -> None:
     forget("costs")
 
 
-def conditions(
-    target: CausalLM,
-    drafter: Draft,
-    estimator: Estimator,
-    max_tokens: int,
-    trees: bool,
-    rows: int = 1,
-    passes: dict[str, Any] | None = None,
-    mixes: bool = False,
-) -> dict[str, Any]:
-    """All that the costs depend on; JSON-able. `passes`: `OwnPasses.how`."""
+def conditions(rounds: Rounds) -> dict[str, Any]:
+    """All that the costs of rounds depend on; JSON-able."""
+    drafter, estimator = rounds.drafter, rounds.estimator
     head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
     return {
-        "target": _describe(target),
+        "target": _describe(rounds.target),
         "draft": {} if drafter.model is None else _describe(drafter.model),
         **drafter.describe(),
         "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
-        "max_tokens": max_tokens,
-        "trees": trees,
-        "rows": rows,
-        "passes": passes,
-        "mixes": mixes,
+        "max_tokens": rounds.max_tokens,
+        "trees": rounds.trees,
+        "rows": rounds.rows,
+        "passes": None if rounds.own is None else rounds.own.how,
+        "mixes": rounds.mixes,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
@@ -150,16 +151,7 @@ def conditions(
 
 
 @torch.inference_mode()
-def measure(
-    target: CausalLM,
-    drafter: Draft,
-    estimator: Estimator,
-    max_tokens: int,
-    trees: bool = False,
-    rows: int = 1,
-    own: OwnPasses | None = None,
-    mixes: bool = False,
-) -> Costs:
+def measure(rounds: Rounds) -> Costs:
     """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
 
     Everything that a round does for a candidate is included: its estimate, its draw and its verification, and mixing
@@ -167,20 +159,19 @@ def measure(
     adds to it; with one thread on a CPU the processor's time is taken, which leaves other load out. Torch's generators
     are left as they were.
     """
+    target, drafter = rounds.target, rounds.drafter
     processing, successors = Processing([]), None
-    if mixes:  # with those of a target that has said nothing, which takes as long
+    if rounds.mixes:  # with those of a target that has said nothing, which takes as long
         successors = Successors(_vocab_size(target), drafter.device)
         processing = MixedProcessing(processing, successors, greedy=True)
     devices = [target.device, drafter.device]
     accelerators = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=accelerators):
-        drafting = _time_draft(target, drafter, estimator, processing, rows) if drafter.places else {"draft": 0.0}
-        if own is None:
-            verify = _time_target(target, max_tokens, rows, successors)
-        else:
-            verify = _time_own(target, max_tokens, own, successors)
-        if trees and drafter.places and drafter.block == 1:
-            drafting |= _time_growing(target, drafter, estimator, processing)
+        drafting = _time_draft(rounds, processing) if drafter.places else {"draft": 0.0}
+        own = rounds.own
+        verify = _time_target(rounds, successors) if own is None else _time_own(rounds, own, successors)
+        if rounds.trees and drafter.places and drafter.block == 1:
+            drafting |= _time_growing(rounds, processing)
     return Costs(verify=verify, block=drafter.block, **drafting)
 
 
@@ -193,12 +184,11 @@ class _FixedAndJudged(StoppingRule):
         return self.estimator.estimate(step)
 
 
-def _time_draft(
-    target: CausalLM, drafter: Draft, estimator: Estimator, processing: Processing, rows: int
-) -> dict[str, float]:
+def _time_draft(rounds: Rounds, processing: Processing) -> dict[str, float]:
     """Seconds of starting to draft, of a step, of further candidates of a block, and of reading a token among many, for
     all rows together."""
-    rule, randomness = _FixedAndJudged(estimator), TorchRandomness()
+    target, drafter, rows = rounds.target, rounds.drafter, rounds.rows
+    rule, randomness = _FixedAndJudged(rounds.estimator), TorchRandomness()
     count, several = int(min(READ, drafter.max_length)), int(min(DRAFTED, drafter.places))
     vocab_size, text = _vocab_size(target), _tokens(1, drafter.device)
 
@@ -269,8 +259,9 @@ def _turns(drafter: Draft, rounds: int = 2) -> int:
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_growing(target: CausalLM, drafter: Draft, estimator: Estimator, processing: Processing) -> dict[str, float]:
+def _time_growing(rounds: Rounds, processing: Processing) -> dict[str, float]:
     """Seconds of starting to grow a tree, of a draft pass over a level, and of each further node in it."""
+    target, drafter = rounds.target, rounds.drafter
     session, buffer = drafter.tree_session(_vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
     text = _tokens(1, drafter.device)
 
@@ -281,7 +272,7 @@ def _time_growing(target: CausalLM, drafter: Draft, estimator: Estimator, proces
 
     def grow(*expansions: int) -> None:
         _begin(session, drafter, 1)
-        growth = Growth(expand, estimator, TorchRandomness(), root=0, max_depth=2, buffer=buffer)
+        growth = Growth(expand, rounds.estimator, TorchRandomness(), root=0, max_depth=2, buffer=buffer)
         grow_shape(growth, from_expansions(expansions))
         session.keep([])
 
@@ -298,13 +289,12 @@ def _time_growing(target: CausalLM, drafter: Draft, estimator: Estimator, proces
     return {"start": times[1] - draft, "draft": draft, "branch": max(times[WIDTH] - times[2], 0.0) / (WIDTH - 1)}
 
 
-def _time_target(
-    target: CausalLM, max_tokens: int, rows: int = 1, successors: Successors | None = None
-) -> tuple[float, ...]:
+def _time_target(rounds: Rounds, successors: Successors | None = None) -> tuple[float, ...]:
     """Seconds of verifying 1 to `max_tokens` + 1 tokens of each row; those that there is no time for are interpolated.
 
     Fewer where the target has no positions for so many after the context; `Costs` extrapolates.
     """
+    target, rows = rounds.target, rounds.rows
     context = _context(longest_text(target), CONTEXT if rows == 1 else BATCH_CONTEXT)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     inputs: dict[str, Any] = {cache_argument(target): cache, "use_cache": True}
@@ -319,19 +309,17 @@ def _time_target(
         undo()
         return logits
 
-    most = int(min(max_tokens + 1, longest_text(target) - context))
+    most = int(min(rounds.max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
     return _time_verifying(read, [count for count in wanted if count <= most], target.device, successors)
 
 
-def _time_own(
-    target: CausalLM, max_tokens: int, own: OwnPasses, successors: Successors | None = None
-) -> tuple[float, ...]:
+def _time_own(rounds: Rounds, own: OwnPasses, successors: Successors | None) -> tuple[float, ...]:
     """The same of a text's own passes, of which only those that fill a width are made."""
-    own.settle(max_tokens)
-    widths = [count + 1 for count in own.counts(max_tokens)]
-    return _time_verifying(lambda width: own.make(width - 1)[None], widths, target.device, successors)
+    own.settle(rounds.max_tokens)
+    widths = [count + 1 for count in own.counts(rounds.max_tokens)]
+    return _time_verifying(lambda width: own.make(width - 1)[None], widths, rounds.target.device, successors)
 
 
 def _time_verifying(

@@ -23,7 +23,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.measuring import costs_of, forget_costs, in_widths
+from hf_specdecpp.throughput.measuring import Rounds, costs_of, forget_costs, in_widths
 from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.product_choice import forget_products
 from hf_specdecpp.throughput.trees import TreeThroughput
@@ -166,7 +166,7 @@ class Memory:
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         if config.costs is None and target is not None:
             mixes = config.draft_successors
-            found = costs_of(target, drafter, estimator, widest, rows=rows, own=own, mixes=mixes)
+            found = costs_of(Rounds(target, drafter, estimator, widest, rows=rows, own=own, mixes=mixes))
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
             costs = given_costs(config)
@@ -193,7 +193,7 @@ class Memory:
             costs: Costs | KnownCosts = in_widths(given, most) if generation.cache_implementation == "static" else given
         else:
             mixes = config.draft_successors
-            found = costs_of(target, drafter, estimator, most, trees=True, own=own, mixes=mixes)
+            found = costs_of(Rounds(target, drafter, estimator, most, trees=True, own=own, mixes=mixes))
             costs = found if config.track_costs else found.first
         learned = self.recall(config, target, estimator, generation, trees=True)
         known = learned.plan if isinstance(learned.plan, TreeThroughput) else None

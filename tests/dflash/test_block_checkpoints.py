@@ -21,7 +21,7 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.kinds.known import DFLASH, recognise, taken_as_is
-from hf_specdecpp.throughput.measuring import measure
+from hf_specdecpp.throughput.measuring import Rounds, measure
 from hf_specdecpp.training.configuration import TrainingConfig
 
 PLAIN = VARIANTS["plain"]
@@ -85,7 +85,7 @@ def test_an_object_without_a_name_is_stored_whole(tmp_path: Path) -> None:
 def test_a_block_is_one_price(tmp_path: Path) -> None:
     assistant = load(PLAIN.save(tmp_path))
     draft = assistant.ready_drafter()
-    costs = measure(target_for(), draft, DraftProbability(), draft.places, trees=True)
+    costs = measure(Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True))
     assert (costs.block, costs.start) == (4, 0.0)
     one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
     assert four < 2.0 * one

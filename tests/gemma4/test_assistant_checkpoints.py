@@ -21,7 +21,7 @@ from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.kinds.known import GEMMA4, recognise, taken_as_is
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.measuring import measure
+from hf_specdecpp.throughput.measuring import Rounds, measure
 from hf_specdecpp.training.configuration import TrainingConfig
 
 TEXT = prompt(9) % VOCAB
@@ -110,7 +110,7 @@ def test_its_costs_are_measured(name: str) -> None:
     """A step has a price, and so has a further node; nothing is read at the beginning of a round."""
     target = target_for()
     draft = SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target).ready_drafter()
-    costs = measure(target, draft, DraftProbability(), 4, trees=True)
+    costs = measure(Rounds(target, draft, DraftProbability(), 4, trees=True))
     assert costs.block == 1
     assert costs.draft > 0.0
     assert costs.read < costs.draft

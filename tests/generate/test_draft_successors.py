@@ -17,7 +17,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
-from hf_specdecpp.throughput.measuring import conditions, measure
+from hf_specdecpp.throughput.measuring import Rounds, conditions, measure
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -194,9 +194,11 @@ def test_its_price_is_in_what_is_measured(target: CausalLM, monkeypatch: pytest.
 
         monkeypatch.setattr(owner, name, called)
     drafter, estimator = Drafter(partly_agreeing(target)), DraftProbability()
-    measure(target, drafter, estimator, 4, trees=True)
+    measure(Rounds(target, drafter, estimator, 4, trees=True))
     assert not calls
-    measure(target, drafter, estimator, 4, trees=True, mixes=True)
+    measure(Rounds(target, drafter, estimator, 4, trees=True, mixes=True))
     assert set(calls) == {"one", "after_each", "learn"}
-    with_it, without = (conditions(target, drafter, estimator, 4, False, mixes=mixes) for mixes in (True, False))
+    with_it, without = (
+        conditions(Rounds(target, drafter, estimator, 4, False, mixes=mixes)) for mixes in (True, False)
+    )
     assert with_it != without, "costs of one are not those of the other"

@@ -22,7 +22,7 @@ from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import BY_NAME, KINDS, kind_of, kind_to_train, recognise
 from hf_specdecpp.kinds.ready_made import TakenAsIs
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.measuring import measure
+from hf_specdecpp.throughput.measuring import Rounds, measure
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
 # The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; names of others.
@@ -190,7 +190,7 @@ def test_rows_of_a_batch_draft_by_themselves(name: str) -> None:
 def test_a_block_is_one_price() -> None:
     """Measured with its real rounds: one pass, and little for each further candidate."""
     target = tiny("llama")
-    costs = measure(target, BlockDraft(target), DraftProbability(), BLOCK)
+    costs = measure(Rounds(target, BlockDraft(target), DraftProbability(), BLOCK))
     assert costs.block == BLOCK
     assert 0.0 <= costs.branch < 0.5 * costs.draft
     assert costs.start == 0.0
@@ -200,7 +200,7 @@ def test_a_block_is_one_price() -> None:
 
 def test_a_lookup_is_nearly_free() -> None:
     target = tiny("llama")
-    costs = measure(target, LookupDraft(), DraftProbability(), 8, trees=True)
+    costs = measure(Rounds(target, LookupDraft(), DraftProbability(), 8, trees=True))
     assert costs.block == LookupDraft.block
     assert costs.draft < 0.5 * costs.verify[0]
 

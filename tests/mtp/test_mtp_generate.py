@@ -17,7 +17,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 from hf_specdecpp.mtp.drafter import MtpDraft
-from hf_specdecpp.throughput.measuring import conditions, measure
+from hf_specdecpp.throughput.measuring import Rounds, conditions, measure
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 COSTS = {"draft": 0.1, "verify": [1.0]}
@@ -155,10 +155,10 @@ def test_costs_are_measured(num_layers: int, tmp_path: Path) -> None:
     assistant = SpecDecPPAssistant.from_mtp(target)
     assert assistant.speculation.rule == "throughput"
     check_equal(target, assistant)
-    costs = measure(target, assistant.drafter, assistant.estimator, 4)
+    costs = measure(Rounds(target, assistant.drafter, assistant.estimator, 4))
     assert costs.draft > 0
     assert costs.block == 1
-    described = conditions(target, assistant.drafter, assistant.estimator, 4, trees=False)
+    described = conditions(Rounds(target, assistant.drafter, assistant.estimator, 4, trees=False))
     assert described["reads"] == {"multi_token": True, "hidden_size": HIDDEN}
     assert described.get("multi_token_layers", 1) == num_layers
 

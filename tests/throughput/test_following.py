@@ -76,7 +76,7 @@ def test_another_process_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> 
 
 def plan_costs(target: CausalLM, assistant: SpecDecPPAssistant) -> Costs:
     """What this process knows."""
-    known = measuring.costs_of(target, assistant.setup().drafter, DraftProbability(), 4)
+    known = measuring.costs_of(measuring.Rounds(target, assistant.setup().drafter, DraftProbability(), 4))
     return known.at(0)
 
 

@@ -34,8 +34,8 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each measurement; they take no time here."""
     measured: list[int] = []
 
-    def measure(_target: CausalLM, _drafter: Drafter, _estimator: Any, max_tokens: int, *_: Any) -> Costs:
-        measured.append(max_tokens)
+    def measure(rounds: costs.Rounds) -> Costs:
+        measured.append(rounds.max_tokens)
         return Costs(0.1, (1.0, 1.1), read=0.01)
 
     monkeypatch.setattr(costs, "measure", measure)
@@ -49,7 +49,7 @@ def test_measuring_is_quick_and_leaves_no_trace(family: str) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     begin = time.perf_counter()
-    measured = costs.measure(target, Drafter(partly_agreeing(target)), DraftProbability(), 20, trees=True)
+    measured = costs.measure(costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20, trees=True))
     assert time.perf_counter() - begin < 4.0  # two seconds; twice that on a busy machine
     assert torch.equal(torch.rand(3), expected), "torch's generator is where it was"
     assert len(measured.verify) == 21
@@ -61,7 +61,7 @@ def test_measuring_is_quick_and_leaves_no_trace(family: str) -> None:
 def test_a_row_of_a_batch_pays_its_share() -> None:
     target = tiny("llama", hidden_size=256, intermediate_size=512)
     drafter = Drafter(target)
-    one, four = (costs.costs_of(target, drafter, DraftProbability(), 4, rows=rows) for rows in (1, 4))
+    one, four = (costs.costs_of(costs.Rounds(target, drafter, DraftProbability(), 4, rows=rows)) for rows in (1, 4))
     assert four.measured.verify[0] > one.measured.verify[0]
     assert four.first == four.measured.share(4)
     assert four.first.verify[0] < one.first.verify[0]
@@ -73,13 +73,14 @@ def test_a_row_of_a_batch_pays_its_share() -> None:
 def test_a_batch_is_measured_after_a_longer_context(positions: int, context: int) -> None:
     """Further tokens of each row cost more there. One row is read, the others are copies."""
     target = tiny("gpt2", n_positions=positions)
+    rounds = costs.Rounds(target, Drafter(target), DraftProbability(), 4, rows=3)
     calls: list[tuple[int, int, int]] = []
 
     def note(_model: CausalLM, _args: Any, kwargs: dict[str, Any]) -> None:
         calls.append((*kwargs["input_ids"].shape, cache_among(kwargs).get_seq_length()))
 
     with torch.inference_mode(), target.register_forward_pre_hook(note, with_kwargs=True):
-        costs._time_target(target, 4, rows=3)
+        costs._time_target(rounds)
     assert calls[0] == (1, context, 0)
     assert set(calls[1:]) == {(3, count, context) for count in range(1, 6)}
 
@@ -87,8 +88,8 @@ def test_a_batch_is_measured_after_a_longer_context(positions: int, context: int
 def test_a_slower_target_and_a_slower_draft_cost_more() -> None:
     small, large = tiny("llama"), tiny("llama", num_hidden_layers=12)
     head = AcceptanceHead(32, inputs="before")
-    one = costs.measure(small, Drafter(large), head, 4)
-    other = costs.measure(large, Drafter(small), head, 4)
+    one = costs.measure(costs.Rounds(small, Drafter(large), head, 4))
+    other = costs.measure(costs.Rounds(large, Drafter(small), head, 4))
     assert other.verify[0] > 1.5 * one.verify[0]
     assert one.draft > 1.5 * other.draft
 
@@ -96,7 +97,8 @@ def test_a_slower_target_and_a_slower_draft_cost_more() -> None:
 def test_little_time_measures_the_ends_and_interpolates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "TARGET_SECONDS", 0.0)
     with torch.inference_mode():
-        verify = costs._time_target(tiny("llama"), 10)
+        target = tiny("llama")
+        verify = costs._time_target(costs.Rounds(target, Drafter(target), DraftProbability(), 10))
     slopes = [b - a for a, b in zip(verify, verify[1:], strict=False)]
     assert slopes == pytest.approx([slopes[0]] * 10)
 
@@ -106,7 +108,7 @@ def test_they_are_measured_once(count: list[int], cache: Path, monkeypatch: pyte
     drafter = Drafter(partly_agreeing(target))
 
     def ask(estimator: Any = None, max_tokens: int = 20) -> Costs:
-        return costs.costs_of(target, drafter, estimator or DraftProbability(), max_tokens).measured
+        return costs.costs_of(costs.Rounds(target, drafter, estimator or DraftProbability(), max_tokens)).measured
 
     first = ask()
     assert ask() == first
@@ -143,11 +145,11 @@ def test_a_damaged_file_is_measured_again(
 ) -> None:
     target = tiny("llama")
     drafter = Drafter(partly_agreeing(target))
-    first = costs.costs_of(target, drafter, DraftProbability(), 20).measured
+    first = costs.costs_of(costs.Rounds(target, drafter, DraftProbability(), 20)).measured
     (path,) = cache.iterdir()
     path.write_text(text)
     monkeypatch.setattr(costs, "_known", {})
-    assert costs.costs_of(target, drafter, DraftProbability(), 20).measured == first
+    assert costs.costs_of(costs.Rounds(target, drafter, DraftProbability(), 20)).measured == first
     assert len(count) == 2
     assert json.loads(path.read_text())["costs"]["measured"] == first.to_dict()
 
@@ -161,7 +163,7 @@ def test_a_cache_that_cannot_be_made_is_no_error(
 
     monkeypatch.setattr(files, "cached_assets_path", fail)
     target = tiny("llama")
-    costs.costs_of(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
+    costs.costs_of(costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20))
     costs.forget_costs()
     assert count == [20]
 
@@ -169,7 +171,9 @@ def test_a_cache_that_cannot_be_made_is_no_error(
 @pytest.mark.parametrize("positions", [24, 64])
 def test_as_many_candidates_as_there_are_positions(positions: int) -> None:
     target = tiny("gpt2", n_positions=positions)
-    measured = costs.measure(target, Drafter(partly_agreeing(target)), DraftProbability(), positions, trees=True)
+    measured = costs.measure(
+        costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), positions, trees=True)
+    )
     assert 1 < len(measured.verify) < positions
     assert len(measured.verify_seconds(positions)) == positions + 1
 
@@ -177,7 +181,7 @@ def test_as_many_candidates_as_there_are_positions(positions: int) -> None:
 def test_an_unwritable_cache_is_no_error(count: list[int], monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(files, "cached_assets_path", lambda *names: cache / "missing")
     target = tiny("llama")
-    costs.costs_of(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
+    costs.costs_of(costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20))
     assert count == [20]
 
 

@@ -88,7 +88,9 @@ def test_costs_are_those_of_the_passes(clock: PretendedClock) -> None:
         return torch.zeros(count + 1, 128)
 
     own = OwnPasses(make, 100, {"compiled": None})
-    known = measuring.costs_of(target, Drafter(partly_agreeing(target)), DraftProbability(), 5, own=own)
+    known = measuring.costs_of(
+        measuring.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 5, own=own)
+    )
     assert known.measured.verify == pytest.approx((1.0, 1.5, 1.75, 2.0, 2.0625, 2.125, 2.1875, 2.25))
     assert known.first.verify == pytest.approx((1.0, 1.5, 2.0, 2.0, 2.25, 2.25))
 
@@ -224,6 +226,6 @@ def test_drafting_of_trees_is_measured_by_trees(monkeypatch: pytest.MonkeyPatch)
     drafter = Drafter(partly_agreeing(target))
     session = drafter.tree_session
     monkeypatch.setattr(drafter, "tree_session", lambda *arguments: Growing(clock, session(*arguments)))
-    measured = measuring.measure(target, drafter, DraftProbability(), 4, trees=True)
+    measured = measuring.measure(measuring.Rounds(target, drafter, DraftProbability(), 4, trees=True))
     assert (measured.start, measured.draft, measured.branch) == pytest.approx((2.0, 3.0, 0.5))
     assert measured.tree_seconds(2, 9, 0.0) == pytest.approx(2.0 + 3.0 + 3.0 + 7 * 0.5)

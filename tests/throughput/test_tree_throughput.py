@@ -285,8 +285,8 @@ def test_other_trees_do_not_ask_the_rule(tree: str) -> None:
 def test_costs_are_measured_where_none_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def measure(*_: Any) -> Costs:
-        asked.append(_[3:5])
+    def measure(rounds: costs.Rounds) -> Costs:
+        asked.append((rounds.max_tokens, rounds.trees))
         return Costs(**CHEAP, branch=0.01)
 
     monkeypatch.setattr(costs, "_known", {})

@@ -24,7 +24,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.throughput.measuring import costs_of
+from hf_specdecpp.throughput.measuring import Rounds, costs_of
 
 RECORDS = "records"
 Texts = dict[str, Text]  # by prompt
@@ -45,7 +45,9 @@ def replay(
     """
     drafter = assistant.ready_drafter()
     with assistant.setup().products(target):
-        costs = read_costs(config.costs, lambda: costs_of(target, drafter, assistant.estimator, MAX_TOKENS).at(0))
+        costs = read_costs(
+            config.costs, lambda: costs_of(Rounds(target, drafter, assistant.estimator, MAX_TOKENS)).at(0)
+        )
     neutralise(target)
     replays, agreement = [], {"compared": 0, "equal": 0}
     for temperature in config.temperatures:
