@@ -20,7 +20,6 @@ one, so that other programs count little.
 import argparse
 import copy
 import json
-from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
@@ -46,6 +45,7 @@ AS_THEY_ARE = ["{}"]
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
 ROWS = 50  # answers in a batch
 PUBLISHED = 12  # prompts of each published set
+DRAFTS = ("published", "corrected", "learned", "learned, corrected")  # that answer live
 TEMPERATURE = 0.8  # of a corrected draft that samples
 MOST = 10**9  # tokens that are kept
 
@@ -230,34 +230,39 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
     return {"kind": name, "seed": seed, "learned": rows, "live": counts, "wrong": wrong, "size": size}
 
 
+def groups_of(results: list[dict]) -> list[tuple[str, list[dict]]]:
+    """Results of each kind, of each seed and all."""
+    kinds, seeds = (list(dict.fromkeys(each[what] for each in results)) for what in ("kind", "seed"))
+    groups = [(kind, [each for each in results if each["kind"] == kind]) for kind in kinds]
+    groups += [(f"mean, seed {seed}", [each for each in results if each["seed"] == seed]) for seed in seeds]
+    return [(name, group) for name, group in [*groups, ("mean", results)] if group]
+
+
 def show(results: list[dict]) -> None:
-    """As tables in Markdown, with the means of all kinds and seeds."""
-    lines, shares_of = [], defaultdict(list)
-    for each in results:
-        for place, (draft, seconds, steps, *shares) in enumerate(each["learned"]):
-            lines.append([each["kind"], each["seed"], draft, f"{seconds:.0f}", steps, *map("{:.3f}".format, shares)])
-            shares_of[place, draft].append(shares)
-    for (_, draft), found in shares_of.items():
-        lines.append(["mean", "", draft, "", "", *(f"{fmean(column):.3f}" for column in zip(*found, strict=True))])
+    """As tables in Markdown: means of the seeds of each kind, of the kinds of each seed, and of all."""
+    lines = []
+    for name, group in groups_of(results):
+        for rows in zip(*(each["learned"] for each in group), strict=True):
+            seconds, steps, *shares = map(fmean, list(zip(*rows, strict=True))[1:])
+            lines.append([name, rows[0][0], f"{seconds:.0f}", f"{steps:.0f}", *map("{:.3f}".format, shares)])
     shares_head = ("accepted", "agrees", "published sets: accepted", "agrees")
-    print("\n" + markdown_table(("kind", "seed", "draft", "seconds", "steps", *shares_head), lines))
-    names = ("published", "corrected", "learned", "learned, corrected")
-    lines, ratios_of = [], defaultdict(list)
-    for each in results:
-        for mode, counts in each["live"].items():
-            plain, published, *_ = speeds = [tokens / seconds for tokens, _, seconds in counts]
-            for name, (tokens, passes, _), speed in zip(names, counts[1:], speeds[1:], strict=True):
-                ratios = speed / plain, speed / published
-                lines.append(
-                    [each["kind"], each["seed"], mode, name, f"{tokens / passes:.2f}", *map("{:.2f}".format, ratios)]
-                )
-                ratios_of[mode, name].append(ratios)
-    for (mode, name), found in ratios_of.items():
-        lines.append(["mean", "", mode, name, "", *(f"{fmean(column):.2f}" for column in zip(*found, strict=True))])
+    print("\n" + markdown_table(("kind", "draft", "seconds", "steps", *shares_head), lines))
+    lines = []
+    for name, group in groups_of([each for each in results if each["live"]]):
+        for decoding, modes in (*((mode, [mode]) for mode in MODES), ("both", MODES)):
+            for place, draft in enumerate(DRAFTS, start=1):
+                found = [_of_draft(each["live"][mode], place) for each in group for mode in modes]
+                lines.append([name, decoding, draft, *(f"{fmean(column):.2f}" for column in zip(*found, strict=True))])
     speeds_head = ("tokens a pass", "over plain, same passes", "over the published draft")
-    print("\n" + markdown_table(("kind", "seed", "decoding", "draft", *speeds_head), lines))
+    print("\n" + markdown_table(("kind", "decoding", "draft", *speeds_head), lines))
     tokens, size = (sum(each["size"][which] for each in results) for which in (0, 1))
     print(f"\n{size / tokens:.0f} bytes a kept token; {sum(each['wrong'] for each in results)} greedy texts wrong.")
+
+
+def _of_draft(counts: list[list[float]], place: int) -> tuple[float, float, float]:
+    """Tokens a pass of one contestant, and its speed over the first's and over the second's."""
+    plain, published, speed = (counts[which][0] / counts[which][2] for which in (0, 1, place))
+    return counts[place][0] / counts[place][1], speed / plain, speed / published
 
 
 def main() -> None:
@@ -275,9 +280,11 @@ def main() -> None:
     parser.add_argument("--learn-tokens", type=int, default=256, help="of the longest answer to learn from")
     parser.add_argument("--tokens", type=int, default=96, help="of the longest answer to test with, and live")
     parser.add_argument("--seconds", type=float, nargs="+", default=[60, 180, 600])
+    parser.add_argument("--dtype", default="auto", help="of the target: many CPUs are slow in bfloat16")
     parser.add_argument("--output", type=Path, default=Path("learning_gain"))
     args = parser.parse_args()
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
     assistants = [SpecDecPPAssistant.from_pretrained(args.assistant, target=target) for _ in range(2)]
     assistants[1].memory.texts.most = MOST
     writer = Writer(target, tokenizer, assistants[0].ready_drafter().reads)
