@@ -45,7 +45,7 @@ AS_THEY_ARE = ["{}"]
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
 ROWS = 50  # answers in a batch
 PUBLISHED = 12  # prompts of each published set
-DRAFTS = ("published", "corrected", "learned", "learned, corrected")  # that answer live
+DRAFTS = ("published", "corrected", "learned", "learned, corrected")
 TEMPERATURE = 0.8  # of a corrected draft that samples
 MOST = 10**9  # tokens that are kept
 
@@ -211,14 +211,15 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
             for share in first_candidates(after, asked, copy.deepcopy(table) if corrected else None)
         ]
 
-    rows = [["published", 0.0, 0, *shares()], ["corrected", 0.0, 0, *shares(corrected=True)]]
+    as_published, as_corrected, as_learned, as_both = DRAFTS
+    rows = [[as_published, 0.0, 0, *shares()], [as_corrected, 0.0, 0, *shares(corrected=True)]]
     spent, steps = 0.0, 0
     for seconds in args.seconds:
         lesson = after.learn(seconds=seconds - spent)
         print(f"{name}, seed {seed}: {lesson}", flush=True)
         spent, steps = spent + lesson.seconds, steps + lesson.steps
-        rows.append(["learned", spent, steps, *shares()])
-    rows.append(["learned, corrected", spent, steps, *shares(corrected=True)])
+        rows.append([as_learned, spent, steps, *shares()])
+    rows.append([as_both, spent, steps, *shares(corrected=True)])
     print(rows, flush=True)
     contestants = [Live(None, before)]
     contestants += [Live(each, before, corrected) for each in assistants for corrected in (False, True)]
@@ -240,13 +241,22 @@ def groups_of(results: list[dict]) -> list[tuple[str, list[dict]]]:
 
 def show(results: list[dict]) -> None:
     """As tables in Markdown: means of the seeds of each kind, of the kinds of each seed, and of all."""
+    tokens, size = (sum(each["size"][which] for each in results) for which in (0, 1))
+    facts = f"{size / tokens:.0f} bytes a kept token; {sum(each['wrong'] for each in results)} greedy texts wrong."
+    print("", _first_candidates_table(results), _live_table(results), facts, sep="\n\n")
+
+
+def _first_candidates_table(results: list[dict]) -> str:
     lines = []
     for name, group in groups_of(results):
         for rows in zip(*(each["learned"] for each in group), strict=True):
             seconds, steps, *shares = map(fmean, list(zip(*rows, strict=True))[1:])
             lines.append([name, rows[0][0], f"{seconds:.0f}", f"{steps:.0f}", *map("{:.3f}".format, shares)])
     shares_head = ("accepted", "agrees", "published sets: accepted", "agrees")
-    print("\n" + markdown_table(("kind", "draft", "seconds", "steps", *shares_head), lines))
+    return markdown_table(("kind", "draft", "seconds", "steps", *shares_head), lines)
+
+
+def _live_table(results: list[dict]) -> str:
     lines = []
     for name, group in groups_of([each for each in results if each["live"]]):
         for decoding, modes in (*((mode, [mode]) for mode in MODES), ("both", MODES)):
@@ -254,9 +264,7 @@ def show(results: list[dict]) -> None:
                 found = [_of_draft(each["live"][mode], place) for each in group for mode in modes]
                 lines.append([name, decoding, draft, *(f"{fmean(column):.2f}" for column in zip(*found, strict=True))])
     speeds_head = ("tokens a pass", "over plain, same passes", "over the published draft")
-    print("\n" + markdown_table(("kind", "decoding", "draft", *speeds_head), lines))
-    tokens, size = (sum(each["size"][which] for each in results) for which in (0, 1))
-    print(f"\n{size / tokens:.0f} bytes a kept token; {sum(each['wrong'] for each in results)} greedy texts wrong.")
+    return markdown_table(("kind", "decoding", "draft", *speeds_head), lines)
 
 
 def _of_draft(counts: list[list[float]], place: int) -> tuple[float, float, float]:

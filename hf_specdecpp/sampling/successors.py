@@ -188,7 +188,7 @@ def _odds(chance: Tensor) -> Tensor:
     return chance / (1.0 - chance)
 
 
-def _layout(num_ids: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _layout(num_ids: int, device: torch.device) -> list[Tensor]:
     """Of contexts of one, two and three tokens: what each token counts in their key `[ORDERS, ORDERS]`; and `[ORDERS]`
     by what keys are spread, bits of which there are places, and the first place.
 
@@ -199,8 +199,7 @@ def _layout(num_ids: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
     spread = [1 << 32, *(SPREAD for _ in longer)]
     mask = [-1, *(PLACES - 1 for _ in longer)]
     begin = [0, *(count + PLACES * (order - 1) for order in longer)]
-    made = [torch.tensor(values, device=device) for values in (digits, spread, mask, begin)]
-    return made[0], made[1], made[2], made[3]
+    return [torch.tensor(values, device=device) for values in (digits, spread, mask, begin)]
 
 
 def _bucket(order: Tensor, largest: Tensor) -> Tensor:
