@@ -44,7 +44,6 @@ OF_CODE = ("JavaScript",)
 AS_THEY_ARE = ["{}"]
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
 ROWS = 50  # answers in a batch
-PUBLISHED = 12  # prompts of each published set
 DRAFTS = ("published", "corrected", "learned", "learned, corrected")
 TEMPERATURE = 0.8  # of a corrected draft that samples
 MOST = 10**9  # tokens that are kept
@@ -284,6 +283,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--learn", type=int, default=150, help="answers to learn from")
     parser.add_argument("--test", type=int, default=50, help="answers to test with, of each way to decode")
+    parser.add_argument("--published-test", type=int, default=12, help="prompts of each published set to test with")
     parser.add_argument("--live", type=int, default=12, help="of these, answered live and counted; 0 for none")
     parser.add_argument("--learn-tokens", type=int, default=256, help="of the longest answer to learn from")
     parser.add_argument("--tokens", type=int, default=96, help="of the longest answer to test with, and live")
@@ -303,7 +303,7 @@ def main() -> None:
 
     def write() -> dict[str, list[KeptText]]:
         torch.manual_seed(0)
-        asked = [text for source in args.published for text in prompts_of(source, PUBLISHED)]
+        asked = [text for source in args.published for text in prompts_of(source, args.published_test)]
         return {mode: writer.texts(AS_THEY_ARE, asked, mode, args.tokens) for mode in MODES}
 
     published = [text for texts in kept(args.output / "published.pt", write).values() for text in texts]
