@@ -14,11 +14,14 @@ and mixed with the target's latest successors (`SpeculationConfig(draft_temperat
 table has heard the answers that were learned from. Then some of these are answered live, greedily and at temperature 1,
 by plain generation on the same passes and with the draft before and after learning in turn, all with the settings of
 the assistant's repository, after one text that is not counted. Seconds are those of this thread where there is only
-one, so that other programs count little.
+one, so that other programs count little. With `--costs` they are reckoned, and no clock counts: how many rounds there
+were of each length, and what such a round costs on a machine of which that is known (`SpeculationConfig.costs` as JSON,
+first of a draft as it is, then of a corrected one). Without `--seconds` nothing is learned.
 """
 
 import argparse
 import copy
+import itertools
 import json
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.benchmark.report import markdown_table
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.learning.kept import KeptText, kept_of, logits_of
 from hf_specdecpp.sampling.successors import Successors, contexts_of
 from hf_specdecpp.texts.encoding import padded
@@ -142,11 +146,12 @@ class Live:
 
     Args:
         assistant: None for plain generation, on the passes of another one.
+        costs: of rounds, from which seconds are reckoned. None takes the time.
         corrected: whether its q has a temperature and is mixed with the target's successors.
     """
 
-    def __init__(self, assistant, passes_of, corrected: bool = False) -> None:
-        self.assistant, self.passes_of, self.corrected = assistant, passes_of, corrected
+    def __init__(self, assistant, passes_of, costs: dict | None, corrected: bool = False) -> None:
+        self.assistant, self.passes_of, self.costs, self.corrected = assistant, passes_of, costs, corrected
         self.clock = computing_clock()
         self.counts = {mode: [0, 0, 0.0] for mode in MODES}
 
@@ -157,15 +162,25 @@ class Live:
             with self.passes_of.setup().products(target):
                 output = target.generate(**inputs, max_new_tokens=tokens, **MODES[mode])
         else:
+            self.assistant.speculation.costs = self.costs
             self.assistant.speculation.draft_successors = self.corrected
             self.assistant.speculation.draft_temperature = TEMPERATURE if self.corrected else 1.0
             output = target.generate(**inputs, assistant_model=self.assistant, max_new_tokens=tokens, **MODES[mode])
         seconds = self.clock() - begin
         answer = output[0, inputs["input_ids"].shape[1] :].tolist()
         passes = len(answer) if self.assistant is None else self.assistant.stats.target_passes
+        if self.costs is not None:
+            seconds = self._reckoned(passes)
         if counts:
             self.counts[mode] = [a + b for a, b in zip(self.counts[mode], (len(answer), passes, seconds), strict=True)]
         return answer
+
+    def _reckoned(self, passes: int) -> float:
+        """What the passes cost, by the number of candidates in each."""
+        longer = [] if self.assistant is None else self.assistant.stats.drafted_at
+        at_least = [passes, *longer, 0]
+        of_length = [count - next_ for count, next_ in itertools.pairwise(at_least)]
+        return float(Costs.from_dict(self.costs).round_seconds(len(longer)) @ of_length)
 
 
 def compare(target, texts: list[KeptText], contestants: list[Live], tokens: int) -> int:
@@ -218,10 +233,13 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
         print(f"{name}, seed {seed}: {lesson}", flush=True)
         spent, steps = spent + lesson.seconds, steps + lesson.steps
         rows.append([as_learned, spent, steps, *shares()])
-    rows.append([as_both, spent, steps, *shares(corrected=True)])
+    if args.seconds:
+        rows.append([as_both, spent, steps, *shares(corrected=True)])
     print(rows, flush=True)
-    contestants = [Live(None, before)]
-    contestants += [Live(each, before, corrected) for each in assistants for corrected in (False, True)]
+    of_published, of_corrected = args.costs
+    contestants = [Live(None, before, of_published)]
+    for each in assistants if args.seconds else assistants[:1]:
+        contestants += [Live(each, before, of_published), Live(each, before, of_corrected, corrected=True)]
     live = texts["greedy"][: args.live + 1] if args.live else []
     wrong = compare(writer.target, live, contestants, args.tokens)
     after.unlearn()
@@ -258,8 +276,8 @@ def _first_candidates_table(results: list[dict]) -> str:
 def _live_table(results: list[dict]) -> str:
     lines = []
     for name, group in groups_of([each for each in results if each["live"]]):
-        for decoding, modes in (*((mode, [mode]) for mode in MODES), ("both", MODES)):
-            for place, draft in enumerate(DRAFTS, start=1):
+        for decoding, modes in (*((mode, [mode]) for mode in MODES), ("both", [*MODES])):
+            for place, draft in enumerate(DRAFTS[: len(group[0]["live"][modes[0]]) - 1], start=1):
                 found = [_of_draft(each["live"][mode], place) for each in group for mode in modes]
                 lines.append([name, decoding, draft, *(f"{fmean(column):.2f}" for column in zip(*found, strict=True))])
     speeds_head = ("tokens a pass", "over plain, same passes", "over the published draft")
@@ -270,6 +288,11 @@ def _of_draft(counts: list[list[float]], place: int) -> tuple[float, float, floa
     """Tokens a pass of one contestant, and its speed over the first's and over the second's."""
     plain, published, speed = (counts[which][0] / counts[which][2] for which in (0, 1, place))
     return counts[place][0] / counts[place][1], speed / plain, speed / published
+
+
+def read_costs(file: str) -> dict:
+    costs: dict = json.loads(Path(file).read_text(encoding="utf-8"))
+    return costs
 
 
 def main() -> None:
@@ -287,7 +310,8 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=12, help="of these, answered live and counted; 0 for none")
     parser.add_argument("--learn-tokens", type=int, default=256, help="of the longest answer to learn from")
     parser.add_argument("--tokens", type=int, default=96, help="of the longest answer to test with, and live")
-    parser.add_argument("--seconds", type=float, nargs="+", default=[60, 180, 600])
+    parser.add_argument("--seconds", type=float, nargs="*", default=[60, 180, 600])
+    parser.add_argument("--costs", nargs=2, type=read_costs, default=(None, None), metavar="FILE")
     parser.add_argument("--dtype", default="auto", help="of the target: many CPUs are slow in bfloat16")
     parser.add_argument("--output", type=Path, default=Path("learning_gain"))
     args = parser.parse_args()

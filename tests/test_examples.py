@@ -10,13 +10,14 @@ import sys
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from support.distillation_files import prepare
 from support.models import tiny
-from support.repos import save_model
+from support.repos import save_chat_model, save_model
 from torch import Tensor
 from transformers import Trainer
 
@@ -70,6 +71,37 @@ def test_learn_from_traffic(
     ]
     assert sum("tokens that were held out a first candidate" in line for line in said) == 2
     assert (tmp_path / "new" / "config.json").exists()
+
+
+def test_learning_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stopped run goes on with what it has, and with given costs seconds are those of the rounds."""
+    target = save_chat_model(tmp_path / "target")
+    SpecDecPPAssistant.from_early_exit(tiny("llama"), 2).save_pretrained(tmp_path / "assistant")
+    file, costs, output = tmp_path / "prompts.jsonl", tmp_path / "costs.json", tmp_path / "found"
+    file.write_text("".join(json.dumps({"prompt": f"w{number} w7 w3"}) + "\n" for number in range(1, 9)))
+    costs.write_text(json.dumps({"draft": 0.0, "verify": [2.0, 2.0]}))
+    sources = [f"--{name}={file}" for name in ("prompts", "code", "published")]
+    sizes = ["--learn=6", "--test=2", "--learn-tokens=6", "--tokens=12", "--published-test=2", "--live=1"]
+    given = ["--costs", str(costs), str(costs), "--seconds", "0.01", f"--output={output}", "--kinds", "Spanish"]
+    module = runpy.run_path(str(FOLDER / "learning_gain.py"))
+    argv = ["learning_gain.py", target, str(tmp_path / "assistant"), *sources, *sizes, *given]
+    monkeypatch.setattr(sys, "argv", argv)
+    module["main"]()
+    table = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*argv, "chat"])
+    module["main"]()
+    assert table.splitlines()[-1].endswith("0 greedy texts wrong.")
+    assert [line for line in table.splitlines() if line.startswith("| Spanish")] == [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("| Spanish")
+    ]
+    found = json.loads((output / "Spanish-0.json").read_text())
+    assert [row[0] for row in found["learned"]] == ["published", "corrected", "learned", "learned, corrected"]
+    plain, *drafted = found["live"]["greedy"]
+    assert plain[0] == plain[1] > 0
+    assert all(tokens == plain[0] and seconds == 2.0 * passes for tokens, passes, seconds in (plain, *drafted))
+    live = module["Live"](None, None, {"draft": 0.5, "verify": [1.0, 2.0, 4.0]})
+    live.assistant = SimpleNamespace(stats=SimpleNamespace(drafted_at=[4, 1]))
+    assert live._reckoned(6) == 2 * 1.0 + 3 * 2.5 + 5.0
 
 
 def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
