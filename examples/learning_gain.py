@@ -310,8 +310,9 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=12, help="of these, answered live and counted; 0 for none")
     parser.add_argument("--learn-tokens", type=int, default=256, help="of the longest answer to learn from")
     parser.add_argument("--tokens", type=int, default=96, help="of the longest answer to test with, and live")
-    parser.add_argument("--seconds", type=float, nargs="*", default=[60, 180, 600])
-    parser.add_argument("--costs", nargs=2, type=read_costs, default=(None, None), metavar="FILE")
+    parser.add_argument("--seconds", type=float, nargs="*", default=[60, 180, 600], help="of learning in all")
+    costs_help = "what rounds cost elsewhere, of a draft as it is and corrected"
+    parser.add_argument("--costs", nargs=2, type=read_costs, default=(None, None), metavar="FILE", help=costs_help)
     parser.add_argument("--dtype", default="auto", help="of the target: many CPUs are slow in bfloat16")
     parser.add_argument("--output", type=Path, default=Path("learning_gain"))
     args = parser.parse_args()
