@@ -33,6 +33,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.benchmark.report import markdown_table
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.files import read_json
 from hf_specdecpp.learning.kept import KeptText, kept_of, logits_of
 from hf_specdecpp.sampling.successors import Successors, contexts_of
 from hf_specdecpp.texts.encoding import padded
@@ -150,7 +151,7 @@ class Live:
         corrected: whether its q has a temperature and is mixed with the target's successors.
     """
 
-    def __init__(self, assistant, passes_of, costs: dict | None, corrected: bool = False) -> None:
+    def __init__(self, assistant, passes_of, costs: Costs | None, corrected: bool = False) -> None:
         self.assistant, self.passes_of, self.costs, self.corrected = assistant, passes_of, costs, corrected
         self.clock = computing_clock()
         self.counts = {mode: [0, 0, 0.0] for mode in MODES}
@@ -162,7 +163,7 @@ class Live:
             with self.passes_of.setup().products(target):
                 output = target.generate(**inputs, max_new_tokens=tokens, **MODES[mode])
         else:
-            self.assistant.speculation.costs = self.costs
+            self.assistant.speculation.costs = None if self.costs is None else self.costs.to_dict()
             self.assistant.speculation.draft_successors = self.corrected
             self.assistant.speculation.draft_temperature = TEMPERATURE if self.corrected else 1.0
             output = target.generate(**inputs, assistant_model=self.assistant, max_new_tokens=tokens, **MODES[mode])
@@ -170,17 +171,17 @@ class Live:
         answer = output[0, inputs["input_ids"].shape[1] :].tolist()
         passes = len(answer) if self.assistant is None else self.assistant.stats.target_passes
         if self.costs is not None:
-            seconds = self._reckoned(passes)
+            seconds = self._reckoned(self.costs, passes)
         if counts:
             self.counts[mode] = [a + b for a, b in zip(self.counts[mode], (len(answer), passes, seconds), strict=True)]
         return answer
 
-    def _reckoned(self, passes: int) -> float:
+    def _reckoned(self, costs: Costs, passes: int) -> float:
         """What the passes cost, by the number of candidates in each."""
         longer = [] if self.assistant is None else self.assistant.stats.drafted_at
         at_least = [passes, *longer, 0]
         of_length = [count - next_ for count, next_ in itertools.pairwise(at_least)]
-        return float(Costs.from_dict(self.costs).round_seconds(len(longer)) @ of_length)
+        return float(costs.round_seconds(len(longer)) @ of_length)
 
 
 def compare(target, texts: list[KeptText], contestants: list[Live], tokens: int) -> int:
@@ -276,8 +277,8 @@ def _first_candidates_table(results: list[dict]) -> str:
 def _live_table(results: list[dict]) -> str:
     lines = []
     for name, group in groups_of([each for each in results if each["live"]]):
-        for decoding, modes in (*((mode, [mode]) for mode in MODES), ("both", [*MODES])):
-            for place, draft in enumerate(DRAFTS[: len(group[0]["live"][modes[0]]) - 1], start=1):
+        for decoding, modes in (*((mode, [mode]) for mode in MODES), ("both", MODES)):
+            for place, draft in enumerate(DRAFTS[: len(group[0]["live"]["greedy"]) - 1], start=1):
                 found = [_of_draft(each["live"][mode], place) for each in group for mode in modes]
                 lines.append([name, decoding, draft, *(f"{fmean(column):.2f}" for column in zip(*found, strict=True))])
     speeds_head = ("tokens a pass", "over plain, same passes", "over the published draft")
@@ -290,9 +291,8 @@ def _of_draft(counts: list[list[float]], place: int) -> tuple[float, float, floa
     return counts[place][0] / counts[place][1], speed / plain, speed / published
 
 
-def read_costs(file: str) -> dict:
-    costs: dict = json.loads(Path(file).read_text(encoding="utf-8"))
-    return costs
+def read_costs(file: str) -> Costs:
+    return Costs.from_dict(read_json(Path(file)))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.trees.at_once import ending_chances
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -99,9 +100,9 @@ def test_learning_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     plain, *drafted = found["live"]["greedy"]
     assert plain[0] == plain[1] > 0
     assert all(tokens == plain[0] and seconds == 2.0 * passes for tokens, passes, seconds in (plain, *drafted))
-    live = module["Live"](None, None, {"draft": 0.5, "verify": [1.0, 2.0, 4.0]})
+    live = module["Live"](None, None, None)
     live.assistant = SimpleNamespace(stats=SimpleNamespace(drafted_at=[4, 1]))
-    assert live._reckoned(6) == 2 * 1.0 + 3 * 2.5 + 5.0
+    assert live._reckoned(Costs(draft=0.5, verify=(1.0, 2.0, 4.0)), 6) == 2 * 1.0 + 3 * 2.5 + 5.0
 
 
 def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
