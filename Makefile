@@ -14,7 +14,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-integrations test-space lint format types docs bench-overhead bench-gpu clean
+.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-gpu lint format types docs bench-overhead bench-gpu clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -101,6 +101,9 @@ test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TR
 
 test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/showing/test_space.py tests/showing/test_picture.py $(ARGS)
+
+test-gpu: install  ## On a machine with a GPU: run the tests that need one, compiled drafts and targets among them
+	@$(PYTEST) $(BIN)/pytest tests/generate/test_cuda.py -m "slow or not slow" $(ARGS)
 
 lint: install  ## Check style and format
 	@$(BIN)/ruff check

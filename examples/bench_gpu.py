@@ -45,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, tree of 16": {"rule": "throughput", "tree": "dyspec", "tree_budget": 15},
 }
 STATIC = {"cache_implementation": "static"}
-PLAIN = "plain generate()"
+PLAIN, PLAIN_COMPILED = "plain generate()", "plain generate(), compiled"
 
 
 class Pair:
@@ -69,12 +69,14 @@ class Pair:
         batches = [padded(rows[start : start + size]) for start in range(0, len(rows) - size + 1, size)]
         return [{name: part.to(self.target.device) for name, part in batch.items()} for batch in batches]
 
-    def contestants(self, size: int) -> dict[str, Callable[[dict[str, Tensor], int], Run]]:
-        found = {PLAIN: self._run({}), f"{PLAIN}, compiled": self._run(STATIC)}
+    def contestants(self, size: int, compiles: bool) -> dict[str, Callable[[dict[str, Tensor], int], Run]]:
+        found = {PLAIN: self._run({})}
+        if compiles:
+            found[PLAIN_COMPILED] = self._run(STATIC)
         for name, settings in OURS.items():
             if size == 1 or "tree" not in settings:
                 found[name] = self._run({}, SpeculationConfig(**settings))
-            if size == 1:
+            if size == 1 and compiles:
                 self.compiled.speculation = SpeculationConfig(**settings, compile=True)
                 found[f"{name}, compiled"] = self._run(STATIC, self.compiled.speculation)
                 seconds = self.compiled.warm_up(self.longest, do_sample=False)
@@ -102,9 +104,10 @@ class Pair:
         return run
 
 
-def measured(pair: Pair, size: int, each: int, new_tokens: int) -> Table:
+def measured(pair: Pair, size: int, each: int, new_tokens: int, compiles: bool) -> Table:
     """All contestants on all batches of a size."""
-    batches, everyone = pair.batches(size, each), pair.contestants(size)
+    batches, everyone = pair.batches(size, each), pair.contestants(size, compiles)
+    bases = [name for name in (PLAIN, PLAIN_COMPILED) if name in everyone]
     seconds: dict[str, list[float]] = {name: [] for name in everyone}
     passes: dict[str, list[float]] = {name: [] for name in everyone}
     equal = dict.fromkeys(everyone, 0)
@@ -121,11 +124,12 @@ def measured(pair: Pair, size: int, each: int, new_tokens: int) -> Table:
             passes[name].append(tokens)
         for name, text in texts.items():
             equal[name] += int((text == texts[PLAIN]).all(1).sum())
-    table = Table("", "tokens a second", "x plain", "x plain, compiled", "tokens a pass", "texts equal to plain's")
+    ratio_heads = [name.replace(PLAIN, "x plain") for name in bases]
+    table = Table("", "tokens a second", *ratio_heads, "tokens a pass", "texts equal to plain's")
     for name, times in seconds.items():
         ratios = [
             f"{median(base / own for base, own in zip(seconds[of], times, strict=True)):.2f}"
-            for of in (PLAIN, f"{PLAIN}, compiled")
+            for of in bases
         ]
         speed, count = size * new_tokens * len(times) / sum(times), size * len(batches)
         table.add_row(name, f"{speed:.1f}", *ratios, f"{median(passes[name]):.2f}", f"{equal[name]} of {count}")
@@ -158,6 +162,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--max_length", type=int, default=2048, help="of the texts that everything is compiled for")
+    parser.add_argument("--uncompiled", action="store_true", help="nothing that is compiled, which takes minutes")
     parser.add_argument("--repetitions", type=int, default=7, help="of the launch-bound table")
     options = parser.parse_args()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -172,8 +177,10 @@ def main() -> None:
         pair = Pair(target, assistant, device, dtype, options.max_length)
         for size in options.batch_sizes:
             print(f"## {Path(target).name}, {options.dtype}, batch of {size}\n", flush=True)
-            print(markdown(measured(pair, size, options.prompts, options.max_new_tokens)), flush=True)
-    print(launch_bound(dtype, device, options.repetitions))
+            table = measured(pair, size, options.prompts, options.max_new_tokens, not options.uncompiled)
+            print(markdown(table), flush=True)
+    if not options.uncompiled:
+        print(launch_bound(dtype, device, options.repetitions))
 
 
 def launch_bound(dtype: torch.dtype, device: str, repetitions: int) -> str:

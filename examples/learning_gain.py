@@ -81,11 +81,15 @@ class Writer:
         ids = [self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
         end, found = self.tokenizer.eos_token_id, []
         for first in range(0, len(ids), ROWS):
-            batch = padded(ids[first : first + ROWS])
+            batch = on(self.target.device, padded(ids[first : first + ROWS]))
             written = self.target.generate(**batch, max_new_tokens=tokens, **MODES[mode])
             for asked, answer in zip(ids[first:], written[:, batch["input_ids"].shape[1] :].tolist(), strict=False):
                 found.append((asked, answer[: answer.index(end) + 1] if end in answer else answer))
         return found
+
+
+def on(device: torch.device, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: part.to(device) for name, part in inputs.items()}
 
 
 def kept(file: Path, write) -> dict[str, list[KeptText]]:
@@ -100,14 +104,15 @@ def kept(file: Path, write) -> dict[str, list[KeptText]]:
 @torch.no_grad()
 def of_text(drafter, text: KeptText) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Along an answer the last tokens before each place, and the logits of draft and target `[n, num_ids]` there."""
-    ids = text.tokens.long()
+    ids, device = text.tokens.long(), drafter.device
+    read = ids[None].to(device)
     if text.states is None:
-        begin, hidden = text.begin, drafter.hidden_states(ids[None])[0, text.begin - 1 : -1]
+        begin, hidden = text.begin, drafter.hidden_states(read)[0, text.begin - 1 : -1]
     else:  # before the first token there is no state
-        begin = max(text.begin, 2)
-        hidden = drafter.hidden_states(ids[None, 1:], None, text.states.read()[None])[0, begin - 2 : -1]
+        begin, states = max(text.begin, 2), text.states.read().to(device, drafter.dtype)
+        hidden = drafter.hidden_states(read[:, 1:], None, states[None])[0, begin - 2 : -1]
     own = slice(begin - text.begin, None)
-    logits = logits_of(text.likely[own], text.probs[own], text.num_ids)
+    logits = logits_of(text.likely[own].to(device), text.probs[own].to(device), text.num_ids)
     answer = ids[begin:].tolist()
     contexts = contexts_of(ids[None, :begin], [answer[:place] for place in range(len(answer))])
     return contexts, drafter.logits(hidden, text.num_ids), logits
@@ -128,7 +133,8 @@ def first_candidates(assistant, texts: list[KeptText], table: Successors | None 
                 table.learn(context, p)
             drawn, likeliest = map(torch.cat, zip(*rows, strict=True))
         accepted = torch.minimum(drawn.softmax(-1), p_logits.softmax(-1)).sum(-1)
-        found.append(torch.stack((accepted, (likeliest.argmax(-1) == p_logits.argmax(-1)).float()), -1))
+        agrees = likeliest.argmax(-1) == p_logits.argmax(-1)
+        found.append(torch.stack((accepted, agrees.to(accepted)), -1).cpu())
     mean: list[float] = torch.cat(found).mean(0).tolist()
     return mean
 
@@ -153,12 +159,12 @@ class Live:
 
     def __init__(self, assistant, passes_of, costs: Costs | None, corrected: bool = False) -> None:
         self.assistant, self.passes_of, self.costs, self.corrected = assistant, passes_of, costs, corrected
-        self.clock = computing_clock()
         self.counts = {mode: [0, 0, 0.0] for mode in MODES}
 
     def answer(self, target, inputs, tokens: int, mode: str, seed: int, counts: bool) -> list[int]:
         torch.manual_seed(seed)
-        begin = self.clock()
+        clock = computing_clock(target.device)
+        begin = clock()
         if self.assistant is None:
             with self.passes_of.setup().products(target):
                 output = target.generate(**inputs, max_new_tokens=tokens, **MODES[mode])
@@ -167,8 +173,8 @@ class Live:
             self.assistant.speculation.draft_successors = self.corrected
             self.assistant.speculation.draft_temperature = TEMPERATURE if self.corrected else 1.0
             output = target.generate(**inputs, assistant_model=self.assistant, max_new_tokens=tokens, **MODES[mode])
-        seconds = self.clock() - begin
-        answer = output[0, inputs["input_ids"].shape[1] :].tolist()
+        answer = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for a GPU
+        seconds = clock() - begin
         passes = len(answer) if self.assistant is None else self.assistant.stats.target_passes
         if self.costs is not None:
             seconds = self._reckoned(self.costs, passes)
@@ -189,7 +195,7 @@ def compare(target, texts: list[KeptText], contestants: list[Live], tokens: int)
     wrong = 0
     for place, text in enumerate(texts):
         ids = text.tokens[: text.begin].long()[None]
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = on(target.device, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         for mode in MODES:
             answers = [each.answer(target, inputs, tokens, mode, place, counts=place > 0) for each in contestants]
             wrong += sum(answer != answers[0] for answer in answers) if mode == "greedy" else 0
@@ -213,7 +219,8 @@ def measure(writer: Writer, name: str, prompts: list[str], assistants, published
     before, after = assistants
     for each in assistants:
         each.memory.clear()
-        table = each.memory.recall_successors(writer.target, texts["learn"][0].num_ids, torch.device("cpu"))
+        device = each.ready_drafter().device
+        table = each.memory.recall_successors(writer.target, texts["learn"][0].num_ids, device)
         hear(table, texts["learn"])
     test = [text for mode in MODES for text in texts[mode]]
     for text in texts["learn"]:
@@ -314,9 +321,10 @@ def main() -> None:
     costs_help = "what rounds cost elsewhere, of a draft as it is and corrected"
     parser.add_argument("--costs", nargs=2, type=read_costs, default=(None, None), metavar="FILE", help=costs_help)
     parser.add_argument("--dtype", default="auto", help="of the target: many CPUs are slow in bfloat16")
+    parser.add_argument("--device", default="cpu", help="of target and draft")
     parser.add_argument("--output", type=Path, default=Path("learning_gain"))
     args = parser.parse_args()
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     assistants = [SpecDecPPAssistant.from_pretrained(args.assistant, target=target) for _ in range(2)]
     assistants[1].memory.texts.most = MOST
