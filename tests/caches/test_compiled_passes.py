@@ -53,7 +53,7 @@ def test_changes_between_texts(
         return plain, target.generate(prompt(), assistant_model=assistant, compile_config=traced_only, **STATIC)
 
     for looks in (True, False):
-        target = quiet_later_layers(tiny("llama"))
+        target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
         assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=3)
         with monkeypatch.context() as patch:
             if not looks:
