@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 COMPILED = ("fixed", "throughput", "corrected", "dyspec", "dyspec throughput")
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "no_repeat_ngram_size": 2}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "max_new_tokens": 40, "pad_token_id": 0}
-STATIC = {"cache_implementation": "static"}
+STATIC: dict[str, Any] = {"cache_implementation": "static"}
 LONG = 240  # tokens of a prompt whose text outgrows a draft's first cache
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.models import assistant_of, partly_agreeing, prompt, quiet_later_layers, tiny
+from support.models import assistant_of, partly_agreeing, prompt, tiny
 from torch import Tensor
 from transformers import CompileConfig
 
