@@ -127,10 +127,7 @@ def measured(pair: Pair, size: int, each: int, new_tokens: int, compiles: bool) 
     ratio_heads = [name.replace(PLAIN, "x plain") for name in bases]
     table = Table("", "tokens a second", *ratio_heads, "tokens a pass", "texts equal to plain's")
     for name, times in seconds.items():
-        ratios = [
-            f"{median(base / own for base, own in zip(seconds[of], times, strict=True)):.2f}"
-            for of in bases
-        ]
+        ratios = [f"{median(base / own for base, own in zip(seconds[of], times, strict=True)):.2f}" for of in bases]
         speed, count = size * new_tokens * len(times) / sum(times), size * len(batches)
         table.add_row(name, f"{speed:.1f}", *ratios, f"{median(passes[name]):.2f}", f"{equal[name]} of {count}")
     return table
