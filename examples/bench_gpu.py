@@ -175,7 +175,7 @@ def main() -> None:
         for size in options.batch_sizes:
             print(f"## {Path(target).name}, {options.dtype}, batch of {size}\n", flush=True)
             table = measured(pair, size, options.prompts, options.max_new_tokens, not options.uncompiled)
-            print(markdown(table), flush=True)
+            print(markdown(table), flush=True)  # the report is piped to a file, and the next table takes minutes
     if not options.uncompiled:
         print(launch_bound(dtype, device, options.repetitions))
 

@@ -81,15 +81,11 @@ class Writer:
         ids = [self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
         end, found = self.tokenizer.eos_token_id, []
         for first in range(0, len(ids), ROWS):
-            batch = on(self.target.device, padded(ids[first : first + ROWS]))
+            batch = {name: part.to(self.target.device) for name, part in padded(ids[first : first + ROWS]).items()}
             written = self.target.generate(**batch, max_new_tokens=tokens, **MODES[mode])
             for asked, answer in zip(ids[first:], written[:, batch["input_ids"].shape[1] :].tolist(), strict=False):
                 found.append((asked, answer[: answer.index(end) + 1] if end in answer else answer))
         return found
-
-
-def on(device: torch.device, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: part.to(device) for name, part in inputs.items()}
 
 
 def kept(file: Path, write) -> dict[str, list[KeptText]]:
@@ -194,8 +190,8 @@ def compare(target, texts: list[KeptText], contestants: list[Live], tokens: int)
     """Answer the prompts of texts in turn; how many greedy texts are not those of plain generation."""
     wrong = 0
     for place, text in enumerate(texts):
-        ids = text.tokens[: text.begin].long()[None]
-        inputs = on(target.device, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        ids = text.tokens[: text.begin].long()[None].to(target.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         for mode in MODES:
             answers = [each.answer(target, inputs, tokens, mode, place, counts=place > 0) for each in contestants]
             wrong += sum(answer != answers[0] for answer in answers) if mode == "greedy" else 0

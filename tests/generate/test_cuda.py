@@ -19,10 +19,10 @@ from hf_specdecpp.learning import learner
 from hf_specdecpp.models.causal_lm import CausalLM
 
 GPU = torch.device("cuda")
-COMPILES = Version(transformers.__version__) >= Version("5.23")
-
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-compiles = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="drafts are not compiled there")]
+compiles = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="drafts are not compiled there"
+)
 
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -143,7 +143,7 @@ def test_learning(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # Compiled, with CUDA graphs. ------------------------------------------------------------------------------------------
 
 
-def texts(target: CausalLM, assistant: SpecDecPPAssistant | None, count: int = 3, **how: Any) -> list[Tensor]:
+def texts(target: CausalLM, assistant: SpecDecPPAssistant, count: int = 3, **how: Any) -> list[Tensor]:
     """Sampled and greedy in turn, of several lengths."""
     found = []
     for seed in range(count):
@@ -161,7 +161,9 @@ def but_for_the_end(texts: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("parts", ["target", "draft", "both"])
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=compiles) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@compiles
 def test_compiled_texts_are_those_of_uncompiled_ones(kind: str, name: str, parts: str) -> None:
     """Sampled ones under the same seed, too, and greedy ones are those of plain generation."""
     target = target_on_gpu()
@@ -180,7 +182,9 @@ def test_compiled_texts_are_those_of_uncompiled_ones(kind: str, name: str, parts
 
 
 @pytest.mark.parametrize("name", ["throughput", "dyspec throughput"])
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=compiles) for kind in ("conditioned", "independent")])
+@pytest.mark.parametrize("kind", ["conditioned", "independent"])
+@pytest.mark.slow
+@compiles
 def test_after_warm_up_nothing_is_compiled(kind: str, name: str) -> None:
     target = target_on_gpu()
     assistant = assistant_on_gpu(kind, target, name, compile=True)
@@ -192,7 +196,9 @@ def test_after_warm_up_nothing_is_compiled(kind: str, name: str) -> None:
     assert torch.equal(found[1], target.generate(on_gpu(13, 1), **GREEDY))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=compiles) for kind in ("conditioned", "independent")])
+@pytest.mark.parametrize("kind", ["conditioned", "independent"])
+@pytest.mark.slow
+@compiles
 def test_what_is_learned_reaches_compiled_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "TIMES", 1000)
     target = target_on_gpu()
