@@ -1,191 +1,218 @@
-"""What a user of a GPU gains, as a report in Markdown that can be pasted into an issue.
+"""What a GPU gives, as a report in Markdown, in under five minutes and without the Hub.
 
     python examples/bench_gpu.py > report.md          # or: make bench-gpu
 
-The published pairs, SmolLM2-135M-Instruct and Qwen2.5-Coder-1.5B-Instruct with the assistants of `hub_cards/`, greedy,
-on prompts of six kinds: plain `generate()` and ours, each as it is and compiled (`cache_implementation="static"`, and
-for ours `compile=True` after `warm_up`), and economize (PyPI) with its CUDA graphs, where that is installed and the
-draft is a model of its own. Batches of 4 and 8 have no compiled form of ours. Then the launch-bound table of
-`launch_bound_compiled.py`. All take turns, and speeds are medians of ratios within a prompt or batch. Without a GPU
-nothing is run unless `--device cpu` asks for it, and the report says so.
+Targets have the shapes of real models and random weights in bfloat16; the weights of all layers but the first are made
+so small that a draft of that one layer is right as often as asked. Texts are therefore meaningless, and times are not:
+what a pass takes depends on shapes alone. Contestants, one after the other on the same prompts: `generate()` as it is
+and compiled (`cache_implementation="static"`), transformers' assisted generation with the same draft, and ours: plain
+passes captured, chains of 3, 5 and 7, trees, and `rule="throughput"`. The speed of plain `generate()` on the same
+captured passes is its own row, so what speculation adds can be told from what the graphs give.
 """
 
 import argparse
-import importlib.util
+import gc
 import platform
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from beside_economize import Run, economize
-from launch_bound_compiled import KINDS, SPECULATION, Contest, results, warmed
-from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.texts.encoding import Codec, padded
-from hf_specdecpp.texts.prompts import read_prompts
+from hf_specdecpp.models.early_exit import with_layers
 from hf_specdecpp.version import __version__
 
-ROOT = Path(__file__).parents[1]
-PAIRS = [
-    ["HuggingFaceTB/SmolLM2-135M-Instruct", str(ROOT / "hub_cards" / "specdecpp-smollm2-135m-instruct")],
-    ["Qwen/Qwen2.5-Coder-1.5B-Instruct", str(ROOT / "hub_cards" / "specdecpp-qwen2.5-coder-1.5b-instruct")],
-]
-PROMPTS = sorted((ROOT / "tests" / "data" / "six_kinds").glob("*.jsonl"))
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 97},
+    "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {
-    "ours": {"rule": "throughput"},
-    "ours, tree of 16": {"rule": "throughput", "tree": "dyspec", "tree_budget": 15},
+    "ours, 3 candidates": {"rule": "fixed", "num_tokens": 3},
+    "ours, 5 candidates": {"rule": "fixed", "num_tokens": 5},
+    "ours, 7 candidates": {"rule": "fixed", "num_tokens": 7},
+    "ours, tree of 15": {"tree": "dyspec", "tree_budget": 15, "tree_depth": 5},
+    "ours, throughput": {"rule": "throughput"},
 }
-STATIC = {"cache_implementation": "static"}
-PLAIN, PLAIN_COMPILED = "plain generate()", "plain generate(), compiled"
+PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "plain passes, captured by us"
+PROMPT, SAMPLE = 64, 512  # tokens
 
 
-class Pair:
-    """A target with an assistant, and who takes part."""
+@dataclass
+class Result:
+    """What one contestant took: seconds of its first text, of the fastest and the median later one, tokens a pass."""
 
-    def __init__(self, target: str, assistant: str, device: str, dtype: torch.dtype, longest: int) -> None:
-        self.target: CausalLM = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
-        # Two, since one that is no longer to be compiled forgets what was.
-        self.eager, self.compiled = (
-            SpecDecPPAssistant.from_pretrained(assistant, target=self.target) for _ in range(2)
-        )
-        self.codec, self.longest = Codec.from_pretrained(target), longest
-        draft = self.eager.config.draft_id
-        has_rival = draft is not None and importlib.util.find_spec("economize") is not None
-        self.rival = economize(self.target, draft, 4) if has_rival else None
-
-    def batches(self, size: int, each: int) -> list[dict[str, Tensor]]:
-        """Prompts of every kind, `each` of them, put together."""
-        prompts = [prompt for file in PROMPTS for prompt in read_prompts(str(file))[:each]]
-        rows = [item.input_ids for item in self.codec.encode_all(prompts)]
-        batches = [padded(rows[start : start + size]) for start in range(0, len(rows) - size + 1, size)]
-        return [{name: part.to(self.target.device) for name, part in batch.items()} for batch in batches]
-
-    def contestants(self, size: int, compiles: bool) -> dict[str, Callable[[dict[str, Tensor], int], Run]]:
-        found = {PLAIN: self._run({})}
-        if compiles:
-            found[PLAIN_COMPILED] = self._run(STATIC)
-        for name, settings in OURS.items():
-            if size == 1 or "tree" not in settings:
-                found[name] = self._run({}, SpeculationConfig(**settings))
-            if size == 1 and compiles:
-                self.compiled.speculation = SpeculationConfig(**settings, compile=True)
-                found[f"{name}, compiled"] = self._run(STATIC, self.compiled.speculation)
-                seconds = self.compiled.warm_up(self.longest, do_sample=False)
-                print(f"{name}: compiled in {seconds:.0f} s.\n", flush=True)
-        if self.rival is not None:
-            found["economize, 4 candidates"] = self.rival
-        return found
-
-    def _run(
-        self, how: dict[str, Any], speculation: SpeculationConfig | None = None
-    ) -> Callable[[dict[str, Tensor], int], Run]:
-        assistant = None
-        if speculation is not None:
-            assistant = self.compiled if speculation.compile else self.eager
-
-        def run(batch: dict[str, Tensor], new_tokens: int) -> Run:
-            if assistant is not None:
-                assistant.speculation = speculation
-            texts = self.target.generate(
-                **batch, **how, assistant_model=assistant, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None
-            )
-            passes = 1.0 if assistant is None else assistant.stats.tokens_per_pass
-            return texts[:, batch["input_ids"].shape[1] :], passes
-
-        return run
+    first: float
+    seconds: list[float]
+    passes: float
+    texts: list[Tensor]
+    note: str
 
 
-def measured(pair: Pair, size: int, each: int, new_tokens: int, compiles: bool) -> Table:
-    """All contestants on all batches of a size."""
-    batches, everyone = pair.batches(size, each), pair.contestants(size, compiles)
-    bases = [name for name in (PLAIN, PLAIN_COMPILED) if name in everyone]
-    seconds: dict[str, list[float]] = {name: [] for name in everyone}
-    passes: dict[str, list[float]] = {name: [] for name in everyone}
-    equal = dict.fromkeys(everyone, 0)
-    for name in everyone:
-        everyone[name](batches[0], new_tokens)  # compiles what is not compiled, and measures costs
-    for number, batch in enumerate(batches):
-        texts: dict[str, Tensor] = {}
-        turn = number % len(everyone)
-        for name in [*everyone][turn:] + [*everyone][:turn]:
+def built(shape: dict[str, Any], device: str, dtype: torch.dtype) -> CausalLM:
+    config = LlamaConfig(
+        **shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        initializer_range=0.05,
+    )  # fmt: skip
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(old)
+    return model.eval()
+
+
+@torch.inference_mode()
+def set_agreement(target: CausalLM, rate: float) -> float:
+    """Scale what all layers but the first add, until the first alone is right about so often; how often it is."""
+    ids = torch.randint(1, target.config.vocab_size, (1, SAMPLE), device=target.device)
+    draft = with_layers(target, [0])
+    guesses = draft(ids).logits[0].argmax(-1)
+    weights = [part.weight for layer in target.model.layers[1:] for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    low, high, scale, found = 1e-4, 10.0, 1.0, 0.0
+    for _ in range(14):
+        wanted = (low * high) ** 0.5
+        torch._foreach_mul_(weights, wanted / scale)
+        scale = wanted
+        found = float((target(ids).logits[0].argmax(-1) == guesses).float().mean())
+        low, high = (low, wanted) if found < rate else (wanted, high)
+    return found
+
+
+class Contest:
+    """One target and all who generate with it."""
+
+    def __init__(self, target: CausalLM, new_tokens: int, rows: int) -> None:
+        self.target, self.new_tokens, self.rows = target, new_tokens, rows
+        generator = torch.Generator().manual_seed(0)
+        vocab = target.config.vocab_size
+        self.prompts = [
+            torch.randint(1, vocab, (rows, PROMPT), generator=generator).to(target.device) for _ in range(4)
+        ]
+
+    def generate(self, ids: Tensor, **options: Any) -> Tensor:
+        text: Tensor = self.target.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=self.new_tokens,
+            min_new_tokens=self.new_tokens, **options,
+        )  # fmt: skip
+        return text.cpu()
+
+    def run(self, repetitions: int, assistant: SpecDecPPAssistant | None = None, **options: Any) -> Result:
+        if assistant is not None:
+            options["assistant_model"] = assistant
+        begin = time.perf_counter()
+        self.generate(self.prompts[0], **options)
+        first = time.perf_counter() - begin
+        self.generate(self.prompts[1], **options)
+        seconds, texts = [], []
+        for number in range(repetitions):
             begin = time.perf_counter()
-            texts[name], tokens = everyone[name](batch, new_tokens)
-            texts[name] = texts[name].cpu()
-            seconds[name].append(time.perf_counter() - begin)
-            passes[name].append(tokens)
-        for name, text in texts.items():
-            equal[name] += int((text == texts[PLAIN]).all(1).sum())
-    ratio_heads = [name.replace(PLAIN, "x plain") for name in bases]
-    table = Table("", "tokens a second", *ratio_heads, "tokens a pass", "texts equal to plain's")
-    for name, times in seconds.items():
-        ratios = [f"{median(base / own for base, own in zip(seconds[of], times, strict=True)):.2f}" for of in bases]
-        speed, count = size * new_tokens * len(times) / sum(times), size * len(batches)
-        table.add_row(name, f"{speed:.1f}", *ratios, f"{median(passes[name]):.2f}", f"{equal[name]} of {count}")
-    return table
+            texts.append(self.generate(self.prompts[number % len(self.prompts)], **options))
+            seconds.append(time.perf_counter() - begin)
+        stats = None if assistant is None else assistant.stats
+        note = "" if stats is None else stats.uncaptured or f"{stats.graphs} graphs, {stats.graph_seconds:.1f} s"
+        return Result(first, seconds, 1.0 if stats is None else stats.tokens_per_pass, texts, note)
 
 
-def markdown(table: Table) -> str:
-    rows = [[str(column.header) for column in table.columns], ["---"] * len(table.columns)]
-    rows += [list(map(str, cells)) for cells in zip(*(column.cells for column in table.columns), strict=True)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, Callable[[int], Result]]:
+    target = contest.target
+    found: dict[str, Callable[[int], Result]] = {PLAIN: lambda n: contest.run(max(n // 2, 1))}
+    if compiles:
+        found[COMPILED] = lambda n: contest.run(n, cache_implementation="static")
+    if contest.rows == 1:
+        draft = with_layers(target, [0])
+        draft.generation_config.num_assistant_tokens, draft.generation_config.num_assistant_tokens_schedule = 5, "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+        found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
+        lookup = SpecDecPPAssistant.from_lookup(target, speculation=SpeculationConfig(rule="fixed", lookup_tokens=1))
+        found[CAPTURED] = lambda n: contest.run(n, lookup)
+    assistants = {
+        name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name])) for name in ours
+    }
+    for name, assistant in assistants.items():
+        found[name] = lambda n, assistant=assistant: contest.run(n, assistant)  # type: ignore[misc]
+    return found
+
+
+def measured(contest: Contest, everyone: dict[str, Callable[[int], Result]], repetitions: int) -> str:
+    lines = [
+        "| | first text (s) | ms a token | x plain | x compiled | tokens a pass | texts equal to plain's | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    results: dict[str, Result] = {}
+    for name, run in everyone.items():
+        try:
+            results[name] = result = run(repetitions)
+        except Exception as error:  # noqa: BLE001 - the others go on, and the report says what failed
+            lines.append(f"| {name} | | | | | | | failed: {type(error).__name__}: {str(error)[:200]} |")
+            continue
+        own = 1000 * median(result.seconds) / contest.new_tokens / contest.rows
+        ratios = []
+        for of in (PLAIN, COMPILED):
+            base = results.get(of)
+            ratios.append(f"{median(base.seconds) / median(result.seconds):.2f}" if base else "")
+        plain = results[PLAIN].texts
+        equal = sum(torch.equal(a, b) for a, b in zip(result.texts, plain, strict=False))
+        lines.append(
+            f"| {name} | {result.first:.1f} | {own:.2f} | {' | '.join(ratios)} | {result.passes:.2f} | "
+            f"{equal} of {min(len(plain), len(result.texts))} | {result.note} |"
+        )
+        print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines) + "\n"
 
 
 def machine(device: str) -> str:
     """Where, and with what."""
-    if device == "cpu":
-        threads = torch.get_num_threads()
-        name = f"**No GPU was used**, so nothing of this tells what one does: {platform.machine()}, {threads} threads"
-    else:
-        name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if device == "cuda" else device
+    name = torch.cuda.get_device_name() if device == "cuda" else f"**no GPU**, {platform.machine()}"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, hf_specdecpp {__version__}"
-    return f"{name}.\n\n{versions}, Python {platform.python_version()}, {platform.platform()}.\n"
+    return f"{name}; {versions}, Python {platform.python_version()}.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="by default the GPU")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--pair", nargs=2, action="append", metavar=("TARGET", "ASSISTANT"), help="the published ones")
-    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--prompts", type=int, default=2, help="of each kind")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--max_length", type=int, default=2048, help="of the texts that everything is compiled for")
-    parser.add_argument("--uncompiled", action="store_true", help="nothing that is compiled, which takes minutes")
-    parser.add_argument("--repetitions", type=int, default=7, help="of the launch-bound table")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2", "1.5b", "8b"])
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.8, 0.3], help="candidates that are right")
+    parser.add_argument("--ours", nargs="*", choices=OURS, default=list(OURS))
+    parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1])
+    parser.add_argument("--new_tokens", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--no_compile", action="store_true", help="leave transformers' compiled generation out")
     options = parser.parse_args()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if options.device is None and accelerator is None:
-        sys.exit(
-            "There is no GPU here that torch sees, so there is nothing to report. --device cpu runs all of it anyway."
-        )
-    device = options.device or accelerator.type
-    dtype = getattr(torch, options.dtype)
-    print(f"# On a GPU\n\n{machine(device)}\n```console\n{' '.join(['python', *sys.argv])}\n```\n", flush=True)
-    for target, assistant in options.pair or PAIRS:
-        pair = Pair(target, assistant, device, dtype, options.max_length)
-        for size in options.batch_sizes:
-            print(f"## {Path(target).name}, {options.dtype}, batch of {size}\n", flush=True)
-            table = measured(pair, size, options.prompts, options.max_new_tokens, not options.uncompiled)
-            print(markdown(table), flush=True)  # the report is piped to a file, and the next table takes minutes
-    if not options.uncompiled:
-        print(launch_bound(dtype, device, options.repetitions))
-
-
-def launch_bound(dtype: torch.dtype, device: str, repetitions: int) -> str:
-    contest = Contest(dtype, 64, list(SPECULATION), device)
-    parts = ["## Launch-bound, 28 layers of 64 numbers\n", markdown(warmed(contest))]
-    for kind in KINDS:
-        parts += [f"### {kind}\n", markdown(results(contest, kind, repetitions))]
-    return "\n".join(parts)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("There is no GPU here that torch sees, so there is nothing to report. --device cpu runs all of it anyway.")
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    print(f"# On a GPU\n\n{machine(options.device)}\n```console\n{' '.join(['python', *sys.argv])}\n```\n", flush=True)
+    for shape in options.shapes:
+        torch.manual_seed(0)
+        target = built(SHAPES[shape], options.device, dtype)
+        for place, rate in enumerate(options.rates):
+            found = set_agreement(target, rate)
+            for rows in options.batch_sizes:
+                contest = Contest(target, options.new_tokens, rows)
+                compiles = not options.no_compile and place == 0 and rows == 1
+                print(f"## {shape}, the draft right {found:.2f} of the time, batch of {rows}\n", flush=True)
+                print(measured(contest, contestants(contest, compiles, options.ours), options.repetitions), flush=True)
+        del target, contest
+        gc.collect()
+        torch._dynamo.reset()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

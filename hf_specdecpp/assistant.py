@@ -31,7 +31,7 @@ from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.warming.passes import warm_up
+
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -168,7 +168,7 @@ class SpecDecPPAssistant(Making):
         drafter = self.ready_drafter()
         drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
         drafter.renew()
-        drafter.compile_steps(self.speculation.compile)
+        drafter.capture_steps(self.speculation.graphs == "auto")
         return DraftSetup(
             drafter=drafter,
             head=self.head,

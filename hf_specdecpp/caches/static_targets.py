@@ -1,4 +1,4 @@
-"""Targets with a static cache: what is refused, and the forward that plain `generate()` would use."""
+"""Targets with a static cache: what is refused, and how the cache is made fit for candidates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
-from hf_specdecpp.caches.compiled_passes import CompiledPasses
 from hf_specdecpp.caches.static import num_rows, widen, width_of
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 
@@ -61,20 +60,6 @@ def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int
             'cache_implementation="static" makes keeps it)'
         )
     return None
-
-
-def forward_of(target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig) -> CompiledPasses | None:
-    """The compiled forward with which plain `generate()` would decode, or `None` where it would not compile."""
-    if not target._valid_auto_compile_criteria(model_kwargs, config):
-        return None
-    return CompiledPasses(target, config.compile_config)
-
-
-def uncompiled(config: GenerationConfig) -> GenerationConfig:
-    """The config of a generation that compiles nothing."""
-    config = copy.copy(config)
-    config.disable_compile = True
-    return config
 
 
 def as_static(config: GenerationConfig, model_kwargs: dict[str, Any]) -> GenerationConfig:

@@ -15,6 +15,7 @@ Rule = Literal["threshold", "throughput", "fixed", "confidence", "svip", "adaedl
 RULES: tuple[str, ...] = get_args(Rule)
 
 CpuProducts = Literal["auto", "off"]
+Graphs = Literal["auto", "off"]
 
 Tree = Literal["dyspec", "dyspec-exact", "static"]
 TREES: tuple[str, ...] = get_args(Tree)
@@ -106,6 +107,8 @@ class SpeculationConfig:
         int8_draft: on a CPU, for a float32 draft of an attached target: it reads a few tokens with int8 copies of its
             weights (a quarter of their memory), which takes about a third of the time. Prompts it reads as ever. The
             output is the target's own as before; a few candidates fewer are accepted.
+        graphs: on CUDA. `"auto"`: the passes of target and draft are captured as CUDA graphs, which a GPU replays as
+            one launch each, where that can be done (`stats.uncaptured` says why not); `"off"`: they run as ever.
         compile: compile the draft's steps, in chains and trees, with `torch.compile`, on CUDA as graphs
             (`docs/gpu.md`). The first texts take longer. Batches run uncompiled, and so does a draft that cannot be
             compiled.
@@ -140,6 +143,7 @@ class SpeculationConfig:
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
     int8_draft: bool = False
+    graphs: Graphs = "auto"
     compile: bool = False
 
     def __post_init__(self) -> None:

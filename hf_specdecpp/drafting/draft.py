@@ -69,7 +69,7 @@ class Draft:
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
         suspect: its name, if others trained it and perhaps for another target (`SpeculationStats.verdict`).
-        is_compiled: whether chains and trees are drafted with compiled steps.
+        is_captured: whether chains and trees are drafted with captured steps.
     """
 
     model: CausalLM | None
@@ -86,7 +86,7 @@ class Draft:
         return {}
 
     @property
-    def is_compiled(self) -> bool:
+    def is_captured(self) -> bool:
         return False
 
     @property
@@ -130,8 +130,8 @@ class Draft:
     def renew(self) -> None:
         """Bring copies of the target's weights up to date: it may be in training."""
 
-    def compile_steps(self, wanted: bool) -> None:
-        """Compile its steps, or no longer."""
+    def capture_steps(self, wanted: bool) -> None:
+        """Capture its steps as CUDA graphs where that can be done, or no longer."""
 
     def describe(self) -> dict[str, Any]:
         """All that decides what drafting costs, beside the model; JSON-able."""

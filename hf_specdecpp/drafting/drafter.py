@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from hf_specdecpp.captured import graphs
 from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
-from hf_specdecpp.drafting.compiled import CompiledSession, CompiledSteps
-from hf_specdecpp.drafting.compiled_trees import CompiledTreeSession
+from hf_specdecpp.drafting.captured import CapturedSession, CapturedSteps
+from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.reading import Reading
@@ -36,13 +37,13 @@ class Drafter(DraftModel, Draft):
         return self.fusion
 
     def chain_session(self, vocab_size: int) -> Reading:
-        if self.is_compiled:
-            return CompiledSession(self, vocab_size, self.steps)
+        if self.is_captured:
+            return CapturedSession(self, vocab_size, self.steps)
         return DraftSession(self, vocab_size)
 
     def tree_session(self, vocab_size: int) -> Reading:
-        if self.is_compiled:
-            return CompiledTreeSession(self, vocab_size, self.steps)
+        if self.is_captured:
+            return CapturedTreeSession(self, vocab_size, self.steps)
         return DraftSession(self, vocab_size)
 
     def row_session(self, vocab_size: int) -> RowSession:
@@ -62,17 +63,18 @@ class Drafter(DraftModel, Draft):
                 "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
             )
 
-    def compile_steps(self, wanted: bool) -> None:
-        if not wanted:
+    def capture_steps(self, wanted: bool) -> None:
+        if not wanted or not graphs.can_capture(self.device):
             self.steps = None
         elif self.steps is None or not self.steps.fits(self):
-            self.steps = CompiledSteps(self)
+            self.steps = None  # the steps copy what they are captured of
+            self.steps = CapturedSteps(self)
 
     def describe(self) -> dict[str, Any]:
         return {
             "reads": None if self.fusion is None else self.fusion.to_config(),
             "draft_vocab": None if self.draft_vocab is None else self.draft_vocab.numel(),
-            "compiled": self.is_compiled,
+            "captured": self.is_captured,
         }
 
     def read_some(self, count: int) -> None:

@@ -83,7 +83,7 @@ class Gemma4Draft(Draft):
 
     def describe(self) -> dict[str, Any]:
         clusters = self.model.config.centroid_intermediate_top_k if self.model.config.use_ordered_embeddings else None
-        return {"reads": {"sources": self.sources, "clusters": clusters}, "draft_vocab": None, "compiled": False}
+        return {"reads": {"sources": self.sources, "clusters": clusters}, "draft_vocab": None, "captured": False}
 
     def read_some(self, count: int) -> None:
         states = torch.zeros(1, count, self.embedding_size, dtype=self.dtype, device=self.device)

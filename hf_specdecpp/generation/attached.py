@@ -17,7 +17,7 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from hf_specdecpp.caches.rollback import check_states
-from hf_specdecpp.caches.static_targets import as_static, forward_of, prepare_static
+from hf_specdecpp.caches.static_targets import as_static, prepare_static
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -240,12 +240,10 @@ def decoding_of(
         has_trees = assistant.speculation.tree is not None
         check_batch(target, model_kwargs, config, logits_processor, stopping_criteria, streamer, has_trees)
         return _batch_decoding(target, assistant, logits_processor, stopping_criteria, config, model_kwargs, count)
-    # First, since the layers of a compiled target keep their own products.
-    forward = forward_of(target, model_kwargs, config)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
     kind = RankDecoding if is_spread(target) else kind
-    return kind(target, generator, stopping_criteria, config, streamer, model_kwargs, forward).run
+    return kind(target, generator, stopping_criteria, config, streamer, model_kwargs).run
 
 
 def _batch_decoding(

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
+from hf_specdecpp.captured.graphs import can_capture
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain, Drafting, at_once, drafted_alone, drafting, point_mass, stepper
@@ -64,8 +65,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         rule: stops chains; `None` where trees are drafted.
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
         lookup: finds candidates in the text, if it is asked to.
-        waits: whether rounds still have no candidates, since what passes over a static cache cost is measured where the
-            text has room for them (`plan_rounds`).
+        waits: whether rounds still have no candidates, since what the passes of this text cost is measured in the text
+            itself (`plan_rounds`): they are captured, or over a static cache.
         times: of its rounds, where the costs follow them.
         keeper: keeps the text for the draft to learn from, if it is asked to.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
@@ -123,13 +124,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.times: RoundTimes | None = None
         self._target, self._generation_config = target, generation_config
         measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
-        self.waits = measures and generation_config.cache_implementation == "static"
+        # Passes that are captured, or over a static cache, are measured in the text itself.
+        captures = setup.speculation.graphs == "auto" and target is not None and can_capture(input_device(target))
+        self.waits = measures and setup.rows == 1 and (captures or generation_config.cache_implementation == "static")
         if not self.waits:
             self.plan_rounds()
         keeps = setup.speculation.keep_texts > 0 and target is not None
         self.keeper = Keeper(setup.drafter.reads is not None) if keeps else None
-        if setup.speculation.compile and setup.rows > 1:
-            logger.warning_once("compile=True: one sequence only; batches are drafted uncompiled.")
         self._attention_mask = attention_mask
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0

@@ -18,13 +18,13 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp.caches.compiled_passes import CompiledPasses
 from hf_specdecpp.caches.paths import PathRows
-from hf_specdecpp.caches.static_targets import uncompiled
+from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.captured_text import CapturedText, captured_text
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.generation.prefix import Prefix, try_pass
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.target_states import TargetStates
@@ -50,7 +50,6 @@ class AssistedDecoding:
         generator: drafts the candidates.
         stopping_criteria, generation_config, streamer: as prepared by `generate()`.
         model_kwargs: the forward's other arguments, the cache among them.
-        forward: the target's, perhaps compiled; by default its own.
     """
 
     def __init__(
@@ -61,12 +60,11 @@ class AssistedDecoding:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
-        forward: Callable[..., Any] | None = None,
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
-        self.forward = forward or target
+        self.forward: Callable[..., Any] = target
         self.states = TargetStates(target, generator.setup.drafter.reads)
-        self.prefix = Prefix(target, self.states.asked_for(model_kwargs))
+        self.prefix: Prefix | CapturedText = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
         self.device = input_device(target)
         self.stats = generator.stats
@@ -84,8 +82,9 @@ class AssistedDecoding:
         try:
             input_ids = self._generate(input_ids)
         except BaseException:
-            self.prefix.roll_back()
+            self._give_back().roll_back()
             raise
+        self._give_back()
         self.generator.finish()
         self.generator.remember(input_ids, self.states.found)
         if self.streamer is not None:
@@ -101,7 +100,27 @@ class AssistedDecoding:
         with self.target._optimize_model_for_decode():
             if not finished and not self.prefix.is_at_change(input_ids):
                 self._compare_passes(input_ids)
+            if not finished:
+                self._capture(input_ids)
             return self._rounds(input_ids, finished)
+
+    def _capture(self, input_ids: Tensor) -> None:
+        """Go on with captured passes, where they can be had."""
+        setup, prefix = self.generator.setup, self.prefix
+        if setup.speculation.graphs == "off" or not isinstance(prefix, Prefix):
+            return
+        text = captured_text(self.target, prefix, self.states, self.config, input_ids)
+        if isinstance(text, CapturedText):
+            self.prefix, self.forward = text, text.forward
+        else:
+            self.stats.uncaptured = text
+
+    def _give_back(self) -> Prefix:
+        """The text in the cache that `generate()` returns."""
+        if isinstance(self.prefix, CapturedText):
+            self.stats.graphs, self.stats.graph_seconds, self.stats.graph_bytes = self.prefix.spent
+            self.prefix = self.prefix.give_back()
+        return self.prefix
 
     def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:
         """Rounds until the text ends."""
@@ -120,13 +139,7 @@ class AssistedDecoding:
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        # Hooks catch what a draft reads of it, chunk by chunk, and compiled forwards pass over them.
-        config = uncompiled(self.config) if self.states.need_hooks else self.config
-        outputs = self.states.catch(self.target._prefill, input_ids, config, self.prefix.model_kwargs)
-        if self.states.need_hooks:
-            self.forward = self.target
-        if isinstance(self.forward, CompiledPasses):
-            self.forward.look()
+        outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.prefix.model_kwargs)
         cache = cache_among(outputs)
         check_cache(cache)
         if self.generator.trees is not None:
@@ -161,14 +174,15 @@ class AssistedDecoding:
 
     def _plan(self, input_ids: Tensor) -> None:
         """Let the generator measure what the text's passes cost, if it waits for that and there is room for any."""
-        if self.generator.waits and self.prefix.most_candidates(input_ids):
+        if self.generator.waits and self.prefix.most_candidates(input_ids) != 0:
             self.generator.plan_rounds(self.own_passes(input_ids))
 
     def own_passes(self, input_ids: Tensor) -> OwnPasses:
         """Passes after the text in its cache, which is left as it was."""
-        make = partial(self.prefix.trial, self._read, input_ids, self.generator.trees is not None)
-        how = self.forward.how if isinstance(self.forward, CompiledPasses) else None
-        return OwnPasses(make, self.prefix.most_candidates(input_ids) or 0, {"compiled": how})
+        make = partial(try_pass, self.prefix, self._read, input_ids, self.generator.trees is not None)
+        room = self.prefix.most_candidates(input_ids)
+        how = {"captured": isinstance(self.prefix, CapturedText)}
+        return OwnPasses(make, MOST_CANDIDATES if room is None else room, how)
 
     def _room(self, input_ids: Tensor) -> int | None:
         """How many candidates the next pass has room for."""

@@ -51,7 +51,7 @@ class Prefix:
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
         # Of a mask with four dimensions others might ask more than whether it is there.
         usual = GenerationMixin.prepare_inputs_for_generation
-        self._makes_usual_inputs = type(target).prepare_inputs_for_generation is usual
+        self.makes_usual_inputs = type(target).prepare_inputs_for_generation is usual
         self._padding: int | None = None  # tokens of the text that take no position
         # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
         self.mark = Mark(self.cache) if self.num_settled and is_recurrent(self.cache) else None
@@ -126,7 +126,7 @@ class Prefix:
             tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, dummies)), dim=1)
         self.width = self.pending + count + 1 + dummies
         further = self._for_further(count, dummies)
-        if has_mask and self._makes_usual_inputs:
+        if has_mask and self.makes_usual_inputs:
             further = further | {"attention_mask": NO_MASK}
         inputs = self.target.prepare_inputs_for_generation(
             tokens, next_sequence_length=self.width, is_first_iteration=False, **further
@@ -159,24 +159,6 @@ class Prefix:
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, self.rows, self.shown, position)
-
-    def trial(self, read: Callable[[dict[str, Any], int], Any], input_ids: Tensor, as_tree: bool, count: int) -> Tensor:
-        """Make a pass only for it to be compiled or timed, and forget it; returns its logits, `[1 + count, vocab]`.
-
-        Args:
-            read: makes a pass with these arguments over so many tokens.
-            count: of the candidates, which are all alike.
-        """
-        if as_tree:
-            tree = DraftTree(int(input_ids[0, -1]))
-            for _ in range(count):
-                tree.add(0, tree.tokens[0])
-            inputs = self.tree_inputs(input_ids, TreePass(tree))
-        else:
-            inputs = self.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
-        logits: Tensor = read(inputs, count + 1).logits[0]
-        self.roll_back()
-        return logits
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
@@ -243,6 +225,28 @@ class Prefix:
             self.mark.back()
         elif self.cache is not None:
             roll_back(self.cache, self.num_settled)
+
+
+def try_pass(
+    text: Any, read: Callable[[dict[str, Any], int], Any], input_ids: Tensor, as_tree: bool, count: int
+) -> Tensor:
+    """Make a pass only for it to be captured, compared or timed, and forget it; its logits, `[1 + count, vocab]`.
+
+    Args:
+        text: a `Prefix`, or a `CapturedText` in its place.
+        read: makes a pass with these arguments over so many tokens.
+        count: of the candidates, which are all alike.
+    """
+    if as_tree:
+        tree = DraftTree(int(input_ids[0, -1]))
+        for _ in range(count):
+            tree.add(0, tree.tokens[0])
+        inputs = text.tree_inputs(input_ids, TreePass(tree))
+    else:
+        inputs = text.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
+    logits: Tensor = read(inputs, count + 1).logits[0]
+    text.roll_back()
+    return logits
 
 
 # Arguments of a forward that grow with the text.

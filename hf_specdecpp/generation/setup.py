@@ -66,7 +66,7 @@ class DraftSetup:
         packs = config.cpu_products == "auto" and config.pack_weights and target is not None
         if not packs:
             self.packed.clear()
-        in_int8 = config.int8_draft and target is not None and not self.drafter.is_compiled
+        in_int8 = config.int8_draft and target is not None and not self.drafter.is_captured
         if in_int8 and not is_available():
             logger.warning_once("int8_draft=True: this PyTorch has no int8 products, so the draft runs in float32.")
             in_int8 = False
@@ -75,8 +75,8 @@ class DraftSetup:
         packed, int8 = self.packed if packs else None, self.int8 if in_int8 else None
         parts: list[Part] = []
         if config.cpu_products == "auto":
-            parts = parts_of(target, None if in_int8 or self.drafter.is_compiled else self.drafter, packed)
-        draft = [] if self.drafter.is_compiled else self.drafter.parts
+            parts = parts_of(target, None if in_int8 or self.drafter.is_captured else self.drafter, packed)
+        draft = [] if self.drafter.is_captured else self.drafter.parts
         return FasterProducts(*parts, packed=packed, draft=draft, target=target, int8=int8)
 
 

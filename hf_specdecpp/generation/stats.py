@@ -43,6 +43,9 @@ class SpeculationStats:
             was not.
         same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
         state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
+        graphs, graph_seconds, graph_bytes: CUDA graphs of the target's passes up to now, seconds that capturing them
+            took, and the memory of the caches that they work in.
+        uncaptured: why the target's passes were not captured; `None` where they were, or should not be.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         rows: of a batch, each sequence's; everything else here is their sum.
         suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
@@ -75,11 +78,15 @@ class SpeculationStats:
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
     state_bytes: int = 0
+    graphs: int = 0
+    graph_seconds: float = 0.0
+    graph_bytes: int = 0
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
     rows: list[SpeculationStats] = field(default_factory=list, compare=False, repr=False)
     complete: bool = True
     suspect: str | None = None
     refusal: str | None = None
+    uncaptured: str | None = None
 
     @classmethod
     def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:

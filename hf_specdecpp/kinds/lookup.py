@@ -50,7 +50,7 @@ class NoDraft(Draft):
         return NothingRead()
 
     def describe(self) -> dict[str, Any]:
-        return {"reads": None, "draft_vocab": None, "compiled": False}
+        return {"reads": None, "draft_vocab": None, "captured": False}
 
 
 class NothingRead(Reading):

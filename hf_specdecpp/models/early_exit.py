@@ -91,9 +91,13 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
     return copied.eval()
 
 
-def copy_sharing(module: Any) -> Any:
-    """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's."""
-    kept = (*module.parameters(), *module.buffers(), *states_of(module))
+def copy_sharing(module: Any, *others: Any) -> Any:
+    """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's.
+
+    Args:
+        others: that it refers to without having registered them.
+    """
+    kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in kept}
     copied = copy.deepcopy(module, shared)
     for part in copied.modules():

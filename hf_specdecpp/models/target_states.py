@@ -100,6 +100,11 @@ class TargetStates:
         """Whether states are read that only hooks catch, as far as is known."""
         return bool(self._modules) and not self.are_returned
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Which of the states that a forward returns are read; none where hooks catch them."""
+        return tuple(self._numbers) if self.are_returned else ()
+
     def asked_for(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """A forward's arguments with which it returns the states, and what users ask of it themselves."""
         if not self._numbers or model_kwargs.get("output_hidden_states"):  # all of them

@@ -6,7 +6,7 @@ between places in the text (number of tokens before), not between rows of the ca
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,20 @@ from hf_specdecpp.caches.paths import grow_in, shown_rows
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
 WINDOWED = ("sliding_attention", "chunked_attention")
+
+
+class Prompt(NamedTuple):
+    """A prompt in a cache of fixed size.
+
+    Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, and its offset is -2: 6 is in row 3, at position 1.
+
+    Attributes:
+        shown: `[room]` bool, false where a row is hidden from all queries.
+        offset: `[1, 1]`, or `[d, 1, 1]` where a model has positions in d dimensions: a token's position less its row.
+    """
+
+    shown: Tensor
+    offset: Tensor
 
 
 def tree_inputs(
@@ -114,9 +128,15 @@ def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor
 
 
 def inputs_in_place(
-    model: CausalLM, room: int, ancestors: Tensor, depths: Tensor, places: Tensor, num_prefix: Tensor
+    model: CausalLM,
+    room: int,
+    ancestors: Tensor,
+    depths: Tensor,
+    places: Tensor,
+    num_prefix: Tensor,
+    prompt: Prompt | None = None,
 ) -> dict[str, Any]:
-    """The same for a cache of fixed size, where nothing depends on numbers of the host: for compiled passes.
+    """The same for a cache of fixed size, where nothing depends on numbers of the host: for captured passes.
 
     Example: a cache with room for 8 tokens holds 3 tokens of text and a root, below which two children are read. With
     room for 4 nodes, `ancestors` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
@@ -128,18 +148,21 @@ def inputs_in_place(
         depths: `[n]`, of all nodes.
         places: `[n_query]`, depths of the queries.
         num_prefix: 0-d, tokens of text in the cache.
+        prompt: what of it is hidden, and where its tokens stand; by default nothing is, and rows are positions.
     """
     config = model.config.get_text_config(decoder=True)
     nodes = torch.arange(room, device=ancestors.device) - num_prefix  # negative: text
     known = nodes.clamp(0, ancestors.shape[1] - 1)
-    seen = (ancestors.index_select(1, known) & (nodes < ancestors.shape[1])) | (nodes < 0)
+    text = nodes < 0 if prompt is None else (nodes < 0) & prompt.shown
+    seen = (ancestors.index_select(1, known) & (nodes >= 0) & (nodes < ancestors.shape[1])) | text
     keys = num_prefix + torch.where(nodes < 0, nodes, depths.index_select(0, known))
     queries = num_prefix + places
+    padding = 0 if prompt is None else (prompt.shown.cumsum(0) == 0).sum()
     masks = {
-        kind: as_mask(seen & _near(config, kind, queries, keys) if kind in WINDOWED else seen, model)
+        kind: as_mask(seen & _near(config, kind, queries, keys, padding) if kind in WINDOWED else seen, model)
         for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers))
     }
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": queries[None],
+        "position_ids": queries[None] if prompt is None else queries + prompt.offset,
     }

@@ -1,4 +1,4 @@
-"""A token tree that is drafted with compiled passes over its levels."""
+"""A token tree that is drafted with captured passes over its levels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_specdecpp.caches.fixed import FixedCache
 from hf_specdecpp.caches.static import width_of
-from hf_specdecpp.drafting.compiled import CompiledSession
+from hf_specdecpp.captured.rooms import RoomCache
+from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.models.causal_lm import upload
 from hf_specdecpp.trees.attention import inputs_in_place
@@ -19,7 +19,7 @@ LEAST_WIDTH, LEAST_NODES = 4, 64  # of the passes; that the masks of all passes 
 
 def read_level(
     drafter: DraftModel,
-    cache: FixedCache,
+    cache: RoomCache,
     tokens: Tensor,
     states: Tensor | None,
     ancestors: Tensor,
@@ -47,8 +47,8 @@ def read_level(
     return drafter.logits(hidden, vocab_size), hidden
 
 
-class CompiledTreeSession(CompiledSession):
-    """The draft's side of one generation of trees, with compiled passes.
+class CapturedTreeSession(CapturedSession):
+    """The draft's side of one generation of trees, with captured passes.
 
     The root is read with all that is pending, as in chains, and each level in a pass of its own, filled up with dummies
     to 4, 8, 16 or another power of two of nodes. After the round all nodes but the root are forgotten: those that were
@@ -65,12 +65,9 @@ class CompiledTreeSession(CompiledSession):
         count = len(nodes)
         width = max(width_of(count), LEAST_WIDTH)
         tokens, ancestors, depths, counts = self._level(lineage, tree, nodes, width)
-        if states is not None:
-            states = F.pad(states, (0, 0, 0, width - count))
         cache = self.with_room(self._length + width)
-        logits, hidden = self.steps.call(
-            read_level, width, self.drafter, cache, tokens, states, ancestors, depths, counts, self.vocab_size
-        )
+        arguments = [tokens, states, ancestors, depths, counts]
+        logits, hidden = self.steps.call(read_level, width, cache, arguments, self.vocab_size)
         self._length += count
         return logits[:count], hidden[:count]
 
@@ -86,7 +83,6 @@ class CompiledTreeSession(CompiledSession):
         parts = upload([tokens, seen, torch.cat(places), torch.tensor([before, count])], self.device)
         return [parts[0] if self.knows_all else self.drafter.known(parts[0]), *parts[1:]]
 
-    @torch.inference_mode()  # in which the cache was made
     def keep(self, path: list[int]) -> None:  # noqa: ARG002 - all are read again
         if self._lineage is None:  # nothing was drafted
             return

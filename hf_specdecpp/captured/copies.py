@@ -1,0 +1,96 @@
+"""The model that captured passes run: a copy of a model's modules that shares its tensors, with an attention of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import UNUSUAL
+from hf_specdecpp.models.early_exit import copy_sharing
+
+GROUPED = "specdecpp_grouped"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """transformers' `sdpa` attention under a mask, without copies of keys and values for the heads that share them.
+
+    The query heads of a group become further queries. On CUDA PyTorch's own sharing (`enable_gqa`) has no fast kernel
+    for passes under a mask, and transformers copies all rows of a fixed cache for each layer.
+
+    Example: 12 query heads share 2 heads of keys and values. Four tokens are read as 24 queries of each of these heads.
+
+    Args:
+        query: `[batch, heads, tokens, width]`.
+        key, value: `[batch, heads of keys, cached tokens, width]`.
+        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean.
+
+    Returns:
+        `[batch, tokens, heads, width]`, and no weights.
+    """
+    if any(kwargs.get(name) is not None for name in UNUSUAL):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    batch, heads, tokens, _ = query.shape
+    shared = key.shape[1]
+    group = heads // shared
+    mask = attention_mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    output = F.scaled_dot_product_attention(
+        query.reshape(batch, shared, group * tokens, -1), key, value, attn_mask=mask, scale=scaling
+    )
+    return output.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
+
+
+PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
+
+AttentionInterface.register(GROUPED, grouped_attention)
+
+
+def for_capture(model: Any, *others: Any) -> Any:
+    """A copy of a model's structure for captured passes; its parameters and buffers are the model's own.
+
+    The original keeps its attention and its modules as they are, also while another thread uses it.
+
+    Args:
+        others: that the model refers to without having registered them, as in `copy_sharing`.
+    """
+    copied = copy_sharing(model, *others).eval()
+    parts = [copied, *(copied.model for _ in others)]
+    for module in (each for part in parts for each in part.modules()):
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
+            config._attn_implementation = GROUPED
+    return copied
+
+
+def identity(model: CausalLM) -> list[Any]:
+    """What decides which operations a pass consists of: modules with their attributes and hooks, where the tensors lie
+    and what they are, and the config. Two that are equal mean that a graph of one pass is right for the other."""
+    modules = [(id(module), _value(vars(module))) for module in model.modules()]
+    tensors = [(each.data_ptr(), each.shape, each.dtype) for each in (*model.parameters(), *model.buffers())]
+    return [modules, tensors, _value(vars(model.config.get_text_config(decoder=True)))]
+
+
+def _value(attribute: Any) -> Any:
+    """It, or which object it is; of dictionaries what is in them, but for modules and tensors, which are looked at."""
+    if isinstance(attribute, dict):
+        # Most are plain values, and there are thousands of them, before every text.
+        return {
+            name: each if type(each) in PLAIN else _value(each)
+            for name, each in attribute.items()
+            if not isinstance(each, Tensor | nn.Module)
+        }
+    if isinstance(attribute, list | tuple | set):
+        return [_value(each) for each in attribute]
+    return attribute if type(attribute) in PLAIN else id(attribute)

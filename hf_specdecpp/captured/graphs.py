@@ -1,0 +1,109 @@
+"""Functions of tensors that a device runs as one launch each: CUDA graphs, captured once and replayed (`Graphs`)."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+WARM_UPS = 2  # runs before a capture: libraries allocate their workspaces in the first, kernels are chosen by then
+
+
+class Graph(Protocol):
+    """What a capture makes."""
+
+    def replay(self) -> None:
+        """Run all that was captured again, on what its tensors hold now."""
+
+
+class CannotCaptureError(RuntimeError):
+    """A function waits for its device, or does something else that no graph can repeat."""
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether functions on a device can be captured."""
+    return device.type == "cuda"
+
+
+class Graphs:
+    """Graphs of functions, each captured when it is first run, in one pool of memory.
+
+    A function reads and writes tensors that stay where they are, and returns nothing: memory that a graph allocates is
+    written over by the next graph of the pool. Numbers, shapes and branches of Python stay as they were at the capture,
+    so all that decides them is part of the key.
+
+    Example: `graphs.run(("pass", 4), read, [length])` runs `read` three times, then a graph of `read`; `length` is as
+    if only the graph had run. From then on only the graph runs.
+
+    Attributes:
+        seconds: that captures have taken.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, 0.0
+        self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def run(self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = ()) -> None:
+        """Run a function, by its graph if there is one for `key`.
+
+        Args:
+            changes: tensors that the function reads and then changes.
+
+        Raises:
+            CannotCaptureError: the function cannot be captured. `changes` are as they were before.
+        """
+        graph = self._graphs.get(key)
+        if graph is None:
+            begin = time.perf_counter()
+            graph = self._graphs[key] = self._capture(function, changes)
+            self.seconds += time.perf_counter() - begin
+        graph.replay()
+
+    def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> Graph:
+        before = [each.clone() for each in changes]
+        collects = gc.isenabled()
+        gc.disable()  # a tensor that is freed during a capture may end it
+        try:
+            return captured(function, self._pool)
+        except Exception as error:  # a foreign forward may do anything
+            reason = str(error).strip().splitlines() or [""]
+            raise CannotCaptureError(f"{type(error).__name__}: {reason[0]}") from error
+        finally:
+            if collects:
+                gc.enable()
+            for each, old in zip(changes, before, strict=True):
+                each.copy_(old)
+
+
+def captured(function: Callable[[], None], pool: Any) -> Graph:
+    """A CUDA graph of a function, which has run some times before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Of this thread only: what another thread does meanwhile is not captured and does not end the capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        function()
+    return graph
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Tensors that are made within can be written to in and outside of inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

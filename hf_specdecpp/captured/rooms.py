@@ -1,0 +1,158 @@
+"""A key-value cache of fixed rooms, as captured passes need it (`RoomCache`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_specdecpp.caches.batches import other_layers
+from hf_specdecpp.captured.graphs import lasting
+
+LEAST_ROOM = 256  # tokens
+
+
+class RoomLayer(CacheLayerMixin):
+    """Keys and values of one layer. It keeps every token, also where the layer has a window: the mask hides the rest.
+
+    Args:
+        length: 0-d int64, tokens that the cache holds: one tensor for all of its layers.
+        room (tokens): the most that the layer can hold.
+    """
+
+    keys: Tensor
+    values: Tensor
+    is_compileable, is_sliding = True, False
+
+    def __init__(self, length: Tensor, room: int) -> None:
+        super().__init__()
+        self.length, self.room = length, room
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        with lasting():
+            self.keys, self.values = (
+                each.new_zeros((*each.shape[:2], self.room, each.shape[-1])) for each in (key_states, value_states)
+            )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write after the tokens that are held; all rows, those that hold nothing yet included."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = torch.arange(key_states.shape[-2], device=key_states.device) + self.length
+        self.keys.index_copy_(2, rows, key_states)
+        self.values.index_copy_(2, rows, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - transformers' signature
+        return self.room, 0
+
+    def get_seq_length(self) -> Any:
+        """0-d int64, on the device, as in transformers' static layers."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.room
+
+
+class RoomCache(Cache):
+    """A cache with room for a number of tokens, in which nothing depends on numbers of the host.
+
+    Example: 3 tokens are held, and a pass over 2 writes rows 3 and 4. `length.add_(2)` keeps both, `length.add_(1)` the
+    first; the next pass writes over what was not kept. `length.sub_(1)` takes one back.
+
+    Args:
+        num_layers: of the model.
+        room (tokens): the most that it can hold, what is written and not kept included.
+        device: of the model.
+
+    Attributes:
+        length: int64 0-d, on the device: how many tokens are held.
+    """
+
+    def __init__(self, num_layers: int, room: int, device: torch.device) -> None:
+        with lasting():
+            self.length = torch.zeros((), dtype=torch.long, device=device)
+        super().__init__(layers=[RoomLayer(self.length, room) for _ in range(num_layers)])
+        self.room = room
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._made())
+
+    def _made(self) -> list[Any]:
+        return [layer for layer in self.layers if layer.is_initialized]
+
+    def clear(self) -> None:
+        """Hold nothing. What was written is overwritten, since even a hidden row must not be infinite or NaN."""
+        self.length.zero_()
+        for layer in self._made():
+            layer.keys.zero_()
+            layer.values.zero_()
+
+    def copy_from(self, smaller: RoomCache) -> None:
+        """Hold what a smaller cache holds."""
+        self.length.copy_(smaller.length)
+        held: list[Any] = smaller.layers
+        layers: list[Any] = self.layers
+        for ours, theirs in zip(layers, held, strict=True):
+            if theirs.is_initialized:
+                if not ours.is_initialized:
+                    ours.lazy_initialization(theirs.keys, theirs.values)
+                ours.keys[:, :, : smaller.room] = theirs.keys
+                ours.values[:, :, : smaller.room] = theirs.values
+
+    def read(self, cache: DynamicCache, num_tokens: int) -> None:
+        """Hold the `num_tokens` tokens that a growing cache holds. Rows that have left a window stay zero.
+
+        Example: of 10 tokens a layer with a window of 4 has the last 3, which go to rows 7, 8 and 9.
+        """
+        self.length.fill_(num_tokens)
+        theirs: list[Any] = cache.layers
+        layers: list[Any] = self.layers
+        for ours, layer in zip(layers, theirs, strict=True):
+            if not ours.is_initialized:
+                ours.lazy_initialization(layer.keys, layer.values)
+            first = num_tokens - layer.keys.shape[-2]
+            ours.keys[:, :, first:num_tokens] = layer.keys
+            ours.values[:, :, first:num_tokens] = layer.values
+
+    def write(self, cache: DynamicCache, num_tokens: int) -> None:
+        """Leave the first `num_tokens` tokens in a growing cache, with which transformers' own passes can go on."""
+        theirs: list[Any] = cache.layers
+        layers: list[Any] = self.layers
+        for ours, layer in zip(layers, theirs, strict=True):
+            first = 0
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                first = max(num_tokens - layer.sliding_window + 1, 0)
+                layer.cumulative_length = num_tokens
+            layer.keys = ours.keys[:, :, first:num_tokens].clone()
+            layer.values = ours.values[:, :, first:num_tokens].clone()
+
+
+def room_for(num_tokens: int) -> int:
+    """The room to make for so many tokens: 256, 512, 1024 and so on, so that there are few sizes to capture for."""
+    return max(LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
+
+
+def num_room_layers(text_config: Any) -> int | None:
+    """How many layers a `RoomCache` of a model needs; `None` where some of them are not attention."""
+    layers = DynamicCache(config=text_config).layers
+    return None if other_layers(layers) else len(layers)
+
+
+def why_not_rooms(cache: object) -> str | None:
+    """Why what a cache holds, once it has read a prompt, cannot go on in rooms."""
+    if type(cache) is not DynamicCache:
+        return f"the text is in a {type(cache).__name__}"
+    layers: list[Any] = cache.layers
+    kinds = {type(layer) for layer in layers}
+    if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+        return f"the cache keeps {', '.join(sorted(kind.__name__ for kind in others))}"
+    if any(layer.keys is None for layer in layers):
+        return "layers share the keys of others"
+    return None

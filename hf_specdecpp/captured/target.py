@@ -1,0 +1,234 @@
+"""A target's passes, captured for each width and room (`CapturedTarget`), and kept with the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.captured.copies import for_capture, identity
+from hf_specdecpp.captured.graphs import Graphs, lasting
+from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
+from hf_specdecpp.trees.attention import Prompt, inputs_in_place
+
+# Of each target: what its passes were captured of, and the passes.
+_known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
+
+
+@dataclass
+class Slot:
+    """What passes of one width read and write, where it stays.
+
+    Attributes:
+        tokens: `[1, width]`.
+        ancestors, depths: `[width, width]` bool and `[width]`: who sees whom, as `inputs_in_place` takes them.
+        outputs: logits `[1, width, vocab]`, then the chosen states, `[1, width, size]` each; none before the first pass.
+    """
+
+    tokens: Tensor
+    ancestors: Tensor
+    depths: Tensor
+    outputs: list[Tensor]
+
+    def keep(self, found: list[Tensor]) -> None:
+        """Write what a pass has returned to where it stays."""
+        if not self.outputs:
+            with lasting():
+                self.outputs = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in found]
+        for own, each in zip(self.outputs, found, strict=True):
+            own.copy_(each)
+
+
+@dataclass
+class Room:
+    """A cache with its prompt: for one text at a time."""
+
+    cache: RoomCache
+    prompt: Prompt
+
+
+class CapturedTarget:
+    """The captured passes of one target, for one text at a time.
+
+    A pass over n tokens has the next power of two of them as its width: the tokens, and after them dummies, which no
+    token sees and which are forgotten. Its graph is made when that width is first met in a room.
+
+    Example: 300 tokens are in a room of 512. A pass over the last token and 4 candidates is 8 wide and writes rows 300
+    to 307; if 2 candidates stand, `keep(3)` leaves 303 rows.
+
+    Args:
+        target: whose passes. It is not kept alive by this: its tensors are, until it goes.
+
+    Attributes:
+        busy: whether a text is using it.
+        why_not: why its passes cannot be captured, once that was seen.
+        checked: whether a pass was compared with one of the target's own.
+        held (tokens): of the text, in the cache.
+    """
+
+    def __init__(self, target: CausalLM) -> None:
+        self.model = for_capture(target)
+        self.device, self.busy, self.checked, self.held = input_device(target), False, False, 0
+        self.why_not: str | None = None
+        self.graphs = Graphs(self.device)
+        self._cache_argument, self._longest = cache_argument(self.model), longest_text(target)
+        self._num_layers = num_room_layers(target.config.get_text_config(decoder=True)) or 0
+        self._rooms: dict[tuple[int, int], Room] = {}  # by tokens, and dimensions of positions
+        self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
+        self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
+        self._dimensions = 0
+        self.room: Room = None  # type: ignore[assignment]  # until a text begins
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the rooms."""
+        return sum(room.cache.num_bytes for room in self._rooms.values())
+
+    def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
+        """Go on with a text of `num_tokens` in a growing cache.
+
+        Args:
+            shown: `[num_tokens]` bool, which of its rows the target sees; `None` for all.
+            position: `[..., 1]` of the next token.
+        """
+        self.held, self._dimensions = num_tokens, position.dim()
+        self.room = self._room_for(num_tokens + 1)
+        self.room.cache.clear()
+        self.room.cache.read(cache, num_tokens)
+        self.room.prompt.shown.fill_(True)
+        if shown is not None:
+            self.room.prompt.shown[:num_tokens] = shown
+        self.room.prompt.offset.copy_(position[..., -1:] - num_tokens)
+
+    def _room_for(self, num_tokens: int) -> Room:
+        key = room_for(num_tokens), self._dimensions
+        if key not in self._rooms:
+            with lasting():
+                shown = torch.ones(key[0], dtype=torch.bool, device=self.device)
+                shape = (3, 1, 1) if self._dimensions > 2 else (1, 1)
+                offset = torch.zeros(shape, dtype=torch.long, device=self.device)
+            self._rooms[key] = Room(RoomCache(self._num_layers, key[0], self.device), Prompt(shown, offset))
+        return self._rooms[key]
+
+    def _with_room(self, num_tokens: int) -> Room:
+        """The room, or a larger one that holds the same text, for so many tokens in all."""
+        if num_tokens > self.room.cache.room:
+            smaller, self.room = self.room, self._room_for(num_tokens)
+            self.room.cache.clear()
+            self.room.cache.copy_from(smaller.cache)
+            self.room.prompt.shown.fill_(True)
+            self.room.prompt.shown[: smaller.cache.room] = smaller.prompt.shown
+            self.room.prompt.offset.copy_(smaller.prompt.offset)
+        return self.room
+
+    def read(self, tokens: Tensor, tree: tuple[Tensor, Tensor] | None = None, states: tuple[int, ...] = ()) -> Any:
+        """A pass over `tokens` `[1, n]` after the text.
+
+        Args:
+            tree: `ancestors` `[width, width]` and `depths` `[width]` of a tree, filled up with dummies; else the tokens
+                are a chain.
+            states: numbers of the states that are returned.
+
+        Returns:
+            `logits` `[1, n, vocab]`, and `hidden_states` with those that were chosen. The next pass writes over them.
+
+        Raises:
+            CannotCaptureError: nothing has been read then.
+        """
+        count = tokens.shape[1]
+        width = width_of(count)
+        room = self._with_room(self.held + width)
+        slot = self._slot(width, tree is not None, states)
+        slot.tokens[:, :count] = tokens
+        if tree is not None:
+            slot.ancestors.copy_(tree[0])
+            slot.depths.copy_(tree[1])
+
+        def run() -> None:
+            self._read(room, slot, states)
+
+        self.graphs.run(("read", width, room.cache.room, self._dimensions, tree is not None, states), run)
+        logits, *chosen = (each[:, :count] for each in slot.outputs)
+        found: list[Any] = [None] * (max(states, default=-1) + 1)
+        for number, state in zip(states, chosen, strict=True):
+            found[number] = state
+        return SimpleNamespace(logits=logits, hidden_states=found)
+
+    def _read(self, room: Room, slot: Slot, states: tuple[int, ...]) -> None:
+        """What is captured: from the slot's tokens to its logits and states."""
+        inputs = inputs_in_place(
+            self.model, room.cache.room, slot.ancestors, slot.depths, slot.depths, room.cache.length, room.prompt
+        )
+        if self._longest < float("inf"):  # of dummies, which may stand behind the last position that there is
+            inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self._longest) - 1)
+        if states:
+            inputs["output_hidden_states"] = list(states)
+        inputs[self._cache_argument] = room.cache
+        outputs = self.model(input_ids=slot.tokens, use_cache=True, return_dict=True, **inputs)
+        slot.keep([outputs.logits, *(outputs.hidden_states[number] for number in states)])
+
+    def _slot(self, width: int, is_tree: bool, states: tuple[int, ...]) -> Slot:
+        key = width, is_tree, states
+        if key not in self._slots:
+            with lasting():
+                span = torch.arange(width, device=self.device)
+                tokens = torch.zeros((1, width), dtype=torch.long, device=self.device)
+                self._slots[key] = Slot(tokens, span <= span[:, None], span.clone(), [])
+        return self._slots[key]
+
+    def keep(self, count: int, path: Tensor | None = None) -> None:
+        """Keep the first `count` tokens of the pass, or those of its rows `path` `[count]`, ascending."""
+        if path is not None:
+            self._move(path)
+        self.room.cache.length.add_(count)
+        self.held += count
+
+    def write(self, cache: Any) -> None:
+        """Leave the text in a growing cache."""
+        self.room.cache.write(cache, self.held)
+
+    def _move(self, path: Tensor) -> None:
+        """Move the rows of a path up to the text."""
+        room, width = self.room, width_of(len(path))
+        rows = self._path_rows(width)
+        key = "path", width, room.cache.room, self._dimensions
+
+        def move() -> None:
+            source = room.cache.length + rows
+            goal = room.cache.length + torch.arange(width, device=self.device)
+            layers: list[Any] = room.cache.layers
+            for layer in layers:
+                for held in (layer.keys, layer.values):
+                    held.index_copy_(2, goal, held.index_select(2, source))
+
+        if key not in self.graphs:  # a capture moves several times, so every row to where it is
+            rows.copy_(torch.arange(width, device=self.device))
+            self.graphs.run(key, move)
+        rows[: len(path)] = path
+        self.graphs.run(key, move)
+
+    def _path_rows(self, width: int) -> Tensor:
+        """`[width]`, where a path's rows are written."""
+        if width not in self._paths:
+            with lasting():
+                self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
+        return self._paths[width]
+
+
+def width_of(num_tokens: int) -> int:
+    """The width of a pass over so many tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
+    return 1 << (num_tokens - 1).bit_length()
+
+
+def captured_target(target: CausalLM) -> CapturedTarget:
+    """The captured passes of a target; new ones if it was changed since."""
+    now = identity(target)
+    known = _known.get(target)
+    if known is None or known[0] != now:
+        known = _known[target] = now, CapturedTarget(target)
+    return known[1]

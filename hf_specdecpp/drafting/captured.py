@@ -1,0 +1,227 @@
+"""Draft steps that a GPU runs as one launch each (`CapturedSteps`), and a chain that is drafted with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.caches.rope import frequency_changes
+from hf_specdecpp.captured import graphs
+from hf_specdecpp.captured.copies import for_capture, identity
+from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
+from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.session import ModelReading
+from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
+from hf_specdecpp.trees.attention import inputs_in_place
+
+logger = logging.get_logger("hf_specdecpp")
+
+SEVERAL = 8  # tokens of the wider of the two captured steps of a chain
+Read = Callable[..., tuple[Tensor, Tensor]]
+
+
+def read(
+    drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, last: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Read `tokens` `[1, n]`, of which those after number `last` are dummies that are not kept.
+
+    Returns:
+        Logits `[vocab_size]` and hidden state `[hidden_size]` after token number `last`, which is `[1]`.
+    """
+    span = torch.arange(tokens.shape[1], device=tokens.device)
+    depths = span.minimum(last)  # dummies need no position that the tokens do not
+    inputs = inputs_in_place(drafter.model, cache.room, span <= span[:, None], depths, depths, cache.length)
+    hidden = drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0].index_select(0, last)[0]
+    cache.length.add_(last[0] + 1)
+    return drafter.logits(hidden, vocab_size), hidden
+
+
+@dataclass
+class Slot:
+    """What a step reads and returns, where it stays: tensors, and `None` for those that it does not take."""
+
+    arguments: list[Tensor | None]
+    outputs: list[Tensor]
+
+
+class CapturedSteps:
+    """A draft whose steps are captured when they are first taken: one over a token, and one over up to `SEVERAL`. Trees
+    add their levels (`drafting.captured_trees`).
+
+    A round begins with the tokens that the last one emitted, filled up with dummies to `SEVERAL`, and goes on token by
+    token. Longer pieces, such as the prompt, are read as ever. The caches are kept for later texts: each has room for a
+    power of two of tokens, and each is captured for by itself.
+
+    Example: 100 tokens of prompt are read uncaptured into a cache with room for 256. A round emits 3 tokens, which are
+    read together with 5 dummies; each candidate is a step of one token. A text that grows past 256 tokens goes on in a
+    cache of 512.
+
+    Args:
+        drafter: whose steps. A copy of its modules makes them, which shares its tensors.
+    """
+
+    def __init__(self, drafter: DraftModel) -> None:
+        self.num_layers, self._captured_for = num_room_layers(drafter.text_config), identity(drafter.model)
+        self.works = True  # whether nothing has spoken against capturing this draft so far
+        self.device = drafter.device
+        self._graphs = graphs.Graphs(self.device)
+        self._free: list[RoomCache] = []
+        self._slots: dict[Any, Slot] = {}
+        self._last = torch.arange(SEVERAL, device=self.device)
+        if (reason := _why_not(drafter)) is not None:
+            self._give_up(drafter, reason)
+        self.drafter: Any = for_capture(drafter, drafter.model) if self.works else drafter
+
+    def fits(self, drafter: DraftModel) -> bool:
+        """Whether the draft is what the steps are captured of."""
+        return self._captured_for == identity(drafter.model)
+
+    def lease(self, num_tokens: int, user: object) -> RoomCache:
+        """An empty cache with room for so many tokens, until `user` is no more."""
+        fitting = [cache for cache in self._free if cache.room >= num_tokens]
+        if fitting:
+            cache = min(fitting, key=lambda cache: cache.room)
+            self._free.remove(cache)
+            cache.clear()
+        else:
+            cache = RoomCache(self.num_layers or 0, room_for(num_tokens), self.device)
+        weakref.finalize(user, self._free.append, cache)
+        return cache
+
+    def read(
+        self, cache: RoomCache, tokens: Tensor, states: Tensor | None, vocab_size: int, may_pad: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[vocab_size]` and hidden state `[hidden_size]` after `tokens` `[1, n]`.
+
+        Args:
+            cache: with room for them, and for `SEVERAL`.
+            states: of the target, before each token, for a draft that reads them.
+            may_pad: whether the draft has positions for `SEVERAL` further tokens.
+        """
+        count = tokens.shape[1]
+        is_own = states is None or states.shape[-1] == self.drafter.hidden_size
+        width = 1 if count == 1 and is_own else SEVERAL
+        last = self._last[count - 1 : count] if count <= SEVERAL else self._last.new_full((1,), count - 1)
+        if not cache.is_initialized or count > width or (width > count and not may_pad):
+            return read(self.drafter, cache, tokens, states, last, vocab_size)
+        return self.call(read, width, cache, [tokens, states, last], vocab_size)
+
+    def call(
+        self, function: Read, width: int, cache: RoomCache, arguments: Sequence[Tensor | None], vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """What a function of a draft returns, by a graph for tokens of this width.
+
+        Args:
+            arguments: tokens `[1, n]` and states `[1, n, size]` or `None`, which are filled up with dummies to the
+                width, and others, which stay as they are.
+        """
+        if not self.works:
+            return function(self.drafter, cache, *_padded(arguments, width), vocab_size)
+        states = arguments[1]
+        size = 0 if states is None else states.shape[-1]
+        shapes = tuple(each.shape for each in arguments[2:] if each is not None)
+        key = function.__name__, width, size, shapes, vocab_size
+        slot = self._slots.get(key)
+        if slot is None:
+            with graphs.lasting():
+                made = [None if each is None else each.clone() for each in _padded(arguments, width)]
+            slot = self._slots[key] = Slot(made, [])
+        for own, each in zip(slot.arguments, arguments, strict=True):
+            if own is not None and each is not None:
+                own[tuple(slice(0, length) for length in each.shape)] = each
+
+        def run() -> None:
+            found = function(self.drafter, cache, *slot.arguments, vocab_size)
+            if not slot.outputs:
+                with graphs.lasting():
+                    slot.outputs = [torch.empty_like(part) for part in found]
+            for own, part in zip(slot.outputs, found, strict=True):
+                own.copy_(part)
+
+        try:
+            self._graphs.run((*key, id(cache)), run, [cache.length])
+        except graphs.CannotCaptureError as error:
+            self._give_up(self.drafter, str(error))
+            return function(self.drafter, cache, *slot.arguments, vocab_size)
+        logits, hidden = slot.outputs
+        return logits.clone(), hidden.clone()  # the next step writes to the same place
+
+    def _give_up(self, drafter: DraftModel, reason: str) -> None:
+        self.works = False
+        logger.warning(
+            f"Steps of {type(drafter.model).__name__} cannot be captured as CUDA graphs here ({reason}), so they run "
+            'one kernel after another: the same texts, more slowly. Set graphs="off", and nothing is tried.'
+        )
+
+
+def _padded(arguments: Sequence[Tensor | None], width: int) -> list[Tensor | None]:
+    """Tokens and states filled up with zeros to the width; the others as they are."""
+    tokens, states, *rest = arguments
+    return [_filled_up(tokens, width), _filled_up(states, width), *rest]
+
+
+def _filled_up(tensor: Tensor | None, width: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    return torch.cat((tensor, tensor.new_zeros((1, width - tensor.shape[1], *tensor.shape[2:]))), dim=1)
+
+
+def _why_not(drafter: DraftModel) -> str | None:
+    """What is known of a draft that rules out captured steps."""
+    model, config = drafter.model, drafter.text_config
+    if num_room_layers(config) is None:
+        return "not all of its layers are attention"
+    if getattr(model, "is_quantized", False):
+        return "it is quantised"
+    if (implementation := config._attn_implementation) not in MASKED:
+        return f"attn_implementation={implementation!r} takes no mask of ours"
+    if frequency_changes(config):
+        return "its rotary frequencies change with the length of the text"
+    if not takes_positions(inner_decoder(model)):
+        return "it takes no position_ids"
+    return counts_rows(config) or unknown_window(model, config)
+
+
+class CapturedSession(ModelReading):
+    """The draft's side of one generation of chains, with captured steps."""
+
+    def __init__(self, drafter: DraftModel, vocab_size: int, steps: CapturedSteps) -> None:
+        super().__init__(drafter, vocab_size)
+        self.steps = steps
+        self.cache: RoomCache | None = None
+        self._length = 0  # as `cache.length`, on the host
+
+    @property
+    def length(self) -> int:
+        return self._length + self.unread
+
+    def _forget(self, count: int) -> None:
+        if count and self.cache is not None:
+            self.cache.length.sub_(count)
+            self._length -= count
+
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, states = self._take(candidates)
+        cache = self.with_room(self._length + max(tokens.shape[1], SEVERAL))
+        may_pad = self._length + SEVERAL <= self.drafter.max_length
+        logits, hidden = self.steps.read(cache, tokens, states, self.vocab_size, may_pad)
+        self._length += tokens.shape[1]
+        self._own_states = {0: hidden}
+        return logits, hidden
+
+    def with_room(self, num_tokens: int) -> RoomCache:
+        """The cache, or a larger one that holds the same, with room for so many tokens."""
+        smaller = self.cache
+        if smaller is not None and smaller.room >= num_tokens:
+            return smaller
+        cache = self.cache = self.steps.lease(num_tokens, self)
+        if smaller is not None:
+            cache.copy_from(smaller)
+        return cache

@@ -1,0 +1,177 @@
+"""The text of a target whose passes are captured, between its prompt and its end (`CapturedText`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+from hf_specdecpp.captured import graphs
+from hf_specdecpp.captured.graphs import CannotCaptureError
+from hf_specdecpp.captured.rooms import why_not_rooms
+from hf_specdecpp.captured.target import CapturedTarget, captured_target, width_of
+from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.caches.paths import PathRows, num_in_place
+from hf_specdecpp.caches.rope import frequency_changes
+from hf_specdecpp.generation.prefix import Prefix, try_pass
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
+from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.sampling.processors import Tokens, extend
+from hf_specdecpp.trees.checks import HALF_TREE_TOLERANCE, TREE_TOLERANCE
+from hf_specdecpp.trees.tree_pass import TreePass
+
+# Arguments of a forward that a captured pass knows.
+KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+
+
+class CapturedText:
+    """A text in the rooms of a captured target, in the place of `Prefix` while rounds are made.
+
+    Example: `Prefix` has read a prompt of 20 tokens into a growing cache. Their rows are copied into a room of 256, the
+    rounds read and write there, and `give_back` copies the rows of the whole text into the growing cache again.
+
+    Args:
+        prefix: the text so far, which the growing cache holds but for its last token.
+        passes: of the target, which no other text is using.
+        states: what is read of the target.
+    """
+
+    pending, mark, static = 0, None, None
+
+    def __init__(self, prefix: Prefix, passes: CapturedTarget, states: TargetStates) -> None:
+        self.width = 0
+        self._prefix, self._passes, self._numbers = prefix, passes, states.numbers
+        passes.begin(prefix.cache, prefix.rows, prefix.shown, prefix.position)
+
+    @property
+    def cache(self) -> Any:
+        return self._prefix.cache
+
+    def most_candidates(self, input_ids: Tensor) -> int | None:  # noqa: ARG002 - as in `Prefix`
+        """Any number: rooms grow."""
+        return None
+
+    def is_at_change(self, input_ids: Tensor) -> bool:  # noqa: ARG002 - as in `Prefix`
+        return False
+
+    def chain_inputs(self, input_ids: Tensor, candidates: Tokens) -> dict[str, Any]:
+        """Arguments of `forward` for the last token of `input_ids` `[1, length]` and the candidates after it."""
+        tokens = input_ids[:, -1:]
+        self.width = width_of(len(candidates) + 1)
+        return {"tokens": extend(tokens, candidates) if len(candidates) else tokens}
+
+    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
+        """The same for a tree, as in `Prefix`."""
+        if not len(tree_pass.tree):
+            return self.chain_inputs(input_ids, [])
+        self.width = width_of(len(tree_pass.order))
+        tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, self.width)
+        return {"tokens": extend(input_ids[:, -1:], tokens), "tree": (ancestors, depths)}
+
+    def forward(self, **inputs: Any) -> Any:
+        """A pass (`CapturedTarget.read`), with logits that later passes leave alone."""
+        outputs = self._passes.read(inputs["tokens"], inputs.get("tree"), self._numbers)
+        outputs.logits = outputs.logits.clone()
+        return outputs
+
+    def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:  # noqa: ARG002
+        """Keep what was emitted of a pass, as in `Prefix`."""
+        moves = path is not None and num_in_place(path.rows[:kept]) < kept
+        self._passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
+
+    def read_pending(self, input_ids: Tensor) -> None:
+        """Nothing is ever pending."""
+
+    def roll_back(self) -> None:
+        """What a pass wrote is not held before it is kept, so there is nothing to take back."""
+
+    @property
+    def spent(self) -> tuple[int, float, int]:
+        """Graphs of this target so far, seconds that making them took, and bytes of its rooms."""
+        graphs = self._passes.graphs
+        return len(graphs), graphs.seconds, self._passes.num_bytes
+
+    def give_back(self) -> Prefix:
+        """Leave the text in its growing cache, and the passes to other texts."""
+        self._passes.write(self.cache)
+        self._passes.busy = False
+        self._prefix.num_settled = self._passes.held
+        return self._prefix
+
+
+def captured_text(
+    target: CausalLM, prefix: Prefix, states: TargetStates, config: GenerationConfig, input_ids: Tensor
+) -> CapturedText | str:
+    """The text after its prompt, to be continued with captured passes, or why it cannot be.
+
+    A target's first pass is compared with one of its own: what its forward does beside attention, positions and masks
+    is not known.
+    """
+    if (reason := _why_not(target, prefix, states, config)) is not None:
+        return reason
+    passes = captured_target(target)
+    if passes.busy:
+        return "another text is using the captured passes of this target"
+    if passes.why_not is not None:
+        return passes.why_not
+    passes.busy = True
+    try:
+        text = CapturedText(prefix, passes, states)
+        if not passes.checked:
+            passes.why_not = _difference(target, prefix, text, input_ids)
+            passes.checked = passes.why_not is None
+    except CannotCaptureError as error:
+        passes.why_not = f"its pass cannot be captured ({error})"
+    except BaseException:
+        passes.busy = False
+        raise
+    if passes.why_not is not None:
+        passes.busy = False
+        return passes.why_not
+    return text
+
+
+def _difference(target: CausalLM, prefix: Prefix, text: CapturedText, input_ids: Tensor) -> str | None:
+    """What is wrong with a captured pass, beside one of the target's own over the same token."""
+
+    def own(inputs: dict[str, Any], _count: int) -> Any:
+        return target(**inputs, return_dict=True)
+
+    expected = try_pass(prefix, own, input_ids, False, 0)[-1].double()
+    found = text.forward(**text.chain_inputs(input_ids, [])).logits[0, -1].double()
+    error = float((found - expected).norm() / (expected - expected.mean()).norm())
+    tolerance = TREE_TOLERANCE.get(target.dtype, HALF_TREE_TOLERANCE)
+    if error <= tolerance:
+        return None
+    return f"a captured pass is off by {error:.2g} of the spread of its logits (rounding explains {tolerance:g})"
+
+
+def _why_not(target: CausalLM, prefix: Prefix, states: TargetStates, config: GenerationConfig) -> str | None:
+    """What is known of a target or a call, before anything is tried, that rules out captured passes."""
+    device, text_config = input_device(target), target.config.get_text_config(decoder=True)
+    devices = {each.device for each in target.parameters()}
+    implementation = text_config._attn_implementation
+    if not graphs.can_capture(device):
+        return f"there are no CUDA graphs on {device.type}"
+    if len(devices) > 1 or num_processes(target) > 1 or hasattr(target, "hf_device_map"):
+        return "the target is spread over several devices or offloaded"
+    if getattr(target, "is_quantized", False):
+        return "the target is quantised"
+    if implementation not in MASKED:
+        return f"attn_implementation={implementation!r} takes no mask of ours"
+    if frequency_changes(text_config):
+        return "rotary frequencies change with the length of the text"
+    reason = counts_rows(text_config) or unknown_window(target, text_config) or why_not_rooms(prefix.cache)
+    if reason is not None:
+        return reason
+    if states.need_hooks:
+        return "the draft reads states that only hooks catch"
+    if config.output_hidden_states or config.output_attentions:
+        return "the states or attentions of all layers are asked for"
+    given = {name for name, value in prefix.model_kwargs.items() if value is not None and value is not prefix.cache}
+    if others := given - KNOWN:
+        return f"its forward is given {', '.join(sorted(others))}"
+    if not prefix.makes_usual_inputs:
+        return "it prepares its inputs in a way of its own"
+    return None

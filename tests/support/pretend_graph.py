@@ -1,0 +1,87 @@
+"""Pretended CUDA graphs, on a CPU: what a function launches is recorded, and replayed with new contents of its tensors.
+
+As in a capture, numbers, shapes and branches of Python stay as they were, and what would make the host wait for the
+device, or gives results of unknown shape, is refused. So a function that is right when replayed here with other
+contents is right as a graph, but for what only a device knows: memory pools, streams, libraries that allocate.
+
+    with pretend_graphs() as counts:          # captures are possible, and counted
+        model.generate(ids, assistant_model=assistant)
+        counts["captured"], counts["replayed"]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from hf_specdecpp.captured import graphs
+
+WAITS = {
+    "item", "_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave.Tensor",
+    "is_nonzero", "equal", "bincount",
+}  # fmt: skip
+
+
+class PretendGraph(TorchDispatchMode):
+    """What is launched within, to be replayed."""
+
+    def __init__(self, counts: Counter[str] | None = None) -> None:
+        super().__init__()
+        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.counts = Counter() if counts is None else counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = func._schema.name.split("::")[1], kwargs or {}
+        if name in WAITS or f"{name}.{func._overloadname}" in WAITS:
+            raise RuntimeError(f"{func} waits for the device: a capture fails here")
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable or not _is_view(out, (args, kwargs)):
+            self.launches.append((func, args, kwargs, out))
+        return out
+
+    def replay(self) -> None:
+        self.counts["replayed"] += 1
+        for func, args, kwargs, out in self.launches:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else it was written there
+                    old.copy_(new)
+
+
+def _is_view(out: Any, arguments: Any) -> bool:
+    """Whether it is memory of an argument, for which nothing is launched: `reshape` and `to` are views at times."""
+    of = {_memory(each) for each in tree_flatten(arguments)[0] if isinstance(each, Tensor)}
+    return all(_memory(each) in of for each in tree_flatten(out)[0] if isinstance(each, Tensor))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def pretend_graphs() -> Iterator[Counter[str]]:
+    """Every device can capture, which is counted."""
+    counts: Counter[str] = Counter()
+
+    def captured(function: Callable[[], None], _pool: Any) -> PretendGraph:
+        function()
+        graph = PretendGraph(counts)
+        with graph:
+            function()
+        counts["captured"] += 1
+        return graph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "captured", captured)
+        patch.setattr(graphs, "can_capture", lambda _device: True)
+        yield counts
