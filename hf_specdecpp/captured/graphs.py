@@ -47,7 +47,8 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, 0.0
         self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._graphs: dict[Hashable, Graph] = {}
+        # With their functions, which keep the tensors alive that the graphs read and write.
+        self._graphs: dict[Hashable, tuple[Graph, Callable[[], None]]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -64,19 +65,19 @@ class Graphs:
         Raises:
             CannotCaptureError: the function cannot be captured. `changes` are as they were before.
         """
-        graph = self._graphs.get(key)
-        if graph is None:
+        if key not in self._graphs:
             begin = time.perf_counter()
-            graph = self._graphs[key] = self._capture(function, changes)
+            self._graphs[key] = self._capture(function, changes), function
             self.seconds += time.perf_counter() - begin
-        graph.replay()
+        self._graphs[key][0].replay()
 
     def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> Graph:
         before = [each.clone() for each in changes]
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed during a capture may end it
         try:
-            return captured(function, self._pool)
+            with torch.random.fork_rng([self.device] if self._pool is not None else []):
+                return captured(function, self._pool)
         except Exception as error:  # a foreign forward may do anything
             reason = str(error).strip().splitlines() or [""]
             raise CannotCaptureError(f"{type(error).__name__}: {reason[0]}") from error

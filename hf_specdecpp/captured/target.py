@@ -85,6 +85,11 @@ class CapturedTarget:
         self.room: Room = None  # type: ignore[assignment]  # until a text begins
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Which room the text is in, for the keys of graphs."""
+        return self.room.cache.room, self._dimensions
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the rooms."""
         return sum(room.cache.num_bytes for room in self._rooms.values())
@@ -115,7 +120,7 @@ class CapturedTarget:
             self._rooms[key] = Room(RoomCache(self._num_layers, key[0], self.device), Prompt(shown, offset))
         return self._rooms[key]
 
-    def _with_room(self, num_tokens: int) -> Room:
+    def with_room(self, num_tokens: int) -> Room:
         """The room, or a larger one that holds the same text, for so many tokens in all."""
         if num_tokens > self.room.cache.room:
             smaller, self.room = self.room, self._room_for(num_tokens)
@@ -142,7 +147,7 @@ class CapturedTarget:
         """
         count = tokens.shape[1]
         width = width_of(count)
-        room = self._with_room(self.held + width)
+        room = self.with_room(self.held + width)
         slot = self._slot(width, tree is not None, states)
         slot.tokens[:, :count] = tokens
         if tree is not None:
@@ -150,27 +155,29 @@ class CapturedTarget:
             slot.depths.copy_(tree[1])
 
         def run() -> None:
-            self._read(room, slot, states)
+            outputs = self.forward(room, slot.tokens, slot.ancestors, slot.depths, states)
+            slot.keep([outputs.logits, *(outputs.hidden_states[number] for number in states)])
 
-        self.graphs.run(("read", width, room.cache.room, self._dimensions, tree is not None, states), run)
+        self.graphs.run(("read", width, *self.place, tree is not None, states), run)
         logits, *chosen = (each[:, :count] for each in slot.outputs)
         found: list[Any] = [None] * (max(states, default=-1) + 1)
         for number, state in zip(states, chosen, strict=True):
             found[number] = state
         return SimpleNamespace(logits=logits, hidden_states=found)
 
-    def _read(self, room: Room, slot: Slot, states: tuple[int, ...]) -> None:
-        """What is captured: from the slot's tokens to its logits and states."""
+    def forward(
+        self, room: Room, tokens: Tensor, ancestors: Tensor, depths: Tensor, states: tuple[int, ...] = ()
+    ) -> Any:
+        """What is captured: the model's pass over `tokens` `[1, width]` after the text; its arguments as in `Slot`."""
         inputs = inputs_in_place(
-            self.model, room.cache.room, slot.ancestors, slot.depths, slot.depths, room.cache.length, room.prompt
+            self.model, room.cache.room, ancestors, depths, depths, room.cache.length, room.prompt
         )
         if self._longest < float("inf"):  # of dummies, which may stand behind the last position that there is
             inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self._longest) - 1)
         if states:
             inputs["output_hidden_states"] = list(states)
         inputs[self._cache_argument] = room.cache
-        outputs = self.model(input_ids=slot.tokens, use_cache=True, return_dict=True, **inputs)
-        slot.keep([outputs.logits, *(outputs.hidden_states[number] for number in states)])
+        return self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
 
     def _slot(self, width: int, is_tree: bool, states: tuple[int, ...]) -> Slot:
         key = width, is_tree, states
@@ -196,7 +203,7 @@ class CapturedTarget:
         """Move the rows of a path up to the text."""
         room, width = self.room, width_of(len(path))
         rows = self._path_rows(width)
-        key = "path", width, room.cache.room, self._dimensions
+        key = "path", width, *self.place
 
         def move() -> None:
             source = room.cache.length + rows

@@ -216,6 +216,10 @@ class CapturedSession(ModelReading):
         self._own_states = {0: hidden}
         return logits, hidden
 
+    def take_all(self) -> tuple[Tensor, Tensor | None]:
+        """All tokens `[1, n]` that are still to be read, and the states that are read with them."""
+        return self._take([])
+
     def with_room(self, num_tokens: int) -> RoomCache:
         """The cache, or a larger one that holds the same, with room for so many tokens."""
         smaller = self.cache

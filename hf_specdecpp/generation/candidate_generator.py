@@ -12,19 +12,20 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
-from hf_specdecpp.captured.graphs import can_capture
+from hf_specdecpp.captured import graphs
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain, Drafting, at_once, drafted_alone, drafting, point_mass, stepper
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.learning.kept import Keeper
 from hf_specdecpp.lookup.looking_up import LookingUp
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
@@ -125,7 +126,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._target, self._generation_config = target, generation_config
         measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
         # Passes that are captured, or over a static cache, are measured in the text itself.
-        captures = setup.speculation.graphs == "auto" and target is not None and can_capture(input_device(target))
+        captures = setup.speculation.graphs == "auto" and target is not None
+        captures = captures and graphs.can_capture(input_device(target))
         self.waits = measures and setup.rows == 1 and (captures or generation_config.cache_implementation == "static")
         if not self.waits:
             self.plan_rounds()
@@ -296,6 +298,47 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.lookup.learn(drawn, accepted_of_drawn, len(chain.tokens), self._num_accepted + 1)
         if self.rule is not None:
             self.rule.update(drawn, accepted_of_drawn)
+
+    def read_prompt(self, input_ids: Tensor, states: Tensor | None) -> tuple[Any, Tensor, Tensor | None]:
+        """The session, all that it has to read of a text `[1, length]`, and the target's states there, at once."""
+        self.session.begin_round(*self._read_as_round(input_ids, states))
+        tokens, states = self.session.take_all()  # type: ignore[attr-defined]  # of a captured draft
+        return self.session, tokens, states
+
+    def _read_as_round(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, int, Tensor | None]:
+        new_tokens, states = self._read(input_ids, states)
+        return new_tokens, 0, states
+
+    def has_positions(self, input_ids: Tensor, count: int) -> bool:
+        """Whether both models have positions for so many candidates after a text `[1, length]`."""
+        longest = self._draft_max_length if self._target is None else longest_text(self._target)
+        return input_ids.shape[1] + count <= min(self._draft_max_length, longest)
+
+    @property
+    def estimator(self) -> Estimator:
+        """What judges candidates."""
+        return self.setup.head or DraftProbability()
+
+    def learned_rates(self) -> AcceptanceRates:
+        """What rounds of this target, drawn in this way, have said of estimates."""
+        setup = self.setup
+        owner = setup.drafter if self._target is None else self._target
+        return setup.memory.recall(setup.speculation, owner, self.estimator, self._generation_config).rates
+
+    def note_captured(self, candidates: list[int], estimates: list[float], accepted: int, steps: int) -> None:
+        """Learn what became of a round that is over: its candidates, what they were judged by, how many stand."""
+        self.stats.draft_passes += steps
+        self.stats.record_round(len(candidates), accepted)
+        if isinstance(self.rule, Threshold):
+            self.rule.estimates = estimates
+            self.rule.update(len(candidates), accepted)
+        elif estimates:  # which only `rule="throughput"` asks for beside it
+            self.learned_rates().observe(estimates, len(candidates), accepted)
+
+    def begin_again(self) -> None:
+        """The draft has read nothing yet."""
+        self.session = self.setup.drafter.chain_session(self.vocab_size)
+        self._seen_length = 0
 
     def end_round(self, length: int, width: int) -> None:
         """Take note that a round is over, for the costs of those to come.

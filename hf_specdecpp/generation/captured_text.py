@@ -80,6 +80,14 @@ class CapturedText:
         moves = path is not None and num_in_place(path.rows[:kept]) < kept
         self._passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
 
+    @property
+    def passes(self) -> CapturedTarget:
+        return self._passes
+
+    def forget(self, count: int) -> None:
+        """At the end of a text: its last `count` tokens, which were read, are not part of it."""
+        self._passes.held -= count
+
     def read_pending(self, input_ids: Tensor) -> None:
         """Nothing is ever pending."""
 

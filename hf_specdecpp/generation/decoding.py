@@ -22,6 +22,8 @@ from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.captured.graphs import CannotCaptureError
+from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured_text import CapturedText, captured_text
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix, try_pass
@@ -71,6 +73,8 @@ class AssistedDecoding:
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         # Those before processors, where anyone asks for them.
         self.keeps_logits = self.records.keeps_logits or generator.keeps_logits
+        self._whole: RoundsOfText | None = None  # where a round is two launches
+        self._drafts = True
         self.criteria = stopping_criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -125,13 +129,17 @@ class AssistedDecoding:
     def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:
         """Rounds until the text ends."""
         with self.generator.products:
+            whole = rounds_of(self) if not finished else ""
+            self._whole = None if isinstance(whole, str) else whole
             while not finished:
-                self._plan(input_ids)
+                if self._whole is None:
+                    self._plan(input_ids)
                 begin = time.perf_counter()
                 spent = self.stats.draft_seconds + self.stats.target_seconds
                 length = input_ids.shape[1]
                 input_ids, finished = self._round(input_ids)
-                self.generator.end_round(length, self.prefix.width)
+                if self._whole is None:
+                    self.generator.end_round(length, self.prefix.width)
                 spent = self.stats.draft_seconds + self.stats.target_seconds - spent
                 self.stats.overhead_seconds += time.perf_counter() - begin - spent
             self.prefix.read_pending(input_ids)
@@ -151,10 +159,15 @@ class AssistedDecoding:
 
     def _round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """Draft, one target pass, verify, emit."""
+        if self._whole is not None:
+            try:
+                return self._whole.round(input_ids)
+            except CannotCaptureError as error:
+                self._go_on_uncaptured(str(error))
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        most = 0 if self.prefix.pending >= MOST_PENDING else self._room(input_ids)
+        most = 0 if self.prefix.pending >= MOST_PENDING or not self._drafts else self._room(input_ids)
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
@@ -377,6 +390,28 @@ class AssistedDecoding:
         if self.streamer is not None:
             self.streamer.put(input_ids[:, before:].cpu())
         return input_ids, finished
+
+    def emit_read(self, input_ids: Tensor, emitted: list[int]) -> tuple[Tensor, bool]:
+        """Emit what stands of a round that is over on the device, where both models have read all of it."""
+        before = input_ids.shape[1]
+        (new_ids,) = upload([torch.tensor([emitted])], input_ids.device)
+        input_ids = torch.cat((input_ids, new_ids), dim=1)
+        nothing = torch.empty(0, 0)
+        kept, finished = self._first_stop(input_ids, before, emitted, nothing, nothing)
+        if isinstance(self.prefix, CapturedText):
+            self.prefix.forget(len(emitted) - kept)
+        self.stats.generated += kept
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([emitted[:kept]]))
+        return input_ids[:, : before + kept], finished
+
+    def _go_on_uncaptured(self, reason: str) -> None:
+        """Make the other rounds step by step. The draft begins anew if it can; what it would have to read of the target
+        is gone after a round."""
+        self.stats.uncaptured = f"a round cannot be captured ({reason})"
+        self._drafts, self._whole = not self.stats.rounds, None
+        if self._drafts:
+            self.generator.begin_again()
 
     def _settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
         """Keep what the draft reads of the pass, and leave the cache at what was emitted."""

@@ -55,7 +55,7 @@ class PretendGraph(TorchDispatchMode):
             again = func(*args, **kwargs)
             for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else it was written there
-                    old.copy_(new)
+                    old.copy_(new.view_as(old))  # `squeeze_` may have changed the shape of the first since
 
 
 def _is_view(out: Any, arguments: Any) -> bool:
