@@ -168,7 +168,7 @@ class SpecDecPPAssistant(Making):
         drafter = self.ready_drafter()
         drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
         drafter.renew()
-        drafter.capture_steps(self.speculation.graphs == "auto")
+        drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
         return DraftSetup(
             drafter=drafter,
             head=self.head,

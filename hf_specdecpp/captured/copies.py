@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
@@ -14,6 +17,9 @@ from hf_specdecpp.models.cpu_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
 
 GROUPED = "specdecpp_grouped"
+PIECES = ("RMSNorm", "MLP")  # ends of the names of modules that are compiled
+ROTARY = "apply_rotary_pos_emb"  # what the modules of transformers call this function
+FEW = 32  # tokens: more are not captured, and would be compiled for each number of them
 
 
 def grouped_attention(
@@ -57,13 +63,15 @@ PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
 AttentionInterface.register(GROUPED, grouped_attention)
 
 
-def for_capture(model: Any, *others: Any) -> Any:
+def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
     """A copy of a model's structure for captured passes; its parameters and buffers are the model's own.
 
     The original keeps its attention and its modules as they are, also while another thread uses it.
 
     Args:
         others: that the model refers to without having registered them, as in `copy_sharing`.
+        fuse: compile its norms, its MLPs and its rotary embedding, each once for all layers: half of the kernels of a
+            pass are theirs. Takes some seconds, when a width is first met.
     """
     copied = copy_sharing(model, *others).eval()
     parts = [copied, *(copied.model for _ in others)]
@@ -71,7 +79,44 @@ def for_capture(model: Any, *others: Any) -> Any:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
             config._attn_implementation = GROUPED
+    if fuse:
+        for module in (each for part in parts for each in part.modules()):
+            _fuse(module)
     return copied
+
+
+def _fuse(module: nn.Module) -> None:
+    """Let one module of a copy run compiled pieces where it reads few tokens, as captured passes do."""
+    forward = type(module).forward
+    if "forward" in vars(module):  # somebody has replaced it
+        return
+    if type(module).__name__.endswith(PIECES):
+        whole = _compiled(forward)
+
+        def few(self: nn.Module, hidden: Tensor) -> Tensor:
+            found: Tensor = (whole if hidden.dim() > 2 and hidden.shape[-2] <= FEW else forward)(self, hidden)
+            return found
+
+        module.forward = MethodType(few, module)
+    elif ROTARY in getattr(forward, "__code__", _fuse.__code__).co_names and ROTARY in forward.__globals__:
+        rotary = forward.__globals__[ROTARY]
+        turn = _compiled(rotary)
+
+        def turned(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return (turn if q.shape[-2] <= FEW else rotary)(q, *args, **kwargs)
+
+        own = FunctionType(forward.__code__, {**forward.__globals__, ROTARY: turned}, forward.__name__)
+        own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+        module.forward = MethodType(own, module)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    """A function compiled under a name of its own: torch.compile counts by its code how often it was compiled, and gives
+    up after eight times, which others' models may have used up."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_fused_{id(function)}")
+    own = FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
+    return torch.compile(own, dynamic=False)
 
 
 def identity(model: CausalLM) -> list[Any]:

@@ -63,6 +63,7 @@ class CapturedTarget:
 
     Args:
         target: whose passes. It is not kept alive by this: its tensors are, until it goes.
+        fuse: compile small pieces, as `for_capture`.
 
     Attributes:
         busy: whether a text is using it.
@@ -71,8 +72,8 @@ class CapturedTarget:
         held (tokens): of the text, in the cache.
     """
 
-    def __init__(self, target: CausalLM) -> None:
-        self.model = for_capture(target)
+    def __init__(self, target: CausalLM, fuse: bool = False) -> None:
+        self.model = for_capture(target, fuse=fuse)
         self.device, self.busy, self.checked, self.held = input_device(target), False, False, 0
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
@@ -232,10 +233,10 @@ def width_of(num_tokens: int) -> int:
     return 1 << (num_tokens - 1).bit_length()
 
 
-def captured_target(target: CausalLM) -> CapturedTarget:
+def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
     """The captured passes of a target; new ones if it was changed since."""
-    now = identity(target)
+    now = [fuse, *identity(target)]
     known = _known.get(target)
     if known is None or known[0] != now:
-        known = _known[target] = now, CapturedTarget(target)
+        known = _known[target] = now, CapturedTarget(target, fuse)
     return known[1]

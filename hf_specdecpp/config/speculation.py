@@ -109,9 +109,9 @@ class SpeculationConfig:
             output is the target's own as before; a few candidates fewer are accepted.
         graphs: on CUDA. `"auto"`: the passes of target and draft are captured as CUDA graphs, which a GPU replays as
             one launch each, where that can be done (`stats.uncaptured` says why not); `"off"`: they run as ever.
-        compile: compile the draft's steps, in chains and trees, with `torch.compile`, on CUDA as graphs
-            (`docs/gpu.md`). The first texts take longer. Batches run uncompiled, and so does a draft that cannot be
-            compiled.
+        compile: compile small pieces of what is captured (norms, MLPs, rotary embeddings) with `torch.compile`, each
+            once for all layers: a captured pass takes a third less, and the first text some seconds more
+            (`docs/gpu.md`).
 
     Raises:
         ValueError: a value is outside its range.

@@ -65,10 +65,12 @@ class CapturedSteps:
 
     Args:
         drafter: whose steps. A copy of its modules makes them, which shares its tensors.
+        fuse: compile small pieces, as `for_capture`.
     """
 
-    def __init__(self, drafter: DraftModel) -> None:
-        self.num_layers, self._captured_for = num_room_layers(drafter.text_config), identity(drafter.model)
+    def __init__(self, drafter: DraftModel, fuse: bool = False) -> None:
+        self.num_layers = num_room_layers(drafter.text_config)
+        self._captured_for = [fuse, *identity(drafter.model)]
         self.works = True  # whether nothing has spoken against capturing this draft so far
         self.device = drafter.device
         self._graphs = graphs.Graphs(self.device)
@@ -77,11 +79,11 @@ class CapturedSteps:
         self._last = torch.arange(SEVERAL, device=self.device)
         if (reason := _why_not(drafter)) is not None:
             self._give_up(drafter, reason)
-        self.drafter: Any = for_capture(drafter, drafter.model) if self.works else drafter
+        self.drafter: Any = for_capture(drafter, drafter.model, fuse=fuse) if self.works else drafter
 
-    def fits(self, drafter: DraftModel) -> bool:
+    def fits(self, drafter: DraftModel, fuse: bool) -> bool:
         """Whether the draft is what the steps are captured of."""
-        return self._captured_for == identity(drafter.model)
+        return self._captured_for == [fuse, *identity(drafter.model)]
 
     def lease(self, num_tokens: int, user: object) -> RoomCache:
         """An empty cache with room for so many tokens, until `user` is no more."""

@@ -187,6 +187,10 @@ class RoundsOfText:
             self._unread.append((input_ids[:, -1:], None if rounds.state is None else rounds.state.clone()))
         return input_ids, finished
 
+    @property
+    def graphs(self) -> Graphs:
+        return self.rounds.graphs
+
     def _begin(self, input_ids: Tensor) -> None:
         """The draft reads the prompt; what rounds take is measured where it is not known."""
         generator, rounds = self.decoding.generator, self.rounds

@@ -109,7 +109,7 @@ class CapturedText:
 
 
 def captured_text(
-    target: CausalLM, prefix: Prefix, states: TargetStates, config: GenerationConfig, input_ids: Tensor
+    target: CausalLM, prefix: Prefix, states: TargetStates, config: GenerationConfig, input_ids: Tensor, fuse: bool
 ) -> CapturedText | str:
     """The text after its prompt, to be continued with captured passes, or why it cannot be.
 
@@ -118,7 +118,7 @@ def captured_text(
     """
     if (reason := _why_not(target, prefix, states, config)) is not None:
         return reason
-    passes = captured_target(target)
+    passes = captured_target(target, fuse)
     if passes.busy:
         return "another text is using the captured passes of this target"
     if passes.why_not is not None:

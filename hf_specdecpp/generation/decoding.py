@@ -113,7 +113,9 @@ class AssistedDecoding:
         setup, prefix = self.generator.setup, self.prefix
         if setup.speculation.graphs == "off" or not isinstance(prefix, Prefix):
             return
-        text = captured_text(self.target, prefix, self.states, self.config, input_ids)
+        text = captured_text(
+            self.target, prefix, self.states, self.config, input_ids, setup.speculation.compile
+        )
         if isinstance(text, CapturedText):
             self.prefix, self.forward = text, text.forward
         else:
@@ -123,6 +125,9 @@ class AssistedDecoding:
         """The text in the cache that `generate()` returns."""
         if isinstance(self.prefix, CapturedText):
             self.stats.graphs, self.stats.graph_seconds, self.stats.graph_bytes = self.prefix.spent
+            if self._whole is not None:
+                self.stats.graphs += len(self._whole.graphs)
+                self.stats.graph_seconds += self._whole.graphs.seconds
             self.prefix = self.prefix.give_back()
         return self.prefix
 
