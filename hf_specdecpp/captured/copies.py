@@ -91,19 +91,19 @@ def _fuse(module: nn.Module) -> None:
     if "forward" in vars(module):  # somebody has replaced it
         return
     if type(module).__name__.endswith(PIECES):
-        whole = _compiled(forward)
 
         def few(self: nn.Module, hidden: Tensor) -> Tensor:
-            found: Tensor = (whole if hidden.dim() > 2 and hidden.shape[-2] <= FEW else forward)(self, hidden)
+            is_few = hidden.dim() > 2 and hidden.shape[-2] <= FEW
+            found: Tensor = (_compiled(forward, hidden.shape[1:]) if is_few else forward)(self, hidden)
             return found
 
         module.forward = MethodType(few, module)
     elif ROTARY in getattr(forward, "__code__", _fuse.__code__).co_names and ROTARY in forward.__globals__:
         rotary = forward.__globals__[ROTARY]
-        turn = _compiled(rotary)
 
         def turned(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (turn if q.shape[-2] <= FEW else rotary)(q, *args, **kwargs)
+            is_few = q.shape[-2] <= FEW
+            return (_compiled(rotary, q.shape[1:]) if is_few else rotary)(q, *args, **kwargs)
 
         own = FunctionType(forward.__code__, {**forward.__globals__, ROTARY: turned}, forward.__name__)
         own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
@@ -111,10 +111,10 @@ def _fuse(module: nn.Module) -> None:
 
 
 @cache
-def _compiled(function: Any) -> Any:
-    """A function compiled under a name of its own: torch.compile counts by its code how often it was compiled, and gives
-    up after eight times, which others' models may have used up."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_fused_{id(function)}")
+def _compiled(function: Any, shape: torch.Size) -> Any:
+    """A function compiled for one shape of its argument, under a name of its own: torch.compile counts by its code how
+    often it was compiled, and gives up after eight times, which other shapes and other models may have used up."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{'_'.join(map(str, shape))}")
     own = FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
     return torch.compile(own, dynamic=False)
 

@@ -73,28 +73,37 @@ class Graphs:
 
     def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> Graph:
         before = [each.clone() for each in changes]
+
+        def restore() -> None:
+            for each, old in zip(changes, before, strict=True):
+                each.copy_(old)
+
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed during a capture may end it
         try:
             with torch.random.fork_rng([self.device] if self._pool is not None else []):
-                return captured(function, self._pool)
+                return captured(function, restore, self._pool)
         except Exception as error:  # a foreign forward may do anything
             reason = str(error).strip().splitlines() or [""]
             raise CannotCaptureError(f"{type(error).__name__}: {reason[0]}") from error
         finally:
             if collects:
                 gc.enable()
-            for each, old in zip(changes, before, strict=True):
-                each.copy_(old)
+            restore()
 
 
-def captured(function: Callable[[], None], pool: Any) -> Graph:
-    """A CUDA graph of a function, which has run some times before."""
+def captured(function: Callable[[], None], restore: Callable[[], None], pool: Any) -> Graph:
+    """A CUDA graph of a function, which has run some times before.
+
+    Args:
+        restore: takes back what a run has changed, so that the next one finds the room that it expects.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
             function()
+            restore()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Of this thread only: what another thread does meanwhile is not captured and does not end the capture.

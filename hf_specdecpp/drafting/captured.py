@@ -38,9 +38,10 @@ def read(
     span = torch.arange(tokens.shape[1], device=tokens.device)
     depths = span.minimum(last)  # dummies need no position that the tokens do not
     inputs = inputs_in_place(drafter.model, cache.room, span <= span[:, None], depths, depths, cache.length)
-    hidden = drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0].index_select(0, last)[0]
+    hidden = drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0].index_select(0, last)
     cache.length.add_(last[0] + 1)
-    return drafter.logits(hidden, vocab_size), hidden
+    # Products of a vector are slower on a GPU than those of a matrix of one row.
+    return drafter.logits(hidden, vocab_size)[0], hidden[0]
 
 
 @dataclass

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdecpp.captured.graphs import lasting
-from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting.captured import CapturedSession, read
+from hf_specdecpp.captured.rooms import RoomCache, room_for
+from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession, read
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.sampling.on_device import count_until, exponential, race
@@ -46,7 +46,8 @@ class RoundRules:
         """All of this that a graph has in it."""
         processors = [*self.draft_processing.processors, None, *self.processing.processors]
         described = tuple((type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors)
-        return self.greedy, described, id(self.estimator), self.threshold, self.min_tokens, self.verification
+        judge = id(self.estimator) if isinstance(self.estimator, nn.Module) else type(self.estimator)
+        return self.greedy, described, judge, self.threshold, self.min_tokens, self.verification
 
 
 class CapturedChain:
@@ -87,13 +88,27 @@ class CapturedChain:
             self.q = None if greedy else torch.zeros((most, self.vocab_size), device=self.device)
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
+        self._rooms: dict[int, RoomCache] = {}
+        self._cache: RoomCache | None = None
         # As `cache.length` and `last + 1`, on the host.
         self.held = self.pending = 0
 
     @property
     def cache(self) -> RoomCache:
-        """With room for a round."""
-        return self.session.with_room(self.held + self.tokens.shape[1] + self.most)
+        """With room for a round: graphs read and write it, so it is kept from text to text."""
+        return self._with_room(self.held + self.tokens.shape[1] + self.most)
+
+    def _with_room(self, num_tokens: int) -> RoomCache:
+        room, smaller = room_for(num_tokens), self._cache
+        if smaller is not None and smaller.room >= room:
+            return smaller
+        if room not in self._rooms:
+            self._rooms[room] = RoomCache(self.session.steps.num_layers, room, self.device)
+        self._cache = cache = self._rooms[room]
+        cache.clear()
+        if smaller is not None:
+            cache.copy_from(smaller)
+        return cache
 
     @property
     def changes(self) -> list[Tensor]:
@@ -103,7 +118,7 @@ class CapturedChain:
 
     def begin(self, session: CapturedSession) -> None:
         """Nothing of a new text has been read."""
-        self.session, self.held, self.pending = session, 0, 0
+        self.session, self.held, self.pending, self._cache = session, 0, 0, None
 
     def append(self, tokens: Tensor, states: Tensor | None) -> None:
         """Go on with `tokens` `[1, n]` that were emitted without the draft, the prompt first of all: read all of the
@@ -114,7 +129,7 @@ class CapturedChain:
                 states = torch.cat((self.states[:, : self.pending], states), dim=1)
         now = 1 if self.reads_states else min(2, tokens.shape[1])
         before = tokens.shape[1] - now
-        cache = self.session.with_room(self.held + before + self.tokens.shape[1] + self.most)
+        cache = self._with_room(self.held + before + max(self.tokens.shape[1] + self.most, SEVERAL))
         for start in range(0, before, READ_AT_ONCE):
             piece = slice(start, min(start + READ_AT_ONCE, before))
             known = None if states is None else states[:, piece]

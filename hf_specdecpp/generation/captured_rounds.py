@@ -92,7 +92,7 @@ class CapturedRounds:
 
     def _launch(self, k: int, rules: RoundRules) -> None:
         self.passes.with_room(self.passes.held + k + 1)
-        place = *self.passes.place, id(self.chain.cache), k, rules.key
+        place = *self.passes.place, self.chain.cache.room, k, rules.key
 
         def draft() -> None:
             self.chain.propose(k, rules)
@@ -170,12 +170,13 @@ class RoundsOfText:
         k = self._candidates(input_ids)
         if k:
             self._catch_up()
-        middle = time.perf_counter()
+        made, middle = len(rounds.graphs), time.perf_counter()
         found = rounds.run(k, self.rules)
         end = time.perf_counter()
         stats.draft_seconds += middle - begin
         stats.target_seconds += end - middle
-        rounds.seconds.note(k, end - middle)
+        if len(rounds.graphs) == made:
+            rounds.seconds.note(k, end - middle)
         accepted, count, token = (int(each) for each in found[:3])
         candidates, judged = [int(each) for each in found[3 : 3 + count]], self._num_judged(count)
         estimates = found[3 + rounds.chain.most :][:judged]

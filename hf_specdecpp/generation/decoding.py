@@ -128,6 +128,7 @@ class AssistedDecoding:
             if self._whole is not None:
                 self.stats.graphs += len(self._whole.graphs)
                 self.stats.graph_seconds += self._whole.graphs.seconds
+                self._whole = None  # which refers to this
             self.prefix = self.prefix.give_back()
         return self.prefix
 

@@ -73,8 +73,10 @@ def pretend_graphs() -> Iterator[Counter[str]]:
     """Every device can capture, which is counted."""
     counts: Counter[str] = Counter()
 
-    def captured(function: Callable[[], None], _pool: Any) -> PretendGraph:
-        function()
+    def captured(function: Callable[[], None], restore: Callable[[], None], _pool: Any) -> PretendGraph:
+        for _ in range(graphs.WARM_UPS):
+            function()
+            restore()
         graph = PretendGraph(counts)
         with graph:
             function()
