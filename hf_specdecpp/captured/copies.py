@@ -41,7 +41,7 @@ def grouped_attention(
     Args:
         query: `[batch, heads, tokens, width]`.
         key, value: `[batch, heads of keys, cached tokens, width]`.
-        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean.
+        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean, or as `for_groups` makes it.
 
     Returns:
         `[batch, tokens, heads, width]`, and no weights.
@@ -51,7 +51,9 @@ def grouped_attention(
     batch, heads, tokens, _ = query.shape
     shared = key.shape[1]
     group = heads // shared
-    mask = attention_mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    mask = attention_mask
+    if mask.shape[2] != group * tokens:
+        mask = mask.repeat(1, 1, group, 1)
     output = F.scaled_dot_product_attention(
         query.reshape(batch, shared, group * tokens, -1), key, value, attn_mask=mask, scale=scaling
     )
@@ -59,6 +61,23 @@ def grouped_attention(
 
 
 PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
+
+def for_groups(mask: Any, model: CausalLM) -> Any:
+    """A mask, or several by kind of layer, in the form that `grouped_attention` uses without changing it: made once for
+    all layers of a pass.
+
+    Returns:
+        `[batch, 1, group * tokens, cached tokens]`, to be added.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != GROUPED:
+        return mask
+    if isinstance(mask, dict):
+        return {kind: for_groups(each, model) for kind, each in mask.items()}
+    group = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return added.repeat(1, 1, group, 1)
+
 
 AttentionInterface.register(GROUPED, grouped_attention)
 

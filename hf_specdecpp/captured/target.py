@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hf_specdecpp.captured.copies import for_capture, identity
+from hf_specdecpp.captured.copies import for_capture, for_groups, identity
 from hf_specdecpp.captured.graphs import Graphs, lasting
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
@@ -177,7 +177,9 @@ class CapturedTarget:
             inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self._longest) - 1)
         if states:
             inputs["output_hidden_states"] = list(states)
+        inputs["attention_mask"] = for_groups(inputs["attention_mask"], self.model)
         inputs[self._cache_argument] = room.cache
+        room.cache.begin_pass(tokens.shape[1])
         return self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
 
     def _slot(self, width: int, is_tree: bool, states: tuple[int, ...]) -> Slot:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.copies import for_capture, identity
+from hf_specdecpp.captured.copies import for_capture, for_groups, identity
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.session import ModelReading
@@ -38,10 +38,19 @@ def read(
     span = torch.arange(tokens.shape[1], device=tokens.device)
     depths = span.minimum(last)  # dummies need no position that the tokens do not
     inputs = inputs_in_place(drafter.model, cache.room, span <= span[:, None], depths, depths, cache.length)
-    hidden = drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0].index_select(0, last)
+    hidden = hidden_states(drafter, cache, tokens, states, inputs).index_select(0, last)
     cache.length.add_(last[0] + 1)
     # Products of a vector are slower on a GPU than those of a matrix of one row.
     return drafter.logits(hidden, vocab_size)[0], hidden[0]
+
+
+def hidden_states(
+    drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
+) -> Tensor:
+    """`[n, hidden_size]` of a captured pass over `tokens` `[1, n]` with these masks and positions."""
+    cache.begin_pass(tokens.shape[1])
+    inputs["attention_mask"] = for_groups(inputs["attention_mask"], drafter.model)
+    return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0]
 
 
 @dataclass
