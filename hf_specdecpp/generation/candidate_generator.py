@@ -351,7 +351,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> None:
         length = input_ids.shape[1]
         new_tokens, states = self._read(input_ids, states)
-        self.session.begin_round(new_tokens, self._num_accepted, states)
+        # A stop string may have cut the text among the candidates; a row of a batch may go on after it.
+        num_accepted = min(self._num_accepted, new_tokens.shape[1] - 1)
+        self.session.begin_round(new_tokens, num_accepted, states)
         if self.lookup is not None:
             room = self._text_room(length) if max_tokens is None else min(self._text_room(length), max_tokens)
             unread = self.session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
