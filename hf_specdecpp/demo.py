@@ -180,7 +180,7 @@ def _picture(question: str, plain: Answer, assisted: Answer, stats: SpeculationS
     name = Path(str(model.config.name_or_path)).name
     where = f"{name}, {str(model.dtype)[6:]} on {model.device.type}, {_threads()}"
     gain = f"{plain.seconds / assisted.seconds:.2f} times as fast; {stats.tokens_per_pass:.2f} tokens per target pass"
-    if stats.plain_pass_seconds is not None and stats.same_pass_seconds is not None:
+    if stats.has_products and stats.plain_pass_seconds is not None and stats.same_pass_seconds is not None:
         products = stats.plain_pass_seconds / stats.same_pass_seconds
         gain += f"; the faster CPU products alone would give {products:.2f}"
     made = f"specdecpp demo --svg, {where}; written here as fast as there"

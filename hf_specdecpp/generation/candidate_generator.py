@@ -106,7 +106,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.draft_processing = MixedProcessing(self.draft_processing, self.successors, greedy, temperature)
         elif temperature != 1.0:
             self.draft_processing = self.draft_processing.cooled(temperature)
-        self.stats = SpeculationStats(suspect=setup.drafter.suspect)
+        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target))
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         draws = setup.drafter.places > 0
@@ -116,6 +116,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             check_tree(target, "target")
             setup.drafter.check_tree()
         self.products = products or setup.products(target)
+        own = set() if target is None else set(target.modules())
+        self.stats.has_products = any(layer in own for layer, _ in self.products.layers)
         self.rule: StoppingRule | None = None
         self.trees = self._tree_drafting() if draws_trees else None
         self.plan: ThroughputState | TreeThroughput | None = None
