@@ -350,3 +350,16 @@ class SpecDecPPAssistant(Making):
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, draft_name(self.config))
+
+
+def drafts_by_itself(target: CausalLM) -> SpecDecPPAssistant:
+    """An assistant of which nothing has to be trained or named: with the multi-token layers of the target's checkpoint,
+    or where none can be read with candidates that are looked up in the text.
+
+    Raises:
+        ValueError: the target cannot be assisted.
+    """
+    try:
+        return SpecDecPPAssistant.from_mtp(target)
+    except (ValueError, OSError):
+        return SpecDecPPAssistant.from_lookup(target)
