@@ -436,6 +436,17 @@ def test_ours_keeps_the_passes_of_the_assistant() -> None:
                 assert assistant.speculation == SpeculationConfig(**vars(contestant.speculation) | passes)
 
 
+def test_another_benchmark_looks_up_for_its_own_target() -> None:
+    """Also in the process of an earlier one, whose target it does not keep."""
+    helpers = []
+    for _ in range(2):
+        target = tiny("llama")
+        with without_draft()[-1].arguments(SpecDecPPAssistant.from_lookup(target), target) as arguments:
+            helpers.append(arguments["assistant_model"])
+            target.generate(prompt(), max_new_tokens=4, do_sample=False, **arguments)
+    assert helpers[0] is not helpers[1]
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 

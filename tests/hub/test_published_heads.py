@@ -51,9 +51,9 @@ def test_the_card_begins_with_the_speeds_of_its_table(folder: Path) -> None:
     text, rows = (folder / "README.md").read_text(), []
     ratio = r"([\d.]+) \(([\d.]+) to ([\d.]+)\)"
     for row in re.findall(rf"^\| (\w+) \| ([\d.]+) \| ([^|]+) \| [\d.]+ \| {ratio} \| {ratio} \|", text, re.MULTILINE):
-        speedup, low, high, same, same_low, same_high = map(float, row[3:])
+        (speedup, *interval), (same, *same_interval) = map(float, row[3:6]), map(float, row[6:])
         rows.append({"set": row[0], "temperature": float(row[1]), "contestant": row[2], "speedup": speedup,
-                     "interval": [low, high], "same_passes": same, "same_passes_interval": [same_low, same_high]})  # fmt: skip
+                     "interval": interval, "same_passes": same, "same_passes_interval": same_interval})  # fmt: skip
     assert f"\n\n{opening({'rows': rows})}\n\n" in text
 
 
