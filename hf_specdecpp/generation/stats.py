@@ -375,10 +375,9 @@ def _ratio(numerator: float, denominator: float) -> float:
 def _of_products(gain: float, passes: float) -> str:
     """What the CPU products alone give, and whether that is most of the speed of products and speculation together."""
     most = ", most of which comes from the products" if passes >= PAYS and 1.0 < gain < passes else ""
-    slower = "; the next text leaves its passes over one token to PyTorch" if passes < LOSES else ""
     return (
         f"The CPU products alone run at {passes:.2f} times the speed of plain generate() as it is, with speculation "
-        f"it is {gain * passes:.2f} times{most}{slower}."
+        f"it is {gain * passes:.2f} times{most}."
     )
 
 

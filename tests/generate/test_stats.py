@@ -104,10 +104,7 @@ def test_rates() -> None:
         ({"same_pass_seconds": 0.08}, "The CPU products alone run at 1.25 times"),
         ({"same_pass_seconds": 0.04}, "It does not pay: about 0.86 times the speed of plain"),
         ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "alone run at 0.50 times"),
-        (
-            {"same_pass_seconds": 0.2, "target_seconds": 3.0},
-            "0.94 times; the next text leaves its passes over one token to",
-        ),
+        ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "with speculation it is 0.94 times."),
     ],
 )
 def test_verdict_names_the_reason(values: dict[str, object], says: str) -> None:
@@ -136,8 +133,7 @@ def test_a_rule_that_stopped_is_named_and_gains_no_more_than_was_counted() -> No
     stats.same_pass_seconds = 0.105
     assert stats.verdict.endswith(
         "about as fast as plain generate() with the same passes. The CPU products alone run at 0.95 times the speed of "
-        "plain generate() as it is, with speculation it is 0.95 times; the next text leaves its passes over one token "
-        "to PyTorch."
+        "plain generate() as it is, with speculation it is 0.95 times."
     )
     stats.remedies = frozenset({"throughput"})
     assert "Little was drafted: 30 of 31 passes without candidates" in stats.verdict
