@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import check_head
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation import attached
@@ -178,7 +179,15 @@ class SpecDecPPAssistant(Making):
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
+            trainable=self._trainable(drafter),
         )
+
+    def _trainable(self, drafter: Draft) -> frozenset[str]:
+        """`DraftSetup.trainable`."""
+        if "training" in self.kind.cannot or not drafter.places:
+            return frozenset()
+        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
+        return frozenset(name for name, is_missing in lacks.items() if is_missing)
 
     def start_generation(
         self,
@@ -341,3 +350,16 @@ class SpecDecPPAssistant(Making):
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, draft_name(self.config))
+
+
+def drafts_by_itself(target: CausalLM) -> SpecDecPPAssistant:
+    """An assistant of which nothing has to be trained or named: with the multi-token layers of the target's checkpoint,
+    or where none can be read with candidates that are looked up in the text.
+
+    Raises:
+        ValueError: the target cannot be assisted.
+    """
+    try:
+        return SpecDecPPAssistant.from_mtp(target)
+    except (ValueError, OSError):
+        return SpecDecPPAssistant.from_lookup(target)

@@ -46,9 +46,12 @@ def main(
 def demo(
     target: Annotated[str, typer.Option(help="Hub id or folder of the model to speed up.")],
     assistant: Annotated[
-        str | None, typer.Option(help="Hub id or folder of its assistant; by default an untrained early exit.")
+        str | None,
+        typer.Option(help="Hub id or folder of its assistant; by default the target's multi-token layers, or lookups."),
     ] = None,
-    layers: Annotated[str, typer.Option(help="Layers of the early exit: 4 for the first four, or 0,1,2,29.")] = "4",
+    layers: Annotated[
+        str | None, typer.Option(help="An untrained early exit drafts: 4 for the first four layers, or 0,1,2,29.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(*MAX_NEW_TOKENS, min=1, help="Length of an answer.")] = 64,
     prompt: Annotated[list[str] | None, typer.Option(help="What to ask; may be repeated.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,

@@ -180,14 +180,15 @@ def test_publish_renews_the_speeds_of_a_card(tmp_path: Path) -> None:
     speeds = {"command": "specdecpp bench", "device": "a machine", "dtype": "float32", "rows": [row]}
     (tmp_path / "results.json").write_text(json.dumps({"speeds": speeds}))
     card = tmp_path / "README.md"
-    card.write_text("# Card\n\n## Speed\n\nold\n\n## Training\n\nlast\n")
+    card.write_text("# Card\n\nMakes `generate()` old\n\n## Speed\n\nold\n\n## Training\n\nlast\n")
     renew(tmp_path, card)
     text = card.read_text()
     assert (
         "| s | 0.0 | ours | 7.0 | 2.00 (1.50 to 2.50) | 1.25 (1.00 to 1.50) | 3.00 | 4 |\n\n## Training\n\nlast\n"
         in text
     )
-    assert text.startswith("# Card\n\n## Speed\n\n")
+    assert text.startswith("# Card\n\nDid not make `generate()` of the target faster"), "with the same passes it is not"
+    assert text.split("\n\n")[2] == "## Speed"
     assert "old" not in text
 
 

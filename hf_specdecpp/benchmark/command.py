@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant, drafts_by_itself
 from hf_specdecpp.benchmark import plots, report
 from hf_specdecpp.benchmark.contestants import (
     PASSES,
@@ -60,6 +60,8 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
         torch.set_num_threads(config.threads)
     config = _quicker(config) if config.quick else config
     target, assistant = load(config)
+    if not (config.assistant or config.layers or config.lookup or config.mtp):
+        console.print(f"Without --assistant or --layers the draft is {describe(assistant.config)}.", soft_wrap=True)
     config = _without_replays(config, kind_of(assistant.config).cannot.get("replays"))
     contestants = choose(_contestants(config, target, assistant), config.contestants)
     questions = _questions(config)
@@ -106,8 +108,10 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
         assistant = SpecDecPPAssistant.from_lookup(target)
     elif config.mtp:
         assistant = SpecDecPPAssistant.from_mtp(target)
-    elif config.assistant is None:
+    elif config.assistant is None and config.layers is not None:
         assistant = SpecDecPPAssistant.from_early_exit(target, config.layers)
+    elif config.assistant is None:
+        assistant = drafts_by_itself(target)
     else:
         assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
     told = {name: value for name in PASSES if (value := getattr(config, name)) is not None}

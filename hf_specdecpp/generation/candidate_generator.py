@@ -108,7 +108,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.draft_processing = MixedProcessing(self.draft_processing, self.successors, greedy, temperature)
         elif temperature != 1.0:
             self.draft_processing = self.draft_processing.cooled(temperature)
-        self.stats = SpeculationStats(suspect=setup.drafter.suspect)
+        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target))
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         draws = setup.drafter.places > 0
@@ -118,6 +118,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             check_tree(target, "target")
             setup.drafter.check_tree()
         self.products = products or setup.products(target)
+        own = set() if target is None else set(target.modules())
+        self.stats.has_products = any(layer in own for layer, _ in self.products.layers)
         self.rule: StoppingRule | None = None
         self.trees = self._tree_drafting() if draws_trees else None
         self.plan: ThroughputState | TreeThroughput | None = None
@@ -395,7 +397,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> None:
         length = input_ids.shape[1]
         new_tokens, states = self._read(input_ids, states)
-        self.session.begin_round(new_tokens, self._num_accepted, states)
+        # A stop string may have cut the text among the candidates; a row of a batch may go on after it.
+        num_accepted = min(self._num_accepted, new_tokens.shape[1] - 1)
+        self.session.begin_round(new_tokens, num_accepted, states)
         if self.lookup is not None:
             room = self._text_room(length) if max_tokens is None else min(self._text_room(length), max_tokens)
             unread = self.session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together

@@ -146,6 +146,18 @@ def test_stop_strings_and_criteria_end_their_row_only(do_sample: bool) -> None:
     assert torch.equal(generate(target, inputs, assistant_for(target, mix=0.9), **options), plain)
 
 
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+def test_a_row_goes_on_where_a_stop_string_has_cut_its_candidates(rule: str) -> None:
+    """The draft had read all of the candidates; those after the stop string are taken back."""
+    target, inputs = tiny("llama"), padded([2, 1, 4, 14, 14])
+    options = {"tokenizer": tokenizer(), "no_repeat_ngram_size": 2, "min_new_tokens": 2, "max_new_tokens": 30}
+    for stop_strings in (["a", "h", "fS"], ["q", "d", "lm"]):
+        plain = generate(target, inputs, stop_strings=stop_strings, **options)
+        assistant = assistant_for(target, mix=1.0, **RULES[rule])
+        assert torch.equal(generate(target, inputs, assistant, stop_strings=stop_strings, **options), plain)
+        assert assistant.stats.acceptance_rate > 0.8, "what was taken back was no part of the text"
+
+
 def early_ends(target: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]:
     """Token ids that end the second text and the third early."""
     texts = generate(target, inputs, **options)[:, inputs["input_ids"].shape[1] :]
