@@ -29,12 +29,11 @@ from hf_specdecpp.caches.masks import as_mask
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import read_json
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.learning import taught
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage
+from hf_specdecpp.training.distillation import stage, student
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
@@ -108,7 +107,7 @@ def share_answers(work: Path, folder: Path, share: float) -> None:
 @contextmanager
 def over_target_keys() -> Iterator[None]:
     """Within it drafts are trained over the target's keys and values."""
-    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(taught, "unrolled", read):
+    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(student, "unrolled", read):
         yield
 
 

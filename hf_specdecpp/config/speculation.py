@@ -19,6 +19,7 @@ CpuProducts = Literal["auto", "off"]
 Tree = Literal["dyspec", "dyspec-exact", "static"]
 TREES: tuple[str, ...] = get_args(Tree)
 MOST_CANDIDATES = 1024  # in a round
+REMOVED = {"keep_texts"}  # settings of earlier versions, which stored configs have
 
 
 @dataclass
@@ -76,18 +77,16 @@ class SpeculationConfig:
         lookup_tokens (candidates): the most that a chain looks up; in a tree there are `tree_budget` nodes at most.
         lookup_memory (tokens): of earlier answers that are searched, too, which helps where requests resemble one
             another. 0 remembers none. They are kept in memory only (`assistant.memory.answers`).
-        keep_texts (tokens): of the latest texts of attached targets that `assistant.learn()` learns from: the tokens,
-            the states that the draft reads and what the target would have said (`docs/using.md`). 0 keeps none. They
-            are kept in memory only (`assistant.memory.texts`).
         draft_temperature: divides the draft's logits once more, before temperature, top-k and the like and before the
             target's successors are mixed in, where the target samples. Below 1 the draft guesses what is likeliest more
             often, above 1 other tokens. 0.8 is accepted more often than 1 by SmolLM2's published draft
             (`docs/drafts.md`). Greedy decoding does not know it.
         draft_successors: mix the draft's distribution with what an attached target said lately after the same one to
-            three tokens, as far as that is the better guess (`docs/drafts.md`). Texts that repeat themselves or each
-            other gain most, and kinds of text that the draft was not trained for. The table takes 72 bytes a token of
-            the vocabulary and 9.4 MB, in memory only, until `assistant.memory.clear()`. After other texts the draft
-            guesses otherwise, so a seed no longer repeats a sampled text. Unattached targets go without.
+            three tokens, as far as that is the better guess (`docs/drafts.md`). `None` does so in greedy texts, with
+            drafts that read the target's states: there it was measured to gain. `True` does so in sampled texts and
+            with all drafts, too, `False` nowhere. The table takes 72 bytes a token of the vocabulary and 9.4 MB, in
+            memory only, until `assistant.memory.clear()`. After other texts the draft guesses otherwise, so with `True`
+            a seed does not repeat a sampled text. Unattached targets go without.
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
             target's distribution either way (`docs/verification.md`). `"block"`: a chain is accepted as a block (arXiv
             2403.10444), a tree from its leaves to its root (arXiv 2505.12398), which on average accepts more;
@@ -133,9 +132,8 @@ class SpeculationConfig:
     lookup: bool = False
     lookup_tokens: int = 40
     lookup_memory: int = 0
-    keep_texts: int = 0
     draft_temperature: float = 1.0
-    draft_successors: bool = False
+    draft_successors: bool | None = None
     verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
@@ -167,9 +165,8 @@ class SpeculationConfig:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
                 "satisfies both. Lower min_tokens or raise max_tokens."
             )
-        for name in ("lookup_memory", "keep_texts"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name}={value!r} must be a number of tokens, at least 0.")
+        if self.lookup_memory < 0:
+            raise ValueError(f"lookup_memory={self.lookup_memory!r} must be a number of tokens, at least 0.")
         if not 0.1 <= self.draft_temperature <= 10.0:
             raise ValueError(
                 f"draft_temperature={self.draft_temperature!r} must be from 0.1 to 10: it divides the draft's logits."
@@ -206,12 +203,16 @@ class SpeculationConfig:
             drafted = self.num_tokens if self.rule == "fixed" else self.max_tokens
         return max(drafted, looked_up) if self.lookup else drafted
 
+    def mixes(self, greedy: bool, reads_states: bool) -> bool:
+        """Whether a draft is mixed with the target's successors (`draft_successors`) in such texts."""
+        return greedy and reads_states if self.draft_successors is None else self.draft_successors
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
-        """Build from `values`; fields that this version does not know are named in a warning and left out.
+        """Build from `values`; fields that no version knew are named in a warning, and left out as removed ones are.
 
         Raises:
             ValueError: it is not a mapping, or a value is of the wrong type or outside its range.
@@ -219,7 +220,7 @@ class SpeculationConfig:
         if not isinstance(values, dict):
             raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}
-        warn_unknown(sorted(set(values) - known), "speculation")
+        warn_unknown(sorted(set(values) - known - REMOVED), "speculation")
         return cls(**{name: value for name, value in values.items() if name in known})
 
 

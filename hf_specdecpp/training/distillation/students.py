@@ -20,8 +20,6 @@ from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.learning.student import Student
-from hf_specdecpp.learning.taught import LayerStudent, Taught
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -30,6 +28,7 @@ from hf_specdecpp.training.distillation.initial import block as initial_block
 from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
 from hf_specdecpp.training.distillation.initial import layer as initial_layer
 from hf_specdecpp.training.distillation.start import start_from
+from hf_specdecpp.training.distillation.student import LayerStudent, Student, Taught
 from hf_specdecpp.training.models import layers_of, reads_of
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import last_checkpoint
