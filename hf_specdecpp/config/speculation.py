@@ -11,7 +11,7 @@ from hf_specdecpp.config.types import check_types
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.shapes import make_shape, size
 
-Rule = Literal["threshold", "throughput", "fixed", "confidence", "svip", "adaedl"]
+Rule = Literal["threshold", "throughput", "fixed"]
 RULES: tuple[str, ...] = get_args(Rule)
 
 CpuProducts = Literal["auto", "off"]
@@ -19,7 +19,9 @@ CpuProducts = Literal["auto", "off"]
 Tree = Literal["dyspec", "dyspec-exact", "static"]
 TREES: tuple[str, ...] = get_args(Tree)
 MOST_CANDIDATES = 1024  # in a round
-REMOVED = {"keep_texts"}  # settings of earlier versions, which stored configs have
+# Settings and rules of earlier versions, which stored configs have.
+REMOVED = {"keep_texts", "confidence_threshold", "svip_threshold", "adaedl_threshold"}
+REMOVED_RULES = ("confidence", "svip", "adaedl")
 
 
 @dataclass
@@ -31,20 +33,12 @@ class SpeculationConfig:
             `"threshold"` (SpecDec++, section 3): once the chance that a candidate was rejected passes `threshold`;
             `"throughput"`: where that maximises tokens a second, with nothing to tune (`docs/throughput.md`); also for
             `tree="dyspec"`;
-            `"fixed"`: after `num_tokens` candidates, which is classic speculative decoding;
-            `"confidence"`: after a candidate whose own draft probability is below `confidence_threshold`
-            (what transformers does by default);
-            `"svip"`: once sqrt(0.15 H(q)) > `svip_threshold`, H being the entropy of q in nats (arXiv 2411.18462);
-            `"adaedl"`: once 1 - sqrt(0.2 H(q)) falls under a bound that follows the acceptance rate and starts at
-            `adaedl_threshold` (arXiv 2410.18351).
+            `"fixed"`: after `num_tokens` candidates, which is classic speculative decoding.
         threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. Larger speculates further.
         num_tokens (candidates): in every round of `rule="fixed"`.
         min_tokens (candidates): the fewest that a round drafts under every other rule (paper: 2). `"throughput"` has no
             such number: it drafts nothing where that is fastest.
         max_tokens (candidates): the most that a round drafts under every rule but `"fixed"` (paper: 20).
-        confidence_threshold (probability): for `rule="confidence"`, in [0, 1]. Larger stops earlier.
-        svip_threshold (sqrt of nats): for `rule="svip"`, in [0, 1]. Larger speculates further.
-        adaedl_threshold (probability): for `rule="adaedl"`, in [0, 1]: where its bound starts. Larger stops earlier.
         costs (seconds): of a round, for `rule="throughput"`, as
             `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s, "start": s, "block": n}`: a
             draft step, target passes over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to
@@ -118,9 +112,6 @@ class SpeculationConfig:
     num_tokens: int = 5
     min_tokens: int = 1
     max_tokens: int = 20
-    confidence_threshold: float = 0.4
-    svip_threshold: float = 0.3
-    adaedl_threshold: float = 0.4
     costs: dict[str, Any] | None = None
     track_costs: bool = True
     adapt: bool = True
@@ -150,10 +141,10 @@ class SpeculationConfig:
         if self.tree is not None and self.tree not in TREES:
             raise ValueError(f"tree={self.tree!r} is not a kind of tree. Choose one of {', '.join(TREES)}, or None.")
         check_types(self)
-        for name in ("threshold", "confidence_threshold", "svip_threshold", "adaedl_threshold"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name}={value!r} must be between 0 and 1: it is compared with a probability.")
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ValueError(
+                f"threshold={self.threshold!r} must be between 0 and 1: it is compared with a probability."
+            )
         for name in ("num_tokens", "min_tokens", "max_tokens", "lookup_tokens"):
             value = getattr(self, name)
             if not 1 <= value <= MOST_CANDIDATES:
@@ -221,7 +212,15 @@ class SpeculationConfig:
             raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}
         warn_unknown(sorted(set(values) - known - REMOVED), "speculation")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        values = {name: value for name, value in values.items() if name in known}
+        if (rule := values.get("rule")) in REMOVED_RULES:
+            warnings.warn(
+                f'speculation has rule={rule!r}, which this version does not have. "throughput", which needs no '
+                "threshold, takes its place. The texts are the target's either way.",
+                stacklevel=2,
+            )
+            values["rule"] = "throughput"
+        return cls(**values)
 
 
 def warn_unknown(names: list[str], where: str) -> None:

@@ -31,9 +31,6 @@ RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
     "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 6},
     "throughput": {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}},
-    "confidence": {"rule": "confidence", "confidence_threshold": 0.2},
-    "svip": {"rule": "svip", "svip_threshold": 0.6},
-    "adaedl": {"rule": "adaedl"},
 }
 
 

@@ -26,7 +26,7 @@ compiles = pytest.mark.skipif(
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
-    "svip": {"rule": "svip", "svip_threshold": 0.5},
+    "threshold": {"rule": "threshold", "threshold": 0.6},
     "throughput": {"rule": "throughput", "max_tokens": 7},
     "corrected": {"rule": "fixed", "num_tokens": 4, "draft_successors": True, "draft_temperature": 0.8},
     "lookup": {"rule": "fixed", "num_tokens": 3, "lookup": True},

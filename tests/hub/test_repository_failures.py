@@ -274,6 +274,13 @@ def test_fields_of_earlier_versions_are_ignored(folder: Path) -> None:
         assert load(folder).speculation == SpeculationConfig(rule="fixed")
 
 
+@pytest.mark.parametrize("rule", ["confidence", "svip", "adaedl"])
+def test_rules_of_earlier_versions_become_throughput(folder: Path, rule: str) -> None:
+    change_json(folder / "config.json", speculation={"rule": rule, f"{rule}_threshold": 0.2, "max_tokens": 7})
+    with pytest.warns(UserWarning, match=f"rule='{rule}', which this version does not have. \"throughput\""):
+        assert load(folder).speculation == SpeculationConfig(rule="throughput", max_tokens=7)
+
+
 def test_newer_format(hub: HubServer, folder: Path) -> None:
     change_json(folder / "config.json", format_version=2)
     hub.commit("org/head", files_of(folder))
