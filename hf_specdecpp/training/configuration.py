@@ -29,7 +29,8 @@ class RolloutConfig:
         top_k (tokens): how many of its likeliest tokens the target draws from; 0 for all.
         max_new_tokens (tokens): the longest answer.
         batch_size (prompts): answered at once by a local target, or requests in flight to the server.
-        server: base URL of an OpenAI-compatible server that serves the target; by default the target runs here.
+        server: base URL of an OpenAI-compatible server that serves the target and takes token ids, as vLLM, SGLang and
+            llama.cpp do; by default the target runs here.
         server_model: name of the target on that server, by default the target's id.
         shard_size (answers): in a parquet shard; a killed run loses at most one shard.
         heldout (share of prompts): kept out of all training, chosen by a hash of the text.
