@@ -68,7 +68,6 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "twice the epochs": {".epochs": 2 * epochs},
         "KL and total variation as the loss": {".loss": "kl+tv"},
         "an EAGLE-3 layer": layer,
-        "an EAGLE-3 layer of 3.1": {**layer, ".fc_norm": True, ".norm_output": True},
         "an EAGLE-3 layer at the same rate": EAGLE3,
         "an EAGLE-3 layer, mixing at its rate": {**layer, ".fusion_learning_rate": rate / 3},
         "a block": {**BLOCK, ".learning_rate": rate / 3},

@@ -175,13 +175,13 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
 def _of_no_use(config: TrainingConfig) -> set[str]:
     """Settings of `distill` that are of other kinds of draft."""
     of_adapters = {"rank", "alpha", "dropout", "fusion_rank"}
-    of_states, of_eagle3 = {"unroll", "fusion_rank", "fusion_learning_rate"}, {"fc_norm", "norm_output"}
+    of_states = {"unroll", "fusion_rank", "fusion_learning_rate"}
     of_blocks = {name for name in asdict(config.distill) if name.startswith("block_")} | {"mask_token"}
     if config.trains_block:
-        return of_adapters | of_eagle3 | {"unroll"}
+        return of_adapters | {"unroll"}
     if config.trains_layer:
         return of_adapters | of_blocks
-    return of_eagle3 | of_blocks | (set() if config.trains_module else of_states)
+    return of_blocks | (set() if config.trains_module else of_states)
 
 
 # Models and data -----------------------------------------------------------------------------------------------------

@@ -93,9 +93,7 @@ def _layer(
         meet(earlier, target, repr(distill.start_from), torch.float32)
         return earlier
     reads = usual_reads(depth) if config.reads is None else config.reads
-    settings = initial_layer.settings_for(
-        target, reads, vocab, fc_norm=distill.fc_norm, norm_output=distill.norm_output
-    )
+    settings = initial_layer.settings_for(target, reads, vocab)
     model = initial_layer.untrained(settings, target, vocab)
     if last_checkpoint(config.work / CHECKPOINTS) is None:
         logger.info(f"Fitting the layer's input on {min(len(train), FITTED_ON)} answers.")
