@@ -122,22 +122,8 @@ def train(
     push_to_hub: Annotated[
         str | None, typer.Option("--push_to_hub", "--push-to-hub", metavar="REPO_ID", help="Upload the result.")
     ] = None,
-    go_on: Annotated[
-        str | None,
-        typer.Option(
-            "--continue",
-            metavar="ASSISTANT",
-            help="Teach the draft of this assistant on answers in --data that its target wrote, into --output.",
-        ),
-    ] = None,
 ) -> None:
     """Train an assistant: answers, draft, head, calibration, evaluation, card. Goes on where it stopped."""
-    if go_on is not None:
-        others = (draft, layers, server, config, stage, push_to_hub)
-        if any(others) or not (data and output):
-            raise typer.BadParameter("--continue takes --data, --output and --target, and nothing else.")
-        _continue(go_on, data, output, target)
-        return
     try:
         from hf_specdecpp.training.command import run
     except ImportError as error:
@@ -239,21 +225,6 @@ def export(
     except (ValueError, OSError, EntryNotFoundError) as error:
         _fail(_about(error, assistant))
     _show_commands(exported, output, _console())
-
-
-def _continue(assistant: str, data: list[str], output: str, target: str | None) -> None:
-    from huggingface_hub.errors import EntryNotFoundError
-
-    from hf_specdecpp.models.loading import quiet_loading
-    from hf_specdecpp.training.continuing import go_on
-
-    try:
-        with quiet_loading():
-            for lesson in go_on(assistant, data, Path(output), target):
-                _console().print(_text(str(lesson)), soft_wrap=True)
-    except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(_about(error, assistant))
-    _console().print(_text(f"Written: {output}"), soft_wrap=True)
 
 
 def _fail(message: str) -> NoReturn:

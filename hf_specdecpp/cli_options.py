@@ -50,7 +50,7 @@ def check_mtp(mtp: bool, assistant: str | None) -> None:
 
 
 def parse_names(names: str) -> list[str]:
-    """`"fixed*, svip"` as `["fixed*", "svip"]`."""
+    """`"fixed*, dyspec"` as `["fixed*", "dyspec"]`."""
     return [name.strip() for name in names.split(",") if name.strip()]
 
 

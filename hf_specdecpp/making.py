@@ -21,11 +21,10 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.kinds.kind import Kind, Loading, Made, Parts
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.kinds.known import CONDITIONED, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of, taken_as_is
 from hf_specdecpp.kinds.lookup import NoDraft
 from hf_specdecpp.kinds.ready_made import TakenAsIs
-from hf_specdecpp.learning.learner import Learner
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -70,8 +69,6 @@ class Making(ModelInterface):
         self.stats = SpeculationStats()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
-        self.published: Made | None = None  # before it learned
-        self.learning: tuple[Learner, Made] | None = None  # and what its learner began with
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
 

@@ -193,11 +193,8 @@ def _settings(
 def _digest(assistant: SpecDecPPAssistant) -> str:
     """Of config, adapter and head, which change with every training."""
     digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
-    adapter = assistant.parts.adapter
-    if isinstance(adapter, Path):
-        digest.update((adapter / ADAPTER_FILES[1]).read_bytes())
-    elif adapter is not None:  # it has learned since it was loaded
-        digest.update(b"".join(half.numpy().tobytes() for lora in adapter.loras.values() for half in (lora.a, lora.b)))
+    if assistant.parts.adapter is not None:
+        digest.update((assistant.parts.adapter / ADAPTER_FILES[1]).read_bytes())
     for part in (assistant.head, assistant.parts.module):
         for name, tensor in part.state_dict().items() if part is not None else ():
             digest.update(name.encode() + tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())

@@ -157,11 +157,6 @@ def _chains(has_head: bool) -> list[Contestant]:
         Contestant(f"fixed {length}", "fixed", SpeculationConfig(rule="fixed", num_tokens=length), has_head)
         for length in LENGTHS
     ]
-    free = [
-        Contestant("confidence 0.4", "confidence", SpeculationConfig(rule="confidence"), has_head),
-        Contestant("svip 0.3", "svip", SpeculationConfig(rule="svip"), has_head),
-        Contestant("adaedl 0.4", "adaedl", SpeculationConfig(rule="adaedl"), has_head),
-    ]
     judged = []
     for with_head, judge in _judges(has_head):
         for adapt, how in ((False, judge), (True, f"{judge} online")):
@@ -176,7 +171,7 @@ def _chains(has_head: bool) -> list[Contestant]:
             ]
         name = f"throughput ({judge})"
         judged.append(Contestant(name, name, SpeculationConfig(rule="throughput"), with_head))
-    return [*fixed, *free, *judged]
+    return [*fixed, *judged]
 
 
 def without_draft() -> list[Contestant]:

@@ -35,7 +35,7 @@ class BenchmarkConfig:
         max_prompts (prompts): the most taken of each set, chosen by `seed`; all by default.
         max_new_tokens (tokens): the longest answer.
         temperatures: every prompt is answered at each of them, such as 0,1; 0 is greedy.
-        contestants: only these: names or patterns such as `fixed*,svip*`; all by default.
+        contestants: only these: names or patterns such as `fixed*,dyspec*`; all by default.
         output: folder of the results; a killed run goes on there.
         dtype: dtype of the target; `"auto"` is what it is stored in.
         device: device of the target; by default an accelerator if there is one.

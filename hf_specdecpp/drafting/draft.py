@@ -39,11 +39,6 @@ class Beside:
             )
         self._target, self._place = weakref.ref(target), (target.dtype, input_device(target))
 
-    @property
-    def target(self) -> CausalLM | None:
-        """The target, while there is one."""
-        return self._target()
-
     def check(self) -> None:
         """Raise `ValueError` if the target has been moved since."""
         target = self._target()

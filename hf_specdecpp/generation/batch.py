@@ -108,7 +108,7 @@ class BatchDecoding:
                     self._round()
         self.rows[0].generator.finish()
         for row, text in zip(self.rows, self.texts, strict=True):
-            row.generator.remember(text, row.states.found)
+            row.generator.remember(text)
 
     def _round(self) -> None:
         """Draft for every row, one target pass, verify; rows that have ended leave."""

@@ -23,7 +23,6 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
-from hf_specdecpp.learning.kept import Keeper
 from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
 from hf_specdecpp.models.cpu_products import FasterProducts
@@ -69,7 +68,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         waits: whether rounds still have no candidates, since what the passes of this text cost is measured in the text
             itself (`plan_rounds`): they are captured, or over a static cache.
         times: of its rounds, where the costs follow them.
-        keeper: keeps the text for the draft to learn from, if it is asked to.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
 
     Raises:
@@ -103,7 +101,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         greedy = not generation_config.do_sample
         temperature = 1.0 if greedy else setup.speculation.draft_temperature
         self.successors: Successors | None = None
-        if setup.speculation.draft_successors and target is not None and setup.drafter.places:
+        captures = setup.speculation.graphs == "auto" and target is not None and setup.rows == 1
+        captures = captures and graphs.can_capture(input_device(target))
+        # Rounds that are captured whole are faster than what the target said lately makes others.
+        unasked = captures and setup.speculation.draft_successors is None
+        mixes = setup.speculation.mixes(greedy, setup.drafter.reads is not None) and not unasked
+        if mixes and target is not None and setup.drafter.places:
             self.successors = setup.memory.recall_successors(target, self.vocab_size, setup.drafter.device)
             self.draft_processing = MixedProcessing(self.draft_processing, self.successors, greedy, temperature)
         elif temperature != 1.0:
@@ -128,23 +131,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._target, self._generation_config = target, generation_config
         measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
         # Passes that are captured, or over a static cache, are measured in the text itself.
-        captures = setup.speculation.graphs == "auto" and target is not None
-        captures = captures and graphs.can_capture(input_device(target))
-        self.waits = measures and setup.rows == 1 and (captures or generation_config.cache_implementation == "static")
+        self.waits = measures and (captures or (setup.rows == 1 and generation_config.cache_implementation == "static"))
         if not self.waits:
             self.plan_rounds()
-        keeps = setup.speculation.keep_texts > 0 and target is not None
-        self.keeper = Keeper(setup.drafter.reads is not None) if keeps else None
         self._attention_mask = attention_mask
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0
         self._num_accepted = 0
         self._chain = Chain([], [])
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether something is made of the target's logits before processors."""
-        return self.keeper is not None or self.successors is not None
 
     def _tree_drafting(self) -> TreeDrafting:
         setup, estimator = self.setup, self.setup.head or DraftProbability()
@@ -357,21 +351,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.plan is not None and self.times is not None:
             self.plan.learn(self.times)
 
-    def remember(self, text: Tensor, states: Tensor | None) -> None:
-        """Keep what was generated, for later lookups or for the draft to learn from, if there shall be any.
-
-        Args:
-            text: `[1, length]`, of which the answer is the end.
-            states: of the last round, as in `draft`.
-        """
-        config, memory = self.setup.speculation, self.setup.memory
+    def remember(self, text: Tensor) -> None:
+        """Keep the answer for later lookups, if there shall be any: the end of the text `[1, length]`."""
+        config = self.setup.speculation
         if config.lookup and config.lookup_memory and self.stats.generated:
-            memory.answers.add(text[0, -self.stats.generated :].tolist())
-        if self.keeper is not None:
-            self._read(text, states)
-            memory.texts.most = config.keep_texts
-            if (kept := self.keeper.text()) is not None:
-                memory.texts.add(kept)
+            self.setup.memory.answers.add(text[0, -self.stats.generated :].tolist())
 
     def _time_round(self, input_ids: Tensor) -> None:
         if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
@@ -390,8 +374,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             mask = self._attention_mask[0, -states.shape[1] :].bool()
             states = states[:, mask.to(states.device)] if bool(mask.any()) else states
         new_tokens = self._new_tokens(input_ids)
-        if self.keeper is not None:
-            self.keeper.read(new_tokens, states)
         return new_tokens, states
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> None:

@@ -265,11 +265,9 @@ def _why_not(decoding: AssistedDecoding) -> str | None:
     session, processing, speculation = generator.session, generator.processing, generator.setup.speculation
     if not isinstance(session, CapturedSession) or generator.trees is not None:
         return "only chains of a draft model are captured whole"
-    if speculation.rule not in ("fixed", "threshold", "throughput"):
-        return f"rule={speculation.rule!r} decides on the host"
     if speculation.lookup or generator.successors is not None:
         return "candidates are looked up, or drafted with what the target said lately"
-    if generator.keeps_logits or decoding.records.scores is not None:
+    if decoding.keeps_logits or decoding.records.scores is not None:
         return "scores or logits are asked for"
     if not (processing.prefix_free and generator.draft_processing.prefix_free) or processing.may_forbid_all:
         return "logits processors look at the tokens"

@@ -72,7 +72,7 @@ class AssistedDecoding:
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         # Those before processors, where anyone asks for them.
-        self.keeps_logits = self.records.keeps_logits or generator.keeps_logits
+        self.keeps_logits = self.records.keeps_logits or generator.successors is not None
         self._whole: RoundsOfText | None = None  # where a round is two launches
         self._drafts = True
         self.criteria = stopping_criteria
@@ -90,7 +90,7 @@ class AssistedDecoding:
             raise
         self._give_back()
         self.generator.finish()
-        self.generator.remember(input_ids, self.states.found)
+        self.generator.remember(input_ids)
         if self.streamer is not None:
             self.streamer.end()
         return self._output(input_ids)
@@ -387,8 +387,6 @@ class AssistedDecoding:
         new_ids, *on_device = upload(known, input_ids.device)
         input_ids = torch.cat((input_ids, new_ids), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
-        if self.generator.keeper is not None:
-            self.generator.keeper.say(raw[:kept])
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path, again=self.prefix.pending)
         self._settle(outputs, kept, count, None if path is None else PathRows(path, *on_device))

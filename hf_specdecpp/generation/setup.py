@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
+from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -149,9 +149,7 @@ def make_rule(
         return Throughput(estimator, plan or ThroughputState(given_costs(config), config.max_tokens, lag_of(estimator)))
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
-    if config.rule == "threshold":
-        return Threshold(config, estimator, rates)
-    return {"confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL}[config.rule](config)
+    return Threshold(config, estimator, rates)
 
 
 def rule_of(

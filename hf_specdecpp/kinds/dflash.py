@@ -38,8 +38,6 @@ class DFlash(TakenAsIs):
     drafts_blocks = True
     cannot: ClassVar[Mapping[Feat, str]] = {
         "replays": "a recorded text has one q a place, but a block's depends on where the round began",
-        "learning": "a block is taught by places that a chain or tree does not visit. Train a conditioned "
-        "draft, which learns",
         "late verdicts": "judges the state at a candidate, which a block does not read",
         "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
         "stays untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made one: "

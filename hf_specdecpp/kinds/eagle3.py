@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,10 +34,9 @@ from hf_specdecpp.files import (
     save_text,
 )
 from hf_specdecpp.kinds.conditioned import Conditioned
-from hf_specdecpp.kinds.kind import Feat, Made, Parts, SelfCheck
+from hf_specdecpp.kinds.kind import Feat, Parts, SelfCheck
 from hf_specdecpp.kinds.ready_made import ReadyMade, is_model
-from hf_specdecpp.learning.taught import LOSS, UNROLL, LayerStudent
-from hf_specdecpp.models.causal_lm import CausalLM, move
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving.commands import eagle3_commands
 from hf_specdecpp.serving.destination import Destination, Exported
@@ -54,7 +51,6 @@ class Eagle3(ReadyMade):
     title = "EAGLE-3"
     module_files = (WEIGHTS,)
     can_be_misread = True
-    learning_rate = 1e-4
     own_layer = True
     cannot: ClassVar[Mapping[Feat, str]] = {
         **Conditioned.cannot,
@@ -137,18 +133,6 @@ class Eagle3(ReadyMade):
         drafter.suspect = None if config.draft_id is None else self.describe(config)
         return drafter
 
-    def student(self, drafter: Eagle3Drafter) -> Any:
-        model = drafter.model.copied()
-        move(model, drafter.device, torch.promote_types(drafter.dtype, torch.float32))
-        return LayerStudent(_beside_target_of(drafter, model), UNROLL, LOSS)
-
-    def taught(self, before: Made, student: Any) -> Made:
-        model = student.model.copied().requires_grad_(False)
-        move(model, before.drafter.device, before.drafter.dtype)
-        config = copy.deepcopy(before.config)
-        config.draft_id = config.draft_revision = None  # it is no longer the one that others trained
-        return Made(config, replace(before.parts, module=model), _beside_target_of(before.drafter, model))
-
     def facts(self, module: Any) -> dict[str, str]:
         return _facts(module.settings)
 
@@ -184,14 +168,6 @@ class Eagle3(ReadyMade):
         save_tensors(tensors_of(model, dtype=torch.bfloat16), to.folder / CHECKPOINT)
         save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
         return Exported(eagle3_commands(to), notes(model.settings, reads, depth))
-
-
-def _beside_target_of(drafter: Eagle3Drafter, model: Eagle3Model) -> Eagle3Drafter:
-    """A draft with other weights for the same target."""
-    target = drafter.beside.target
-    if target is None:
-        raise ValueError("The target that this draft was attached to is gone. Attach the assistant to one.")
-    return Eagle3Drafter(model, target)
 
 
 def _facts(settings: Eagle3Settings) -> dict[str, str]:

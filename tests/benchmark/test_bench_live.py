@@ -47,7 +47,7 @@ from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.texts.encoding import padded
 
-SOME = ["plain", "fixed 3", "confidence*", "dyspec 4*", "transformers default", "prompt lookup"]
+SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 QUESTIONS = [Question("set", f"prompt-{seed}", prompt(seed=seed)[0].tolist()) for seed in range(2)]
 
 
@@ -123,7 +123,7 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
 
 def test_patterns() -> None:
     contestants = all_contestants(has_head=True)
-    assert [each.name for each in choose(contestants, ["svip"])] == ["plain", "plain, same passes", "svip 0.3"]
+    assert [each.name for each in choose(contestants, ["lookup"])] == ["plain", "plain, same passes", "lookup"]
     assert len(choose(contestants, ["fixed*"])) == 16
     assert choose(contestants, []) == contestants
     with pytest.raises(ValueError, match="No contestant is called 'fxied'"):

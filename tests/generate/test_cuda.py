@@ -15,7 +15,6 @@ from support.models import assistant_of, prompt, quiet_later_layers, random_fusi
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.learning import learner
 from hf_specdecpp.models.causal_lm import CausalLM
 
 GPU = torch.device("cuda")
@@ -27,7 +26,7 @@ compiles = pytest.mark.skipif(
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
-    "svip": {"rule": "svip", "svip_threshold": 0.5},
+    "threshold": {"rule": "threshold", "threshold": 0.6},
     "throughput": {"rule": "throughput", "max_tokens": 7},
     "corrected": {"rule": "fixed", "num_tokens": 4, "draft_successors": True, "draft_temperature": 0.8},
     "lookup": {"rule": "fixed", "num_tokens": 3, "lookup": True},
@@ -128,18 +127,6 @@ def test_half_precision(dtype: torch.dtype, name: str) -> None:
             assert assistant.stats.accepted > 24
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_learning(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner, "TIMES", 1000)
-    target = target_on_gpu()
-    assistant = assistant_on_gpu(kind, target, "fixed", keep_texts=5000)
-    texts(target, assistant, 8)
-    lesson = assistant.learn(steps=30)
-    assert lesson.is_kept, str(lesson)
-    ids = on_gpu()
-    assert torch.equal(target.generate(ids, assistant_model=assistant, **GREEDY), target.generate(ids, **GREEDY))
-
-
 # Compiled, with CUDA graphs. ------------------------------------------------------------------------------------------
 
 
@@ -194,21 +181,3 @@ def test_after_warm_up_nothing_is_compiled(kind: str, name: str) -> None:
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert torch.equal(found[1], target.generate(on_gpu(13, 1), **GREEDY))
-
-
-@pytest.mark.parametrize("kind", ["conditioned", "independent"])
-@pytest.mark.slow
-@compiles
-def test_what_is_learned_reaches_compiled_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner, "TIMES", 1000)
-    target = target_on_gpu()
-    assistant = assistant_on_gpu(kind, target, "fixed", compile=True, keep_texts=5000)
-    texts(target, assistant, 8, **STATIC)
-    assert assistant.learn(steps=30).is_kept
-    compiled = texts(target, assistant, **STATIC)
-    assistant.speculation.compile = False
-    assert all(map(torch.equal, but_for_the_end(compiled), but_for_the_end(texts(target, assistant))))
-    assistant.unlearn()
-    before = texts(target, assistant)
-    assistant.speculation.compile = True
-    assert all(map(torch.equal, but_for_the_end(texts(target, assistant, **STATIC)), but_for_the_end(before)))

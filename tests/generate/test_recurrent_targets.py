@@ -96,7 +96,7 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("rule", ["threshold", "throughput", "svip"])
+@pytest.mark.parametrize("rule", ["threshold", "throughput"])
 def test_every_rule(rule: str) -> None:
     target = tiny_of("granitemoehybrid")
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=60)

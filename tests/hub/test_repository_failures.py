@@ -40,7 +40,7 @@ from support.repos import (
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.files import Repository, replacing, save_tensors, save_text
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.early_exit import early_exit
@@ -263,6 +263,22 @@ def test_unknown_knobs_are_named(folder: Path) -> None:
     change_json(folder / "config.json", speculation={"rule": "fixed", "budget": 64})
     with pytest.warns(UserWarning, match=r"speculation has fields .* ignores: budget.*pip install -U hf-specdecpp"):
         assert load(folder).speculation.rule == "fixed"
+
+
+def test_fields_of_earlier_versions_are_ignored(folder: Path) -> None:
+    change_json(
+        folder / "config.json", learned={"tokens": 7, "texts": 1}, speculation={"rule": "fixed", "keep_texts": 9}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(folder).speculation == SpeculationConfig(rule="fixed")
+
+
+@pytest.mark.parametrize("rule", ["confidence", "svip", "adaedl"])
+def test_rules_of_earlier_versions_become_throughput(folder: Path, rule: str) -> None:
+    change_json(folder / "config.json", speculation={"rule": rule, f"{rule}_threshold": 0.2, "max_tokens": 7})
+    with pytest.warns(UserWarning, match=f"rule='{rule}', which this version does not have. \"throughput\""):
+        assert load(folder).speculation == SpeculationConfig(rule="throughput", max_tokens=7)
 
 
 def test_newer_format(hub: HubServer, folder: Path) -> None:

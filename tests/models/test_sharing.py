@@ -30,9 +30,9 @@ def make(target: CausalLM, kind: str) -> Any:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", ["fixed", "threshold", "adaedl"])
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
 def test_repeated_calls(kind: str, rule: str) -> None:
-    """Without `adapt` what one call learned (AdaEDL's bound, say) does not reach the next."""
+    """Without `adapt` what one call learned does not reach the next."""
     target = tiny("llama")
     assistant = make(target, kind)
     assistant.speculation.rule, assistant.speculation.adapt = rule, False

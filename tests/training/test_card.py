@@ -180,7 +180,7 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
             assert "of one text, so it may be far from that of others" in title
         else:
             assert "[{:.3f}, {:.3f}]".format(*part["interval"]) in title
-        names = ["**head**", "draft probability", "svip", "adaedl", "confidence", f"fixed length {best['length']}"]
+        names = ["**head**", "draft probability", f"fixed length {best['length']}"]
         assert [row[0] for row in rows[2:]] == names
         assert all(len(row) == 6 for row in rows)
         head = part["estimators"]["head"]
