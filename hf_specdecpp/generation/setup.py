@@ -65,7 +65,7 @@ class DraftSetup:
         if target is None:
             return self.trainable
         config, drafter, shared = self.speculation, self.drafter, set(target.modules())
-        large = [] if drafter.is_compiled else large_layers(drafter.parts)
+        large = [] if drafter.is_captured else large_layers(drafter.parts)
         packs = config.cpu_products == "auto" and any(map(can_be_packed, large_layers([target])))
         is_open = {
             "draft": not drafter.places,
