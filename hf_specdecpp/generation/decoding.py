@@ -65,7 +65,7 @@ class AssistedDecoding:
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.forward = forward or target
-        self.states = TargetStates(target, generator.setup.drafter.reads)
+        self.states = TargetStates(target, generator.setup.drafter.reads, is_compiled=self.forward is not target)
         self.prefix = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
         self.device = input_device(target)

@@ -16,7 +16,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_call, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 
 # A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
@@ -52,10 +52,11 @@ class StateReader(nn.Module):
 class TargetStates:
     """Catches the states that a draft reads out of the target's own passes, and keeps them for its next round.
 
-    A prompt, which may be read in several passes (chunked prefill), is caught by hooks, which keep references to what
-    the decoder and its layers return, and change nothing. Later passes return the states themselves, compiled or not,
-    if the pass over the prompt returned the very ones that the hooks saw. Elsewhere hooks go on, past which compiled
-    forwards run. Where a user has compiled the target without hooks, what it returns is believed.
+    They are caught by hooks, which keep references to what the decoder and its layers return, and change nothing.
+    Compiled forwards run past hooks, so they are asked to return the states: after a prompt, which may be read in
+    several passes (chunked prefill), if its pass returned the very ones that the hooks saw. Where a user has compiled
+    the target without hooks, what it returns is believed. Others are not asked: transformers would leave hooks of its
+    own in the target for good, with which it cannot be pickled.
 
     Used as a context, it catches by hooks. It is entered around the passes over one text: logits processors may call
     the target, too, and passes of other threads are left out.
@@ -66,6 +67,7 @@ class TargetStates:
     Args:
         target: whose passes.
         reader: says which layers; with `None` nothing is caught.
+        is_compiled: whether passes after the prompt's are compiled; modules that a user has compiled are found.
 
     Attributes:
         found: `[1, n, width]` at the n tokens that the last pass verified, for one text (`keep`); `None`
@@ -76,7 +78,7 @@ class TargetStates:
         ValueError: the target has no such layers.
     """
 
-    def __init__(self, target: CausalLM, reader: StateReader | None) -> None:
+    def __init__(self, target: CausalLM, reader: StateReader | None, is_compiled: bool = False) -> None:
         self.found: Tensor | None = None
         self.are_returned = False
         self._modules: list[nn.Module] = []
@@ -90,7 +92,8 @@ class TargetStates:
                     "counted from 0. It was trained for another target."
                 )
             self._modules = [decoder] * reader.reads_final + [stack[read] for read in reader.reads]
-            if RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {}):
+            returns = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
+            if returns and (is_compiled or any(map(has_compiled_call, target.modules()))):
                 self._numbers = state_numbers(reader, len(stack))
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []

@@ -151,7 +151,7 @@ def measure(
 def _warm_up(contexts: dict[Product, FasterProducts], rows: int) -> None:
     """One product of each shape: oneDNN prepares itself when it first meets one."""
     for context in contexts.values():
-        shapes = {layer.weight.shape: layer for layer, _ in context.layers}
+        shapes = {layer.weight.shape: layer for layer in context.layers}
         with context:
             for layer in shapes.values():
                 layer(torch.zeros(rows, layer.in_features))
