@@ -182,7 +182,7 @@ class BatchDecoding:
         config = self.rows[0].generator.setup.speculation
         seconds = pass_seconds(self.target, config, self.products, lambda: self._inputs(*last), count)
         for row in self.rows:
-            row.stats.plain_pass_seconds, row.stats.same_pass_seconds = (each / count for each in seconds)
+            row.stats.plain_pass_seconds, row.stats.same_pass_seconds = seconds.share(count)
 
     def _inputs(self, chains: list[Chain], is_token: Tensor) -> dict[str, Any]:
         """Forward arguments for each row's last token and candidates, then dummies: `is_token` `[rows, n]`."""
