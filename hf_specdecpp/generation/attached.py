@@ -12,6 +12,7 @@ the originals, so calls that began before they came or went end as they would ha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,10 +25,11 @@ from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from hf_specdecpp.caches.rollback import check_states
+from hf_specdecpp.caches.rollback import check_states, num_rows
 from hf_specdecpp.caches.static_targets import as_static, forward_of, prepare_static
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
@@ -36,7 +38,7 @@ from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing, for_row
@@ -322,6 +324,7 @@ def decoding_of(
     """
     model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
     check_inputs(input_ids, model_kwargs)
+    unused = _unused_layers(cache := cache_among(model_kwargs))
     most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
     prepare_static(target, input_ids, model_kwargs, config, most_in_tree)
     count = input_ids.shape[0]
@@ -330,13 +333,31 @@ def decoding_of(
     if count > 1:
         has_trees = assistant.speculation.tree is not None
         check_batch(target, model_kwargs, config, logits_processor, stopping_criteria, streamer, has_trees)
-        return _batch_decoding(target, assistant, logits_processor, stopping_criteria, config, model_kwargs, count)
+        run = _batch_decoding(target, assistant, logits_processor, stopping_criteria, config, model_kwargs, count)
+        return partial(_run, run, cache, unused)
     # First, since the layers of a compiled target keep their own products.
     forward = forward_of(target, model_kwargs, config)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
     kind = RankDecoding if is_spread(target) else kind
-    return kind(target, generator, stopping_criteria, config, streamer, model_kwargs, forward).run
+    decoding = kind(target, generator, stopping_criteria, config, streamer, model_kwargs, forward)
+    return partial(_run, decoding.run, cache, unused)
+
+
+def _unused_layers(cache: Cache) -> list[Any] | None:
+    """Copies of the layers of a cache that nothing has been read into."""
+    is_used = num_rows(cache) or any(isinstance(each, CacheLayerMixin) and each.is_initialized for each in cache.layers)
+    return None if is_used else copy.deepcopy(cache.layers)
+
+
+def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
+    """Generate; an empty cache is given back as it was, for whoever generates without an assistant then."""
+    try:
+        return decode(input_ids)
+    except LateRefusalError:
+        if unused is not None:
+            cache.layers = unused
+        raise
 
 
 def _batch_decoding(

@@ -25,6 +25,7 @@ from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.generation.refusals import check_numbers
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.target_states import TargetStates
@@ -129,6 +130,7 @@ class AssistedDecoding:
             self.forward.look()
         cache = cache_among(outputs)
         check_cache(cache)
+        check_numbers(self.target, outputs.logits, self.prefix.model_kwargs.get("attention_mask"))
         if self.generator.trees is not None:
             self.prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.

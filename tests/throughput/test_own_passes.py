@@ -226,6 +226,6 @@ def test_drafting_of_trees_is_measured_by_trees(monkeypatch: pytest.MonkeyPatch)
     drafter = Drafter(partly_agreeing(target))
     session = drafter.tree_session
     monkeypatch.setattr(drafter, "tree_session", lambda *arguments: Growing(clock, session(*arguments)))
-    measured = measuring.measure(measuring.Rounds(target, drafter, DraftProbability(), 4, trees=True))
+    measured: Any = measuring.measure(measuring.Rounds(target, drafter, DraftProbability(), 4, trees=True))
     assert (measured.start, measured.draft, measured.branch) == pytest.approx((2.0, 3.0, 0.5))
     assert measured.tree_seconds(2, 9, 0.0) == pytest.approx(2.0 + 3.0 + 3.0 + 7 * 0.5)
