@@ -442,6 +442,20 @@ def test_the_target_keeps_it_and_takes_it_along() -> None:
     assert made() is None
 
 
+@pytest.mark.parametrize("kind", ["early_exit", "conditioned", "eagle3"])
+def test_an_assistant_knows_parts_of_its_target_only(kind: str) -> None:
+    """Else the registry, which holds a target's default, would hold the target, too."""
+    target = tiny("llama", num_hidden_layers=2)
+    assistant_of(kind, target, rule="fixed", lookup=True).attach(target, default=True)
+    made = weakref.ref(attached.default_of(target))
+    target.generate(PROMPT, **GREEDY)
+    lives = weakref.ref(target)
+    del target
+    gc.collect()
+    assert lives() is None
+    assert made() is None
+
+
 # --- every way to an assistant ---
 
 
