@@ -222,6 +222,7 @@ def test_drafting_of_trees_is_measured_by_trees(monkeypatch: pytest.MonkeyPatch)
     clock = PretendedClock()
     monkeypatch.setattr(measuring, "computing_clock", lambda *_: clock)
     monkeypatch.setattr(measuring, "_time_target", lambda *_: (1.0,))
+    monkeypatch.setattr(measuring, "_time_draft", lambda *_: {"start": 7.0, "draft": 8.0, "read": 0.0})
     target: CausalLM = tiny("llama")
     drafter = Drafter(partly_agreeing(target))
     session = drafter.tree_session
