@@ -93,15 +93,17 @@ class SpecDecPPAssistant(Making):
 
         `assistant_model=None` says nothing to transformers, so a single call cannot leave its default out.
         """
-        targets = [target for target in attached.targets_of(self) if attached.is_default(self, target)]
-        for target in targets:
-            attached.set_default(self, target, False)
-        try:
+        with attached.paused(self):
             yield
-        finally:
-            for target in targets:
-                if attached.is_attached(self, target):
-                    attached.set_default(self, target, True)
+
+    @contextmanager
+    def as_default(self, target: CausalLM) -> Iterator[None]:
+        """Within, calls of `target` in this thread that name no assistant use this one, which is attached to it.
+
+        The target's default assistant stays what it is: for other threads, and afterwards.
+        """
+        with attached.as_default(self, causal_lm.base_model(target)):
+            yield
 
     def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
         """Make and compile all that single texts of up to `max_length` tokens need, so that the first one pays nothing.

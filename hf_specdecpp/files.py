@@ -304,7 +304,7 @@ def recall(kind: str, of: dict[str, Any]) -> Any:
     """What was measured earlier on this machine, in another process too (`remember`), or `None`."""
     try:
         return json.loads(_measured_path(kind, of).read_text(encoding="utf-8"))[kind]
-    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not measured yet, or the file is damaged
         return None
 
 

@@ -13,7 +13,8 @@ from hf_specdecpp.dflash.model import DFlashModel, Rows
 from hf_specdecpp.drafting.draft import Beside, Draft
 from hf_specdecpp.drafting.drafter import NO_STATES
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -33,7 +34,6 @@ class DFlashDraft(Draft):
         self.model, self.settings = model, model.settings
         self.block = self.places = model.settings.places
         self.embeddings, self.head = target.get_input_embeddings(), target.get_output_embeddings()
-        self.num_embeddings = num_embeddings(target)
         self.beside = Beside(target)
 
     @property
@@ -81,7 +81,7 @@ class DFlashDraft(Draft):
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
         weight = self.embeddings.weight
-        known = tokens.where(tokens < self.num_embeddings, 0)
+        known = tokens.where(tokens < len(weight), 0)
         return functional.embedding(known.to(weight.device), weight).to(tokens.device)
 
     def block_after(self, anchor: Tensor) -> Tensor:
@@ -95,9 +95,7 @@ class DFlashDraft(Draft):
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[..., vocab_size]` float32 of final states `[..., hidden_size]`; -inf for ids that there are not."""
-        logits = self.head_logits(hidden)
-        missing = vocab_size - logits.shape[-1]
-        return functional.pad(logits, (0, max(missing, 0)), value=float("-inf"))[..., :vocab_size]
+        return as_wide_as(vocab_size, self.head_logits(hidden))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 of the LM head's own ids."""

@@ -347,9 +347,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.times.end(length, width)
 
     def finish(self) -> None:
-        """Learn, at the end of a generation, what its rounds cost."""
+        """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
         if self.plan is not None and self.times is not None:
-            self.plan.learn(self.times)
+            try:
+                self.plan.learn(self.times)
+            except Exception as error:  # noqa: BLE001
+                logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
     def remember(self, text: Tensor) -> None:
         """Keep the answer for later lookups, if there shall be any: the end of the text `[1, length]`."""

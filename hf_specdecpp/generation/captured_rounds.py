@@ -43,11 +43,10 @@ class CapturedRounds:
     Args:
         passes: the target's.
         chain: the draft's side.
-        numbers: of the target's states that the draft reads.
     """
 
-    def __init__(self, passes: CapturedTarget, chain: CapturedChain, numbers: tuple[int, ...]) -> None:
-        self.passes, self.chain, self.numbers = passes, chain, numbers
+    def __init__(self, passes: CapturedTarget, chain: CapturedChain) -> None:
+        self.passes, self.chain = passes, chain
         self.graphs, self.seconds = Graphs(passes.device), RoundSeconds()
         most = chain.most
         with lasting():
@@ -114,8 +113,8 @@ class CapturedRounds:
         candidates = chain.candidates[:k]
         span = torch.arange(k + 1, device=passes.device)
         tokens = torch.cat((self.token, candidates[None]), dim=1)
-        outputs = passes.forward(passes.room, tokens, span <= span[:, None], span, self.numbers)
-        scores = rules.processing.alone(outputs.logits[0].float())
+        logits, *states = passes.forward(passes.room, tokens, span <= span[:, None], span)
+        scores = rules.processing.alone(logits[0].float())
         count = chain.count.clamp_max(k)
         if chain.q is None:
             accepted, token = accept_greedily(candidates, count, scores.argmax(-1))
@@ -123,7 +122,6 @@ class CapturedRounds:
             accepted, token = accept_sampled(
                 candidates, count, scores.softmax(-1), chain.q[:k], rules.verification
             )
-        states = [outputs.hidden_states[number] for number in self.numbers]
         together = torch.cat(states, dim=-1) if states else None
         if k:
             chain.take(k, accepted, token, together)
@@ -242,7 +240,7 @@ def rounds_of(decoding: AssistedDecoding) -> RoundsOfText | str:
     known = _known.setdefault(text.passes, {})
     key = id(session.steps), most, greedy, session.vocab_size
     if key not in known:
-        known[key] = CapturedRounds(text.passes, CapturedChain(session, most, greedy), decoding.states.numbers)
+        known[key] = CapturedRounds(text.passes, CapturedChain(session, most, greedy))
     rounds = known[key]
     tiers: Followed | MostTokens | None = None
     if speculation.rule == "threshold":

@@ -27,6 +27,7 @@ from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured_text import CapturedText, captured_text
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix, try_pass
+from hf_specdecpp.generation.refusals import check_numbers
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.target_states import TargetStates
@@ -64,7 +65,6 @@ class AssistedDecoding:
         model_kwargs: dict[str, Any],
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
-        self.forward: Callable[..., Any] = target
         self.states = TargetStates(target, generator.setup.drafter.reads)
         self.prefix: Prefix | CapturedText = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
@@ -114,10 +114,10 @@ class AssistedDecoding:
         if setup.speculation.graphs == "off" or not isinstance(prefix, Prefix):
             return
         text = captured_text(
-            self.target, prefix, self.states, self.config, input_ids, setup.speculation.compile
+            self.target, prefix, setup.drafter.reads, self.config, input_ids, setup.speculation.compile
         )
         if isinstance(text, CapturedText):
-            self.prefix, self.forward = text, text.forward
+            self.prefix = text
         else:
             self.stats.uncaptured = text
 
@@ -156,6 +156,7 @@ class AssistedDecoding:
         outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.prefix.model_kwargs)
         cache = cache_among(outputs)
         check_cache(cache)
+        check_numbers(self.target, outputs.logits, self.prefix.model_kwargs.get("attention_mask"))
         if self.generator.trees is not None:
             self.prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
@@ -185,7 +186,11 @@ class AssistedDecoding:
 
     def _read(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
-        outputs = self.states.catch(self.forward, **inputs, return_dict=True)
+        if isinstance(self.prefix, CapturedText):
+            outputs = self.prefix.forward(**inputs)
+            self.states.give(outputs.states)
+            return outputs
+        outputs = self.states.catch(self.target, **inputs, return_dict=True)
         if self.prefix.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, :count].clone()

@@ -108,6 +108,29 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     check_cache(cache_among(model_kwargs))
 
 
+def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
+    """Raise `LateRefusalError` where padding has made logits NaN, as eager attention with windows does.
+
+    Plain generation may recover once the padding has left the windows. That depends on which rows a cache still has,
+    since 0 times NaN is NaN, and a cache that can be taken back has more of them.
+
+    Args:
+        logits: `[rows, n, vocab]`, of the prompts.
+        mask: `[rows, length]`, or `None` where nothing is padded.
+    """
+    if mask is None or bool(mask.all()):
+        return
+    spoilt = [row for row, own in enumerate(logits) if bool(own[-1].isnan().any())]
+    if padded := [row for row in spoilt if not bool(mask[row].all())]:
+        which = "This prompt" if len(logits) == 1 else f"Row {padded[0]} of this batch"
+        other = "leave the padding out" if len(logits) == 1 else "call generate() once a sequence"
+        raise LateRefusalError(
+            f"{which} begins with padding, and {type(target).__name__} computes NaN in it with "
+            f"attn_implementation={target.config._attn_implementation!r}: plain generate() gives a wrong text, too. "
+            f'Load the target with attn_implementation="sdpa", or {other}.'
+        )
+
+
 def check_batch(
     target: CausalLM,
     model_kwargs: dict[str, Any],

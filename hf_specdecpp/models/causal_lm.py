@@ -75,6 +75,13 @@ def has_compiled_forward(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None) is not None
 
 
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether torch.compile sees through a call of the module, wherever that comes from."""
+    wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
+    in_place = module._compiled_call_impl is not None  # `module.compile()`
+    return wrapped or in_place or has_compiled_forward(module)
+
+
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters

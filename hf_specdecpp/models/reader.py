@@ -104,11 +104,7 @@ class Reader(nn.Module):
         The model's own are cut or padded to `vocab_size`, which is the width of the target's logits; ids that the
         model does not have get -inf, so that their probability is zero.
         """
-        logits = self._own_logits(hidden)
-        missing = vocab_size - logits.shape[-1]
-        if missing > 0:
-            return nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits[..., :vocab_size]
+        return as_wide_as(vocab_size, self._own_logits(hidden))
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         return self._head_logits(self._head(), hidden)
@@ -155,6 +151,15 @@ class Reader(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Reader:
         return super()._apply(fn, recurse) if self.owns_model else self
+
+
+def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
+    """Logits `[..., vocab_size]` of a draft whose own vocabulary is wider or narrower: -inf for ids that it lacks.
+
+    A target's width may change at any time (`resize_token_embeddings`).
+    """
+    missing = vocab_size - logits.shape[-1]
+    return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
 
 
 def check_head_of(model: CausalLM) -> None:

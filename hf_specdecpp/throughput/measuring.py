@@ -56,6 +56,7 @@ READ = 32  # tokens that the draft reads at once
 WIDTH = 8  # nodes of a measured level of a tree
 DRAFT_SECONDS, GROWING_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
+ASSUMED_SECONDS = 0.01  # of a target's pass, where no clock can tell
 
 # In this process, by what they depend on.
 _known: dict[str, KnownCosts] = {}
@@ -108,10 +109,21 @@ def costs_of(rounds: Rounds) -> KnownCosts:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
             measured = measure(rounds)
-            logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
-            _known[name] = KnownCosts(measured, form, of)
+            logger.info(f"Measured what drafting and verifying cost here: {measured}.")
+            # What a clock cannot tell is not kept: another process may have a better one.
+            _known[name] = KnownCosts(measured or assumed(rounds), form, None if measured is None else of)
             _known[name].save()
     return _known[name]
+
+
+def assumed(rounds: Rounds) -> Costs:
+    """Costs for rounds to correct: passes take as long as there are weights to read, however many tokens they read."""
+    own, every = (
+        sum(tensor.numel() for part in parts for tensor in part.parameters())
+        for parts in (rounds.drafter.parts, [rounds.target])
+    )
+    draft = ASSUMED_SECONDS * own / max(own, every)
+    return Costs(draft=draft, verify=(ASSUMED_SECONDS,), block=rounds.drafter.block)
 
 
 def in_widths(costs: Costs, max_tokens: int) -> Costs:
@@ -151,8 +163,10 @@ def conditions(rounds: Rounds) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure(rounds: Rounds) -> Costs:
+def measure(rounds: Rounds) -> Costs | None:
     """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
+
+    `None` if the clock cannot tell: it stands, is set back, or is too coarse.
 
     Everything that a round does for a candidate is included: its estimate, its draw and its verification, and mixing
     its q and taking note of what the target said. Each number is the minimum of several, since other load only ever
@@ -170,9 +184,10 @@ def measure(rounds: Rounds) -> Costs:
         drafting = _time_draft(rounds, processing) if drafter.places else {"draft": 0.0}
         own = rounds.own
         verify = _time_target(rounds, successors) if own is None else _time_own(rounds, own, successors)
-        if rounds.trees and drafter.places and drafter.block == 1:
-            drafting |= _time_growing(rounds, processing)
-    return Costs(verify=verify, block=drafter.block, **drafting)
+        if rounds.trees and drafter.places and drafter.block == 1 and drafting is not None:
+            growing = _time_growing(rounds, processing)
+            drafting = None if growing is None else drafting | growing
+    return None if drafting is None or not verify else Costs(verify=verify, block=drafter.block, **drafting)
 
 
 class _FixedAndJudged(StoppingRule):
@@ -184,9 +199,9 @@ class _FixedAndJudged(StoppingRule):
         return self.estimator.estimate(step)
 
 
-def _time_draft(rounds: Rounds, processing: Processing) -> dict[str, float]:
+def _time_draft(rounds: Rounds, processing: Processing) -> dict[str, float] | None:
     """Seconds of starting to draft, of a step, of further candidates of a block, and of reading a token among many, for
-    all rows together."""
+    all rows together; `None` if the clock cannot tell."""
     target, drafter, rows = rounds.target, rounds.drafter, rounds.rows
     rule, randomness = _FixedAndJudged(rounds.estimator), TorchRandomness()
     count, several = int(min(READ, drafter.max_length)), int(min(DRAFTED, drafter.places))
@@ -215,6 +230,8 @@ def _time_draft(rounds: Rounds, processing: Processing) -> dict[str, float]:
     clock = computing_clock(target.device, drafter.device)
     actions: dict[int, Callable[[], None]] = {1: partial(draft, 1), several: partial(draft, several), READ: read}
     times = least_times(actions, DRAFT_SECONDS, clock, _turns(drafter), least=3)
+    if set(actions) - set(times):
+        return None
     seconds = {"start": 0.0, "draft": times[1], "read": times[READ] / count}
     further = (times[several] - times[1]) / max(several - 1, 1)
     if drafter.block > 1:
@@ -259,8 +276,9 @@ def _turns(drafter: Draft, rounds: int = 2) -> int:
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_growing(rounds: Rounds, processing: Processing) -> dict[str, float]:
-    """Seconds of starting to grow a tree, of a draft pass over a level, and of each further node in it."""
+def _time_growing(rounds: Rounds, processing: Processing) -> dict[str, float] | None:
+    """Seconds of starting to grow a tree, of a draft pass over a level, and of each further node in it; `None` if the
+    clock cannot tell."""
     target, drafter = rounds.target, rounds.drafter
     session, buffer = drafter.tree_session(_vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
     text = _tokens(1, drafter.device)
@@ -285,6 +303,8 @@ def _time_growing(rounds: Rounds, processing: Processing) -> dict[str, float]:
         WIDTH: partial(grow, WIDTH, 1),
     }
     times = least_times(actions, GROWING_SECONDS, clock, _turns(drafter, len(actions)), least=3)
+    if set(actions) - set(times):
+        return None
     draft = min(max(times[2] - times[1], 0.5 * times[1]), times[1])
     return {"start": times[1] - draft, "draft": draft, "branch": max(times[WIDTH] - times[2], 0.0) / (WIDTH - 1)}
 
@@ -325,7 +345,8 @@ def _time_own(rounds: Rounds, own: OwnPasses, successors: Successors | None) -> 
 def _time_verifying(
     read: Callable[[int], Tensor], counts: Sequence[int], device: torch.device, successors: Successors | None
 ) -> tuple[float, ...]:
-    """Seconds of verifying 1, 2, ... tokens, interpolated between those that there was time for.
+    """Seconds of verifying 1, 2, ... tokens, interpolated between those that there was time for; empty if the clock
+    cannot tell of any.
 
     Args:
         read: makes a pass over so many tokens: logits `[rows, tokens, vocab]`.
@@ -344,7 +365,8 @@ def _time_verifying(
             verify_sampled(tokens[1:], p, p[:-1], randomness, "block")
 
     times = least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS, computing_clock(device))
-    measured = sorted(times)
+    if not (measured := sorted(times)):
+        return ()
     return tuple(np.interp(np.arange(1, max(counts) + 1), measured, [times[count] for count in measured]).tolist())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.clocks import are_sensible, computing_clock
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text, num_processes
@@ -82,6 +82,10 @@ def ways_of(
                 logger.warning(f"{of['class']} keeps PyTorch's matrix products: a pass to time it failed ({error}).")
                 _known[name] = OWN
             else:
+                if not all(are_sensible(each.values()) for each in times.values()):
+                    logger.info("The clock cannot tell which matrix products are faster, so they stay PyTorch's own.")
+                    _known[name] = OWN  # for this process: another one may have a better clock
+                    return OWN
                 _known[name] = Ways.fastest(times)
                 remember("products", conditions, _known[name].to_list())
                 logger.info(f"Measured passes with each kind of matrix product, in seconds: {times}.")
@@ -120,7 +124,8 @@ def measure(
     """Seconds of passes by their number of rows and their product: the least of a few, taken in turns.
 
     Under two seconds for small models. For large ones twelve passes, over 1, 2, 4 and 8 tokens; eight without packed
-    copies. With one thread the processor's time is taken, which leaves other load out.
+    copies. With one thread the processor's time is taken, which leaves other load out. Where a clock cannot tell, its
+    times make no sense.
     """
     products = PRODUCTS if packed is not None else PRODUCTS[:2]
     contexts = {
@@ -145,13 +150,15 @@ def measure(
                 times[rows][product] = min(times[rows].get(product, float("inf")), clock() - begin)
             if time.perf_counter() - begun > SECONDS / len(ROWS):
                 break
+        if not are_sensible(times[rows].values()):
+            break
     return times
 
 
 def _warm_up(contexts: dict[Product, FasterProducts], rows: int) -> None:
     """One product of each shape: oneDNN prepares itself when it first meets one."""
     for context in contexts.values():
-        shapes = {layer.weight.shape: layer for layer, _ in context.layers}
+        shapes = {layer.weight.shape: layer for layer in context.layers}
         with context:
             for layer in shapes.values():
                 layer(torch.zeros(rows, layer.in_features))
