@@ -83,7 +83,7 @@ class CapturedTarget:
         self._rooms: dict[tuple[int, int], Room] = {}  # by tokens, and dimensions of positions
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
-        self._watched: dict[tuple[int, ...], list[Tensor]] = {}  # the states of the latest pass, by what is watched
+        self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # the states of the latest pass, by what is watched
         self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
         self._dimensions = 0
         self.room: Room = None  # type: ignore[assignment]  # until a text begins
@@ -139,11 +139,11 @@ class CapturedTarget:
         """Return the states that a draft reads, with the passes of the text that begins."""
         self._reads = () if reader is None else (reader.reads_final, *reader.reads)
         if reader is not None and self._reads not in self._watched:
-            seen: list[Tensor] = []
+            seen: dict[int, Tensor] = {}
             for place, module in enumerate(read_modules(self.model, reader)):
 
                 def see(module: Any, _args: Any, output: Any, place: int = place) -> None:
-                    seen[place : place + 1] = [state_of(module, output)]
+                    seen[place] = state_of(module, output)
 
                 module.register_forward_hook(see)
             self._watched[self._reads] = seen
@@ -192,7 +192,8 @@ class CapturedTarget:
         inputs[self._cache_argument] = room.cache
         room.cache.begin_pass(tokens.shape[1])
         outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
-        return [outputs.logits, *self._watched.get(self._reads, ())]
+        seen = self._watched.get(self._reads, {})
+        return [outputs.logits, *(seen[place] for place in range(len(seen)))]
 
     def _slot(self, width: int, is_tree: bool) -> Slot:
         key = width, is_tree, self._reads

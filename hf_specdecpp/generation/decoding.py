@@ -457,7 +457,7 @@ class AssistedDecoding:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
         config, products = self.generator.setup.speculation, self.generator.products
         seconds = pass_seconds(
-            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, []), forward=self.forward
+            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, [])
         )
         self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
 
