@@ -130,10 +130,15 @@ class CapturedChain:
         now = 1 if self.reads_states else min(2, tokens.shape[1])
         before = tokens.shape[1] - now
         cache = self._with_room(self.held + before + max(self.tokens.shape[1] + self.most, SEVERAL))
-        for start in range(0, before, READ_AT_ONCE):
-            piece = slice(start, min(start + READ_AT_ONCE, before))
+        at_once = SEVERAL if self.held else READ_AT_ONCE  # the former are captured
+        for start in range(0, before, at_once):
+            piece = slice(start, min(start + at_once, before))
             known = None if states is None else states[:, piece]
-            self.session.steps.read(cache, tokens[:, piece], known, self.vocab_size)
+            if self.held:
+                self.session.steps.read(cache, tokens[:, piece], known, self.vocab_size)
+            else:
+                last = self.last.new_full((1,), piece.stop - piece.start - 1)
+                read(self.session.steps.drafter, cache, tokens[:, piece], known, last, self.vocab_size)
         self.tokens[:, :now] = tokens[:, before:]
         if self.states is not None and states is not None:
             self.states[:, :now] = states[:, before:]
