@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock, local
+from threading import RLock, local
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -59,7 +59,7 @@ _here = _Here()
 # In how many contexts layers are, in all threads, and how many of them group attention; changed under the lock.
 _uses: Counter[nn.Linear] = Counter()
 _groups: Counter[str] = Counter()
-_lock = Lock()
+_lock = RLock()
 
 
 class FasterProducts:
