@@ -15,7 +15,7 @@ from hf_specdecpp.eagle3.checkpoint import build, tensors_of
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import Eagle3Settings
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, trying
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 
@@ -51,15 +51,14 @@ class Heard:
         text: `[1, n]` token ids.
     """
 
-    @torch.no_grad()
     def __init__(self, target: CausalLM, text: Tensor) -> None:
         config, reader, everything = target.config.get_text_config(decoder=True), Reader(target), StateReader()
         everything.reads = list(range(config.num_hidden_layers))
-        with TargetStates(target, everything) as caught:
+        self.target, self.width = target, target.config.get_text_config().vocab_size
+        with trying(target), TargetStates(target, everything) as caught:
             final = reader.hidden_states(text.to(input_device(target)))
             states: Any = caught.take()
-        self.target, self.width = target, target.config.get_text_config().vocab_size
-        self.chosen = reader.logits(final, self.width).argmax(-1)[0]
+            self.chosen = reader.logits(final, self.width).argmax(-1)[0]
         self.text, self.states = text.to(states.device), states.split(config.hidden_size, dim=-1)
 
     @torch.no_grad()
