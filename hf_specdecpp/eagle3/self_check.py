@@ -89,6 +89,8 @@ def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[
     for theta in dict.fromkeys((DEFAULT_THETA, targets_own)):
         if theta not in (None, settings.layer["rope_parameters"]["rope_theta"]):
             yield f"rope_theta {theta:.0f}", {"rope_theta": float(theta)}
+    if settings.own_embeddings and settings.state_size == settings.layer["hidden_size"]:
+        yield "the target's embeddings", {"own_embeddings": False}  # some exporters write random ones
     for flag in ("norm_before_residual", "norm_output"):
         value = not getattr(settings, flag)
         yield f"{flag} {str(value).lower()}", {flag: value}
