@@ -110,7 +110,7 @@ class Prefix:
             raise LateRefusalError(
                 f"The cache held {self.num_settled} tokens already, and the prompt has {num_tokens}, so the prompt's "
                 "last token has been read twice, and the places in a token tree are not known. Give a cache without "
-                f"that token, cache.crop({num_tokens - 1}), or draft chains (tree=None)."
+                f"that token, cache.crop({num_tokens - 1 - self.num_settled}), or draft chains (tree=None)."
             )
         raise LateRefusalError(
             f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
