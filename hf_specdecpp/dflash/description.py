@@ -133,20 +133,21 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
             f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {INSTEAD}."
         )
     layer = {name: layers[name] for name in COPIED if layers.get(name) is not None}
-    window = "sliding_attention"
-    all_have = bool(said.get("use_swa")) and window not in (layer.get("layer_types") or ())
+    types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
+    some_have = isinstance(types, list) and "sliding_attention" in types
+    all_have = bool(said.get("use_swa")) and not some_have
     if all_have:
-        layer["layer_types"] = [window] * layers["num_hidden_layers"]
-    if window in (layer.get("layer_types") or ()):
-        size = said.get("swa_window_size") or layer.get("sliding_window")
-        if type(size) is not int:
+        if size is None:
             raise ValueError(
-                f"The config.json of this DFlash draft gives its layers windows of {size!r} tokens (sliding_window, or "
-                f"swa_window_size), which must be a whole number. Download it again, or ask who made it."
+                "The config.json of this DFlash draft gives its layers windows (use_swa) of no size (swa_window_size, "
+                "or sliding_window). Download it again, or ask who made it."
             )
+        layer.pop("layer_types", None)
+        layer |= {"use_sliding_window": True, "max_window_layers": 0}
+    if is_theirs or (some_have and size is not None and layer.get("use_sliding_window") is None):
+        layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
+    if size is not None and (all_have or some_have):
         layer["sliding_window"] = size
-        if is_theirs or all_have or layer.get("use_sliding_window") is None:
-            layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
     return {**layer, "rope_parameters": rotary_parameters(layers, f"{INSTEAD}.")}, all_have
 
 
