@@ -185,9 +185,7 @@ def test_the_whole_prompt_is_in_the_cache_already(held: int) -> None:
 
     plain, ours = texts(None, **KINDS["chain"])
     assert torch.equal(ours, plain)
-    with pytest.raises(
-        ValueError, match=rf"held {held} tokens already.*has 14.*crop\({13 - held}\)"
-    ):
+    with pytest.raises(ValueError, match=rf"held {held} tokens already.*has 14.*crop\({13 - held}\)"):
         texts(None, tree="dyspec")
     plain, ours = texts(13 - held, tree="dyspec")
     assert torch.equal(ours, plain)
