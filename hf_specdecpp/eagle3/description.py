@@ -171,9 +171,9 @@ def _layer_type(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
     """Of the draft's layers. Where a flat config's architecture is a Llama's, its `model_type` may be the target's."""
     kind = inner.get("model_type") or ("qwen3" if SPECULATORS in raw else "llama")
     names = " ".join(map(str, _listed(raw.get("architectures"))))
-    if kind not in LAYER_CONFIGS and inner is raw and "llama" in names.lower():
+    if kind not in tuple(LAYER_CONFIGS) and inner is raw and "llama" in names.lower():
         kind = "llama"
-    if kind not in LAYER_CONFIGS:
+    if kind not in tuple(LAYER_CONFIGS):
         raise ValueError(
             f"The draft has layers of type {kind!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
             f"{TRAIN}."
@@ -199,7 +199,9 @@ def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def _layer(inner: Mapping[str, Any], kind: str, theta: float | None) -> dict[str, Any]:
     """The config of the draft's layers."""
-    layer = {name: inner[name] for name in COPIED + COPIED_OF_QWEN3 if inner.get(name) is not None}
+    is_its_own = inner.get("model_type") in (None, *LAYER_CONFIGS)  # else windows are the target's, too
+    copied = COPIED + (COPIED_OF_QWEN3 if is_its_own else ())
+    layer = {name: inner[name] for name in copied if inner.get(name) is not None}
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
     return {"model_type": kind, **layer, "rope_parameters": rotary_parameters(inner, cure, theta)}
 

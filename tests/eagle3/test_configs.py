@@ -127,7 +127,14 @@ def test_layers_are_counted_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", ["plain", "qwen3"])
 def test_tensors_decide_what_a_layer_is(tmp_path: Path, variant: str, kind: str) -> None:
     """Beside the architecture of a Llama, `model_type` is the target's in some exports; windows there are its, too."""
-    said = {"model_type": kind, "sliding_window": 32, "use_sliding_window": False, "max_window_layers": 28}
+    said: dict[str, Any] = {
+        "model_type": kind,
+        "sliding_window": 32,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+    }
+    if kind in ("qwen2", "phi3"):
+        said["layer_types"] = ["sliding_attention", "linear_attention"]
     one, other = load(VARIANTS[variant].save(tmp_path / "a")), load(VARIANTS[variant].save(tmp_path / "b", **said))
     assert other.settings.layer["model_type"] == ("qwen3" if variant == "qwen3" else "llama")
     assert other.settings.layer["model_type"] == one.settings.layer["model_type"]
