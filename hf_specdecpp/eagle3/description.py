@@ -171,7 +171,7 @@ def _layer_type(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
     """Of the draft's layers. Where a flat config's architecture is a Llama's, its `model_type` may be the target's."""
     kind = inner.get("model_type") or ("qwen3" if SPECULATORS in raw else "llama")
     names = " ".join(map(str, _listed(raw.get("architectures"))))
-    if kind not in tuple(LAYER_CONFIGS) and inner is raw and "llama" in names.lower():
+    if isinstance(kind, str) and kind not in LAYER_CONFIGS and inner is raw and "llama" in names.lower():
         kind = "llama"
     if kind not in tuple(LAYER_CONFIGS):
         raise ValueError(
