@@ -182,7 +182,7 @@ def inspect(
     from hf_specdecpp.hub import conversion, inspection
     from hf_specdecpp.models.loading import quiet_loading
 
-    repository = Repository(repo, revision, subfolder)
+    repository = Repository.named(repo, revision, subfolder)
     try:
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)

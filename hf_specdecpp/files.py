@@ -39,6 +39,21 @@ class Repository:
     subfolder: str | None = None
     hub_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def named(
+        cls, name: str, revision: str | None = None, subfolder: str | None = None, hub_kwargs: Any = None
+    ) -> Repository:
+        """The same, where `org/repo/folder` may name a folder of a Hub repository."""
+        parts = name.split("/")
+        if subfolder is None and len(parts) > 2 and not {"", ".", "..", "~"} & set(parts) and not Path(name).exists():
+            name, subfolder = "/".join(parts[:2]), "/".join(parts[2:])
+        return cls(name, revision, subfolder, hub_kwargs or {})
+
+    @property
+    def full_name(self) -> str:
+        """The name with the folder, which `named` takes."""
+        return f"{self.name}/{self.subfolder}" if self.subfolder else self.name
+
     @property
     def is_local(self) -> bool:
         return Path(self.name).is_dir()
@@ -59,7 +74,7 @@ class Repository:
                 )
             return path
         place = subfolder or None
-        with found(self.name):
+        with found(self.full_name):
             return Path(
                 hf_hub_download(self.name, filename, subfolder=place, revision=self.revision, **self.hub_kwargs)
             )
@@ -75,7 +90,7 @@ class Repository:
             root = Path(self.name)
         else:
             wanted = ["/".join(part for part in (self.subfolder, pattern) if part) for pattern in patterns]
-            with found(self.name):
+            with found(self.full_name):
                 root = Path(
                     snapshot_download(self.name, revision=self.revision, allow_patterns=wanted, **self.hub_kwargs)
                 )

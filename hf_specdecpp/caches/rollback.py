@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from hf_specdecpp.caches.static import hold
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
 
@@ -143,7 +143,8 @@ _states_go_on: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 def no_way_back(model: CausalLM) -> str | None:
     """Why the recurrent states of a model, if it has any, cannot be taken back and gone on from.
 
-    Tried on the model itself, once: some families read several tokens at once only at the beginning of a text.
+    Tried on the model itself, once: some families read several tokens at once only at the beginning of a text. Where
+    that raises an exception, nothing is known, so it is tried again.
     """
     if not keeps_recurrent_state(model):
         return None
@@ -151,8 +152,8 @@ def no_way_back(model: CausalLM) -> str | None:
         try:
             tolerance = STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
             _states_go_on[model] = model.config.model_type not in BEGIN_ANEW and state_error(model) <= tolerance
-        except Exception:  # noqa: BLE001 - whatever goes wrong in a foreign forward, the model is refused
-            _states_go_on[model] = False
+        except Exception as failure:  # noqa: BLE001 - of a foreign forward, or of a device without memory for now
+            return f"keeps a recurrent state, and trying to take it back failed ({failure!r}); another call tries again"
     if _states_go_on[model]:
         return None
     return (
@@ -167,23 +168,22 @@ def check_states(target: CausalLM) -> None:
         raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT}.")
 
 
-@torch.no_grad()
 def state_error(model: CausalLM) -> float:
     """How far a model's logits are, over tokens that it reads after taking others back, from those of reading the text
     at once, relative to how much the logits vary."""
     device = input_device(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with trying(model) as read:
         vocab = num_embeddings(model)
         text = (11 + 7 * torch.arange(14, device=device)[None]) % vocab
         other = (text + 3) % vocab
-        expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].to(widest(device))
+        expected = read(text, use_cache=False).logits[0].to(widest(device))
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "return_dict": True}
-        model(input_ids=text[:, :5], **inputs)
+        inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
+        read(text[:, :5], **inputs)
         mark, parts = Mark(cache), []
-        model(input_ids=other[:, :4], **inputs)
+        read(other[:, :4], 5, **inputs)
         mark.back()
         for begin, end in ((5, 8), (8, 9), (9, 14)):
-            parts.append(model(input_ids=text[:, begin:end], **inputs).logits[0].to(expected))
+            parts.append(read(text[:, begin:end], begin, **inputs).logits[0].to(expected))
     difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())

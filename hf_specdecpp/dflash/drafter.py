@@ -20,11 +20,11 @@ from hf_specdecpp.trees.tree import DraftTree
 
 
 class DFlashDraft(Draft):
-    """Drafts blocks with a `DFlashModel` that has met its target, whose embeddings and LM head it takes.
+    """Drafts blocks with a `DFlashModel` that has met its target.
 
     Args:
         model: on the target's device, in its dtype.
-        target: whose embeddings and LM head it takes.
+        target: whose embeddings and LM head it takes where it has none of its own.
     """
 
     model: DFlashModel
@@ -33,7 +33,9 @@ class DFlashDraft(Draft):
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
         self.model, self.settings = model, model.settings
         self.block = self.places = model.settings.places
-        self.embeddings, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        own, head = model.embed_tokens, model.lm_head
+        self.embeddings = target.get_input_embeddings() if own is None else own
+        self.head = target.get_output_embeddings() if head is None else head
         self.beside = Beside(target)
 
     @property
@@ -79,7 +81,7 @@ class DFlashDraft(Draft):
         self.logits(self.model(block, states, 0, Rows(len(self.model.layers)))[0], 1)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The target's bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
+        """The bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
         weight = self.embeddings.weight
         known = tokens.where(tokens < len(weight), 0)
         return functional.embedding(known.to(weight.device), weight).to(tokens.device)

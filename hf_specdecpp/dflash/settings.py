@@ -30,6 +30,7 @@ class DFlashSettings:
         samples_anchor: whether the row of the last token proposes the first candidate, so that no row is unused.
         reads_normed: whether the output of the target's last layer is read after the target's final norm.
         num_target_layers: of the target that it was made for, if that is known.
+        own_embeddings, own_head: whether it brings these or takes the target's.
 
     Raises:
         ValueError: numbers that make no sense.
@@ -48,6 +49,8 @@ class DFlashSettings:
     samples_anchor: bool = False
     reads_normed: bool = True
     num_target_layers: int | None = None
+    own_embeddings: bool = False
+    own_head: bool = False
 
     def __post_init__(self) -> None:
         if not self.reads or any(type(read) is not int or read < 0 for read in self.reads):

@@ -104,11 +104,18 @@ class Prefix:
         """Raise `LateRefusalError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
         mask = self.model_kwargs.get("attention_mask")
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
-        if (rows := cache.get_seq_length()) != num_tokens:
+        if (rows := cache.get_seq_length()) == num_tokens:
+            return
+        if self.num_settled >= num_tokens:
             raise LateRefusalError(
-                f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
-                "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
+                f"The cache held {self.num_settled} tokens already, and the prompt has {num_tokens}, so the prompt's "
+                "last token has been read twice, and the places in a token tree are not known. Give a cache without "
+                f"that token, cache.crop({num_tokens - 1 - self.num_settled}), or draft chains (tree=None)."
             )
+        raise LateRefusalError(
+            f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
+            "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
+        )
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tokens, has_mask: bool = False) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import Repository
 from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.provenance import public_name
 
@@ -34,7 +35,8 @@ def make_card(
             `rollouts`, `distillation`, `head_metrics`, `calibration`, `learning_curve`, `baseline`, `speed`,
             `provenance`; of those that were not made, `None`.
     """
-    bases = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
+    ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
+    bases = [Repository.named(name).name for name in ids]
     data = ModelCardData(
         library_name="hf_specdecpp",
         base_model=bases or None,

@@ -113,9 +113,9 @@ class Eagle3(ReadyMade):
         source.file("config.json")
         if (path := find_weights(source)) is None:
             raise ValueError(
-                f"{source.name!r} has no {CHECKPOINT}. EAGLE's own repositories have {PICKLE}, a pickle, which could "
-                "run code and is never opened here. Convert it once, tensors only: "
-                f"specdecpp inspect {source.name} --convert FOLDER. Then load FOLDER."
+                f"{source.full_name!r} has no {CHECKPOINT}. EAGLE's own repositories have {PICKLE}, a pickle, which "
+                "could run code and is never opened here. Convert it once, tensors only: "
+                f"specdecpp inspect {source.full_name} --convert FOLDER. Then load FOLDER."
             )
         return self.read_module(config, path)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -85,6 +86,44 @@ def has_compiled_call(module: nn.Module) -> bool:
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """What tells a forward, if it can be told, where tokens `[batch, n]` stand, the first of them at `first`."""
+    if not takes_positions(model):
+        return {}
+    places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+    return {"position_ids": places.expand(len(tokens), -1)}
+
+
+@contextmanager
+def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
+    """A model of somebody's, to be tried on a few tokens as `generate()` runs it: in eval mode, told where they stand.
+
+    Without positions a model may take those of the last text: after an image, Qwen's keep how far they are off.
+    Afterwards all is as it was: which modules train, what passes have left on them, and torch's generators.
+
+    Yields:
+        What makes a pass over tokens `[batch, n]`, of which the first stands at `first`, with further arguments.
+    """
+    modules, device = list(model.modules()), input_device(model)
+    training = [module for module in modules if module.training]
+    left = [(vars(module), name, value) for module in modules for name, value in vars(module).items()
+            if value is None or isinstance(value, Tensor)]  # fmt: skip
+
+    def read(tokens: Tensor, first: int = 0, **inputs: Any) -> Any:
+        return model(input_ids=tokens, **{**positions_of(model, tokens, first), **inputs}, return_dict=True)
+
+    try:
+        for module in training:
+            module.training = False  # past `train()`, which some modules override
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield read
+    finally:
+        for module in training:
+            module.training = True
+        for attributes, name, value in left:
+            attributes[name] = value
 
 
 def cache_argument(model: CausalLM) -> str:

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, inner_decoder, longest_text, num_embeddings
+from hf_specdecpp.models.causal_lm import (
+    CausalLM,
+    cache_argument,
+    inner_decoder,
+    longest_text,
+    num_embeddings,
+    positions_of,
+    trying,
+)
 from hf_specdecpp.models.quantised import sizes_of
 
 
@@ -128,19 +136,21 @@ class Reader(nn.Module):
         """Replace ids beyond the embedding table: a draft then guesses badly, but its guesses are verified."""
         return token_ids.where(token_ids < num_embeddings(self.model), 0)
 
-    @torch.inference_mode()
     def _check_logits(self) -> None:
         """Compare the route above with the model's own forward on one token."""
         probe = torch.zeros((1, 1), dtype=torch.long, device=self.device)
-        expected, hidden = self.model(probe).logits[0, -1].float(), self.hidden_states(probe)[0, -1]
-        if hidden.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"The LM head of {type(self.model).__name__} reads vectors of {self.hidden_size} numbers and its "
-                f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not know. "
-                "Use another model."
-            )
-        actual = self._head_logits(self._head(), hidden)[: len(expected)]  # Inkling drops rows that pad its head
-        actual = actual.to(expected.device)  # a spread model returns it to where it began
+        with trying(self.model) as read:
+            expected = read(probe).logits[0, -1].float()
+            hidden = self._decode(None, input_ids=probe, **positions_of(self._decoder, probe))[0, -1]
+            if hidden.shape[-1] != self.hidden_size:
+                raise ValueError(
+                    f"The LM head of {type(self.model).__name__} reads vectors of {self.hidden_size} numbers and its "
+                    f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not "
+                    "know. Use another model."
+                )
+            actual = self._head_logits(self._head(), hidden)
+        # Inkling drops rows that pad its head, and a spread model returns logits to where it began.
+        actual = actual[: len(expected)].to(expected.device)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
         error = float((actual - expected).abs().max())
         if not error <= tolerance * max(1.0, float(expected.abs().max())):

@@ -30,7 +30,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import forget, recall
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text, trying
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.provenance import device_name
@@ -318,21 +318,22 @@ def _time_target(rounds: Rounds, successors: Successors | None = None) -> tuple[
     context = _context(longest_text(target), CONTEXT if rows == 1 else BATCH_CONTEXT)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     inputs: dict[str, Any] = {cache_argument(target): cache, "use_cache": True}
-    target(input_ids=_tokens(context, target.device), **inputs)
-    cache.activate_past_recording()
-    if rows > 1:
-        cache.batch_repeat_interleave(rows)
-
-    def read(count: int) -> Tensor:
-        undo = undoing(cache, count)
-        logits: Tensor = target(input_ids=_tokens(count, target.device).expand(rows, -1), **inputs).logits
-        undo()
-        return logits
-
     most = int(min(rounds.max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
-    return _time_verifying(read, [count for count in wanted if count <= most], target.device, successors)
+    with trying(target) as read:
+        read(_tokens(context, target.device), **inputs)
+        cache.activate_past_recording()
+        if rows > 1:
+            cache.batch_repeat_interleave(rows)
+
+        def verify(count: int) -> Tensor:
+            undo = undoing(cache, count)
+            logits: Tensor = read(_tokens(count, target.device).expand(rows, -1), context, **inputs).logits
+            undo()
+            return logits
+
+        return _time_verifying(verify, [count for count in wanted if count <= most], target.device, successors)
 
 
 def _time_own(rounds: Rounds, own: OwnPasses, successors: Successors | None) -> tuple[float, ...]:

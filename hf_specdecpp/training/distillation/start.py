@@ -61,7 +61,7 @@ def layer_from(kind: Kind, start: str) -> Any:
     """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
     if (Path(start) / LAYER_CONFIG).is_file():
         return load_layer(kind, Path(start))
-    repository = Repository(start)
+    repository = Repository.named(start)
     config = load_config(repository)
     if (found := kind_of(config)) is not kind:
         raise ValueError(
