@@ -16,8 +16,9 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
+from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.rollback import check_states
-from hf_specdecpp.caches.static_targets import as_static, forward_of, prepare_static
+from hf_specdecpp.caches.static_targets import as_static, check_static, forward_of, prepare_static
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -65,8 +66,7 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
     Raises:
         ValueError: the target cannot be assisted.
     """
-    check_target(target, recurrent=True)
-    check_states(target)
+    check_reading(target)
     if not isinstance(target, AttachedMixin):
         original = type(target)
         names: dict[str, Any] = {
@@ -82,6 +82,13 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
     if assistant not in assistants:
         assistants.add(assistant)
         finalize(assistant, _restore_class, ref(target)).atexit = False
+
+
+def check_reading(target: CausalLM) -> None:
+    """Raise `ValueError` if the target does not read several tokens at once as it reads one after the other."""
+    check_target(target, recurrent=True)
+    check_windows(target)
+    check_states(target)
 
 
 def detach(assistant: nn.Module, target: CausalLM) -> None:
@@ -145,8 +152,7 @@ class AttachedMixin:
         assistant: Any = mode_kwargs.get("assistant_model")
         check_object(assistant)
         if is_attached(assistant, self):
-            check_target(self, recurrent=True)
-            check_states(self)
+            check_reading(self)
             check_mode(mode, config, mode_kwargs)
             # transformers' own check compares padded vocabulary sizes; tokenizers were compared when attaching.
             mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
@@ -171,8 +177,7 @@ class AttachedMixin:
         if self.default_assistant is None or generation_config.is_assistant:
             return original._sample(*given, **kwargs)
         try:
-            check_target(self, recurrent=True)
-            check_states(self)
+            check_reading(self)
             check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
             decode = decoding_of(self, self.default_assistant, *given, **kwargs)
         except ValueError as refusal:
@@ -231,8 +236,7 @@ def decoding_of(
     """
     model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
     check_inputs(input_ids, model_kwargs)
-    most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
-    prepare_static(target, input_ids, model_kwargs, config, most_in_tree)
+    check_static(target, input_ids, model_kwargs, config)
     count = input_ids.shape[0]
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(logits_processor), count)
@@ -244,6 +248,8 @@ def decoding_of(
     forward = forward_of(target, model_kwargs, config)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
+    most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
+    prepare_static(target, model_kwargs, config, most_in_tree)
     kind = RankDecoding if is_spread(target) else kind
     return kind(target, generator, stopping_criteria, config, streamer, model_kwargs, forward).run
 

@@ -86,6 +86,8 @@ class AssistedDecoding:
         except BaseException:
             self.prefix.roll_back()
             raise
+        finally:
+            self.prefix.end()
         self.generator.finish()
         self.generator.remember(input_ids, self.states.found)
         if self.streamer is not None:

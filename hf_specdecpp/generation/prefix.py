@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationMixin, StaticCache
 
 from hf_specdecpp.caches.paths import PathRows, keep_path
-from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back
+from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back, stop_recording
 from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.caches.static import StaticRows, most_in, width_of
 from hf_specdecpp.generation.refusals import LateRefusalError
@@ -101,7 +101,14 @@ class Prefix:
         return min((room for room in rooms if room is not None), default=None)
 
     def check_rows(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> None:
-        """Raise `LateRefusalError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
+        """Raise `LateRefusalError` if the target does not say where tokens stand, or if the prompt `[1, length]` has put
+        other rows than its tokens' into the cache."""
+        prepare = self.target.prepare_inputs_for_generation
+        if prepare(input_ids, is_first_iteration=True, **self.model_kwargs).get("position_ids") is None:
+            raise LateRefusalError(
+                f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
+                "cannot be given to it. Draft chains (tree=None)."
+            )
         mask = self.model_kwargs.get("attention_mask")
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
         if (rows := cache.get_seq_length()) != num_tokens:
@@ -243,6 +250,11 @@ class Prefix:
             self.mark.back()
         elif self.cache is not None:
             roll_back(self.cache, self.num_settled)
+
+    def end(self) -> None:
+        """Nothing is taken back any more, and the cache may be carried on by anyone."""
+        if self.cache is not None:
+            stop_recording(self.cache)
 
 
 # Arguments of a forward that grow with the text.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
 from hf_specdecpp.caches.rope import frequency_changes
-from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
@@ -105,7 +105,18 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
             "The target keeps its image in cross-attention layers, whose cache cannot be rolled back when a candidate "
             "is rejected. Generate without assistant_model= where the prompt has an image."
         )
+    others = [name for name, value in model_kwargs.items() if name not in CACHE_NAMES and _is_state(value)]
+    if others:
+        raise ValueError(
+            f"{', '.join(others)}: beside its cache the target goes through a state that cannot be taken back when a "
+            "candidate is rejected. Generate without assistant_model=."
+        )
     check_cache(cache_among(model_kwargs))
+
+
+def _is_state(value: object) -> bool:
+    """Whether an argument of a forward changes from pass to pass: another cache, or a stream of what is read."""
+    return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
 
 
 def check_batch(
@@ -137,7 +148,7 @@ def check_batch(
         reason = "trees are verified for one sequence at a time: set tree=None"
     elif config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
-    elif others := sorted(set(model_kwargs) - BATCH_KWARGS):
+    elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
         reason = "this target takes no positions of its own for each row, which rows of different length need"
@@ -151,6 +162,11 @@ def check_batch(
         reason = f"{type(target).__name__} {unfit}, so rows of different length cannot share its cache"
     if reason is not None:
         raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")
+
+
+def _is_given(value: object) -> bool:
+    """Whether an argument says anything: transformers makes an empty one where a prompt has no image."""
+    return value is not None and value != {}
 
 
 def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single
@@ -188,6 +189,7 @@ def check_loop(ready: Callable[[], object]) -> None:
     ready()
     target, config, model_kwargs = (loop.f_locals[name] for name in ("self", "generation_config", "model_kwargs"))
     check_target(target)
+    check_windows(target)
     check_lossless(config)
     if config.output_hidden_states or config.output_attentions:
         raise ValueError(
@@ -236,6 +238,11 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
         raise ValueError(
             f"{type(target).__name__} reads its prompt in both directions, and in transformers' assisted generation "
             "the first candidates would be part of the prompt. " + ATTACH
+        )
+    if target.config.model_type == "glm_image":
+        raise ValueError(
+            f"{type(target).__name__} counts the places of an image from where the prompt ends, and in transformers' "
+            "assisted generation the first candidates would be part of the prompt. " + ATTACH
         )
     if target.device.type == "meta":
         raise ValueError(
