@@ -193,6 +193,7 @@ def state_error(model: CausalLM) -> float:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "return_dict": True}
         model(input_ids=text[:, :5], **inputs)
+        cache.activate_past_recording()  # of layers with windows
         mark, parts = Mark(cache), []
         model(input_ids=other[:, :4], **inputs)
         mark.back()

@@ -25,8 +25,8 @@ from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.generation.refusals import check_prompt
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
-from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
@@ -130,7 +130,7 @@ class AssistedDecoding:
         if isinstance(self.forward, CompiledPasses):
             self.forward.look()
         cache = cache_among(outputs)
-        check_cache(cache)
+        check_prompt(outputs)
         if self.generator.trees is not None:
             self.prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.

@@ -13,7 +13,7 @@ from hf_specdecpp.caches.paths import PathRows, keep_path
 from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back, stop_recording
 from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.caches.static import StaticRows, most_in, width_of
-from hf_specdecpp.generation.refusals import LateRefusalError
+from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
@@ -103,8 +103,7 @@ class Prefix:
     def check_rows(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> None:
         """Raise `LateRefusalError` if the target does not say where tokens stand, or if the prompt `[1, length]` has put
         other rows than its tokens' into the cache."""
-        prepare = self.target.prepare_inputs_for_generation
-        if prepare(input_ids, is_first_iteration=True, **self.model_kwargs).get("position_ids") is None:
+        if not gives_positions(self.target, input_ids, self.model_kwargs):
             raise LateRefusalError(
                 f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
                 "cannot be given to it. Draft chains (tree=None)."

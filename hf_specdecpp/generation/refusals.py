@@ -25,6 +25,10 @@ BATCH_KWARGS = {
 }  # fmt: skip
 
 
+NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() once a sequence."
+NO_POSITIONS = "this target takes no positions of its own for each row, which rows of different length need"
+
+
 class LateRefusalError(ValueError):
     """What cannot be assisted, found only as the prompt has been read. Nothing has been emitted then."""
 
@@ -119,6 +123,20 @@ def _is_state(value: object) -> bool:
     return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
 
 
+def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a forward can be told where tokens stand: some families leave positions to their own counting."""
+    inputs = target.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+    return inputs.get("position_ids") is not None
+
+
+def check_prompt(outputs: Any) -> None:
+    """Raise `LateRefusalError` unless the prompt's pass has made a cache that can be rolled back."""
+    try:
+        check_cache(cache_among(outputs))
+    except ValueError as reason:
+        raise LateRefusalError(str(reason)) from reason
+
+
 def check_batch(
     target: CausalLM,
     model_kwargs: dict[str, Any],
@@ -151,7 +169,7 @@ def check_batch(
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
-        reason = "this target takes no positions of its own for each row, which rows of different length need"
+        reason = NO_POSITIONS
     elif cache.get_seq_length() > 0 and any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         reason = "a cache with windows that is carried on has dropped tokens, and the rows need them"
     elif (unfit := _unfit_for_length(target, criteria)) is not None:
@@ -161,7 +179,7 @@ def check_batch(
     elif (unfit := _unfit_for_rows(target, cache)) is not None:
         reason = f"{type(target).__name__} {unfit}, so rows of different length cannot share its cache"
     if reason is not None:
-        raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")
+        raise ValueError(NO_BATCH.format(reason))
 
 
 def _is_given(value: object) -> bool:

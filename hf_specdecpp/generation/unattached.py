@@ -35,8 +35,8 @@ from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Families whose token types may mark the prompt as a prefix in which every token sees every other.
-PREFIX_ATTENTION = {"paligemma", "hrm_text"}
+# Families whose prompt is a prefix in which every token sees every other, and those whose token types may say so.
+PREFIX_ATTENTION, PREFIX_BY_TYPES = {"paligemma"}, {"hrm_text"}
 # Where configs name the tokens that an image, a video or a sound is put in the place of.
 PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")]
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
@@ -234,12 +234,13 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
             "generation leaves too short after short prompts, and gets wrong after padding that is read in chunks. "
             + ATTACH
         )
-    if target.config.model_type in PREFIX_ATTENTION and model_kwargs.get("token_type_ids") is not None:
+    kind = target.config.model_type
+    if kind in PREFIX_ATTENTION or (kind in PREFIX_BY_TYPES and model_kwargs.get("token_type_ids") is not None):
         raise ValueError(
             f"{type(target).__name__} reads its prompt in both directions, and in transformers' assisted generation "
             "the first candidates would be part of the prompt. " + ATTACH
         )
-    if target.config.model_type == "glm_image":
+    if kind == "glm_image":
         raise ValueError(
             f"{type(target).__name__} counts the places of an image from where the prompt ends, and in transformers' "
             "assisted generation the first candidates would be part of the prompt. " + ATTACH

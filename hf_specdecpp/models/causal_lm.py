@@ -69,7 +69,7 @@ def inner_decoder(model: CausalLM) -> CausalLM:
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
         return model.base_model
-    return decoder.model if hasattr(decoder, "lm_head") else decoder
+    return getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
 
 
 def has_compiled_forward(module: nn.Module) -> bool:

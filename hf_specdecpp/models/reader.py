@@ -141,7 +141,14 @@ class Reader(nn.Module):
     def _check_logits(self) -> None:
         """Compare the route above with the model's own forward on one token."""
         probe = torch.zeros((1, 1), dtype=torch.long, device=self.device)
-        expected, hidden = self.model(probe).logits[0, -1].float(), self.hidden_states(probe)[0, -1]
+        try:
+            expected = self.model(input_ids=probe).logits[0, -1].float()
+            hidden = self.hidden_states(probe)[0, -1]
+        except Exception as failure:  # models whose input is more than a text fail in ways of their own
+            raise ValueError(
+                f"{type(self.model).__name__} does not read a token by itself ({type(failure).__name__}: {failure}), so "
+                "it cannot draft. Use another model."
+            ) from failure
         if hidden.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"The LM head of {type(self.model).__name__} reads vectors of {self.hidden_size} numbers and its "

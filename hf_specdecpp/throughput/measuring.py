@@ -107,11 +107,26 @@ def costs_of(rounds: Rounds) -> KnownCosts:
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
-            measured = measure(rounds)
+            measured = _measured(rounds)
             logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
             _known[name] = KnownCosts(measured, form, of)
             _known[name].save()
     return _known[name]
+
+
+def _measured(rounds: Rounds) -> Costs:
+    """Costs measured now.
+
+    Raises:
+        ValueError: a model fails on text alone, such as one whose every pass needs an image.
+    """
+    try:
+        return measure(rounds)
+    except Exception as failure:
+        raise ValueError(
+            f"What rounds cost here cannot be measured ({type(failure).__name__}: {failure}), which rule='throughput' "
+            "needs to know. Use another rule, SpeculationConfig('fixed'), or give costs=."
+        ) from failure
 
 
 def in_widths(costs: Costs, max_tokens: int) -> Costs:
