@@ -17,9 +17,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 WITHOUT = "Leave cache_implementation unset and pass no StaticCache"
 
 
-def check_static(
-    target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
-) -> None:
+def check_static(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig) -> None:
     """Raise `ValueError` if the cache is a static one that cannot be made fit for candidates."""
     cache = cache_among(model_kwargs)
     if not isinstance(cache, StaticCache):
@@ -33,9 +31,7 @@ def check_static(
         raise ValueError(f"A static cache cannot be used here: {reason}. {WITHOUT}.")
 
 
-def prepare_static(
-    target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int
-) -> None:
+def prepare_static(target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int) -> None:
     """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused.
 
     Args:
@@ -50,9 +46,7 @@ def prepare_static(
         widen(cache, longest, width_of(most_in_tree + 1) if most_in_tree else 0)
 
 
-def _unfit(
-    target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, keeps_windows: bool
-) -> str | None:
+def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, keeps_windows: bool) -> str | None:
     name = type(target).__name__
     if input_ids.shape[0] > 1:
         return f"the {input_ids.shape[0]} rows of a batch accept different numbers of candidates, and it has one length"

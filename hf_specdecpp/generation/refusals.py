@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def check_batch(
 
 def _is_given(value: object) -> bool:
     """Whether an argument says anything: transformers makes an empty one where a prompt has no image."""
-    return value is not None and value != {}
+    return value is not None and not (isinstance(value, Mapping) and not value)
 
 
 def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
@@ -213,6 +213,8 @@ def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:
         return reason
     if others := other_layers(cache.layers):
         return f"keeps {others} in its cache"
+    if config.model_type == "git":
+        return "widens its mask by an image's rows, whether its cache has them or not"
     kinds = set(layer_types(config, config.num_hidden_layers))
     if "chunked_attention" in kinds:
         return "attends in chunks of the cache"

@@ -11,7 +11,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
 from hf_specdecpp.models.quantised import quantised_activations
 
 WITHOUT = "Generate without assistant_model="
-ATTACHED = "hf_specdecpp.generation.attached"  # whose class comes first once an assistant is attached
+ATTACHED = "hf_specdecpp.generation.attached"  # whose class has a `_sample` that goes on to the target's
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -45,8 +45,8 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if others := [name for name in parameters if name.endswith("_cache") and not name.startswith("use_")]:
         return f"keeps {', '.join(others)} beside its cache, which cannot be taken back when a candidate is rejected"
-    loops = [each for each in type(target).__mro__ if "_sample" in vars(each)]
-    if loops[loops[0].__module__ == ATTACHED] is not GenerationMixin:
+    owners = (each for each in type(target).__mro__ if "_sample" in vars(each) and each.__module__ != ATTACHED)
+    if next(owners) is not GenerationMixin:
         return "generates with a loop of its own (_sample), which assisted generation would not run"
     if config.model_type == "prophetnet":
         return "reads one token at a time once it has a cache, so it cannot verify several at once"

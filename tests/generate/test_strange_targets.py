@@ -245,7 +245,9 @@ def test_costs_that_cannot_be_measured() -> None:
     inputs = {"input_ids": PROMPT, "pixel_values": torch.zeros(1, 1, 3, 16, 16, dtype=torch.float64),
               "image_attention_mask": torch.zeros(1, PROMPT.shape[1], 1, dtype=torch.long)}  # fmt: skip
     plain = target.generate(**inputs, **GREEDY)
-    assistant = SpecDecPPAssistant.from_draft(informed_draft(plain), target, speculation=SpeculationConfig("throughput"))
+    assistant = SpecDecPPAssistant.from_draft(
+        informed_draft(plain), target, speculation=SpeculationConfig("throughput")
+    )
     with pytest.raises(ValueError, match="What rounds cost here cannot be measured.*Use another rule"):
         target.generate(**inputs, **GREEDY, assistant_model=assistant)
     assistant.attach(target, default=True)
