@@ -101,8 +101,8 @@ class Prefix:
         return min((room for room in rooms if room is not None), default=None)
 
     def check_rows(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> None:
-        """Raise `LateRefusalError` if the target does not say where tokens stand, or if the prompt `[1, length]` has put
-        other rows than its tokens' into the cache."""
+        """Raise `LateRefusalError` if the target cannot be told where tokens stand, or if the prompt `[1, length]` has
+        put other rows than its tokens' into the cache."""
         if not gives_positions(self.target, input_ids, self.model_kwargs):
             raise LateRefusalError(
                 f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "

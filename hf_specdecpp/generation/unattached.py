@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Families whose prompt is a prefix in which every token sees every other, and those whose token types may say so.
 PREFIX_ATTENTION, PREFIX_BY_TYPES = {"paligemma"}, {"hrm_text"}
+# Families that note where the first pass ended.
+COUNT_FROM_PROMPT = {"glm_image", "unlimited_ocr"}
 # Where configs name the tokens that an image, a video or a sound is put in the place of.
 PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")]
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
@@ -240,9 +242,9 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
             f"{type(target).__name__} reads its prompt in both directions, and in transformers' assisted generation "
             "the first candidates would be part of the prompt. " + ATTACH
         )
-    if kind == "glm_image":
+    if kind in COUNT_FROM_PROMPT:
         raise ValueError(
-            f"{type(target).__name__} counts the places of an image from where the prompt ends, and in transformers' "
+            f"{type(target).__name__} counts places and windows from where the prompt ends, and in transformers' "
             "assisted generation the first candidates would be part of the prompt. " + ATTACH
         )
     if target.device.type == "meta":

@@ -19,8 +19,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 # methods for generation nor that its attributes are what they are, so a checker is told nothing about it.
 CausalLM: TypeAlias = Any
 
-# Decoders whose positions come from a table cannot run past its end; others, rotary ones for instance, merely get worse.
-# What such tables are called: embeddings, and buffers with a row or a column for each position.
+# Decoders whose positions come from a table cannot run past its end; others, rotary ones for instance, merely get
+# worse. What such tables are called: embeddings, and buffers with a row or a column for each position.
 POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embeds_layer")
 POSITION_BUFFERS = ("position_ids", "embed_positions", "pos_encoding")
 # What models and `generate()` call their cache: "cache" from transformers 5.24 on.

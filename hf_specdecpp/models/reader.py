@@ -146,8 +146,8 @@ class Reader(nn.Module):
             hidden = self.hidden_states(probe)[0, -1]
         except Exception as failure:  # models whose input is more than a text fail in ways of their own
             raise ValueError(
-                f"{type(self.model).__name__} does not read a token by itself ({type(failure).__name__}: {failure}), so "
-                "it cannot draft. Use another model."
+                f"{type(self.model).__name__} does not read a token by itself ({type(failure).__name__}: {failure}), "
+                "so it cannot draft. Use another model."
             ) from failure
         if hidden.shape[-1] != self.hidden_size:
             raise ValueError(

@@ -172,10 +172,15 @@ def test_bark_s_tokens_of_meaning() -> None:
     assistant.detach()
 
 
-def test_places_of_an_image_that_count_from_the_prompt() -> None:
-    target = from_config("GlmImageForConditionalGeneration", "glm_image")
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("GlmImageForConditionalGeneration", "glm_image"), ("UnlimitedOcrForConditionalGeneration", "unlimited_ocr")],
+)
+def test_what_counts_from_the_end_of_the_prompt(name: str, family: str) -> None:
+    """The places of an image, and a window that the prompt never leaves."""
+    target = from_config(name, family)
     assistant = SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN)
-    with pytest.raises(ValueError, match="counts the places of an image from where the prompt ends"):
+    with pytest.raises(ValueError, match="counts places and windows from where the prompt ends"):
         target.generate(PROMPT, **GREEDY, assistant_model=assistant)
 
 

@@ -18,7 +18,7 @@ from support.models import VOCAB_SIZE
 
 LAYERS = 4
 MOST_PARAMETERS = 20_000_000
-FLOAT32 = {"kosmos-2", "xglm", "xlnet", "xlstm"}  # which do not compute in float64
+FLOAT32 = {"inkling2_loop_text", "inkling2_text", "kosmos-2", "xglm", "xlnet", "xlstm"}  # which do not compute in float64
 WINDOW = 12  # of every kind of window; longer than what `check_tree` tries on the model itself
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -95,8 +95,8 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 CHUNKS = {"mamba_chunk_size": 8}  # to which each pass is filled up; by default 256 tokens
 EQUAL_HEADS = {"num_key_value_heads": 4}  # of multi-head latent attention
 MULTI_HEAD_LATENT = (
-    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm5_next", "glm_moe_dsa", "minicpm3",
-    "glm5_next_text", "mistral4", "mistral4_text", "mistral_large4_text", "sarvam_mla", "youtu",
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa",
+    "minicpm3", "mistral_large4_text", "sarvam_mla", "youtu",
 )  # fmt: skip
 MROPE = {  # positions in several dimensions
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
