@@ -19,13 +19,6 @@ from support.models import VOCAB_SIZE
 LAYERS = 4
 MOST_PARAMETERS = 20_000_000
 FLOAT32 = {"kosmos-2", "xglm", "xlnet", "xlstm"}  # which do not compute in float64
-    "inkling2_loop_text",
-    "inkling2_text",
-    "kosmos-2",
-    "xglm",
-    "xlnet",
-    "xlstm",
-}  # which do not compute in float64
 WINDOW = 12  # of every kind of window; longer than what `check_tree` tries on the model itself
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
