@@ -28,7 +28,6 @@ from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.trees.drawing import DrawnTree
 
-
 logger = logging.get_logger("hf_specdecpp")
 
 

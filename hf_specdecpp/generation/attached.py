@@ -29,8 +29,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
+from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.rollback import check_states, num_rows
-from hf_specdecpp.caches.static_targets import as_static, prepare_static
+from hf_specdecpp.caches.static_targets import as_static, check_static, prepare_static
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -96,8 +97,7 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
     Raises:
         ValueError: the target cannot be assisted.
     """
-    check_target(target, recurrent=True)
-    check_states(target)
+    check_reading(target)
     kind = type(target)
     with _lock:
         if (found := _attached.get(target)) is None:
@@ -107,6 +107,13 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
             found.assistants[assistant] = deleted = finalize(assistant, _take_off, kind)
             deleted.atexit = False
         _put_on(kind)
+
+
+def check_reading(target: CausalLM) -> None:
+    """Raise `ValueError` if the target does not read several tokens at once as it reads one after the other."""
+    check_target(target, recurrent=True)
+    check_windows(target)
+    check_states(target)
 
 
 def detach(assistant: nn.Module, target: CausalLM) -> None:
@@ -298,8 +305,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if such a call of the target cannot be assisted."""
-    check_target(target, recurrent=True)
-    check_states(target)
+    check_reading(target)
     check_mode(mode, config, mode_kwargs)
 
 
@@ -325,8 +331,7 @@ def decoding_of(
     model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
     check_inputs(input_ids, model_kwargs)
     unused = _unused_layers(cache := cache_among(model_kwargs))
-    most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
-    prepare_static(target, input_ids, model_kwargs, config, most_in_tree)
+    check_static(target, input_ids, model_kwargs, config)
     count = input_ids.shape[0]
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(logits_processor), count)
@@ -337,6 +342,8 @@ def decoding_of(
         return partial(_run, run, cache, unused)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
+    most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
+    prepare_static(target, model_kwargs, config, most_in_tree)
     kind = RankDecoding if is_spread(target) else kind
     decoding = kind(target, generator, stopping_criteria, config, streamer, model_kwargs)
     return partial(_run, decoding.run, cache, unused)

@@ -24,7 +24,14 @@ from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCand
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
-from hf_specdecpp.generation.refusals import LateRefusalError, check_numbers
+from hf_specdecpp.generation.refusals import (
+    NO_BATCH,
+    NO_POSITIONS,
+    LateRefusalError,
+    check_numbers,
+    check_prompt,
+    gives_positions,
+)
 from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.target_states import TargetStates
@@ -83,7 +90,10 @@ class BatchDecoding:
         """The prompts' pass, then rounds until all rows have ended."""
         begin = time.perf_counter()
         with self.products:
+            if not gives_positions(self.target, input_ids, self.model_kwargs):
+                raise LateRefusalError(NO_BATCH.format(NO_POSITIONS))
             outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.model_kwargs)
+            check_prompt(outputs)
             mask = self.model_kwargs.get("attention_mask")
             self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
             self.cache.note(self.prompt_mask)

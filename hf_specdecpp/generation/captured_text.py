@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
+from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.caches.paths import PathRows, num_in_place
+from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.captured.rooms import why_not_rooms
 from hf_specdecpp.captured.target import CapturedTarget, captured_target, width_of
-from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
-from hf_specdecpp.caches.paths import PathRows, num_in_place
-from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.generation.prefix import Prefix, try_pass
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.target_states import StateReader

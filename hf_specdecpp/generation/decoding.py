@@ -19,17 +19,16 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.caches.paths import PathRows
+from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured_text import CapturedText, captured_text
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix, try_pass
-from hf_specdecpp.generation.refusals import check_numbers
+from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
-from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
@@ -88,7 +87,8 @@ class AssistedDecoding:
         except BaseException:
             self._give_back().roll_back()
             raise
-        self._give_back()
+        finally:
+            self._give_back().end()
         self.generator.finish()
         self.generator.remember(input_ids)
         if self.streamer is not None:
@@ -155,7 +155,7 @@ class AssistedDecoding:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
         outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.prefix.model_kwargs)
         cache = cache_among(outputs)
-        check_cache(cache)
+        check_prompt(outputs)
         check_numbers(self.target, outputs.logits, self.prefix.model_kwargs.get("attention_mask"))
         if self.generator.trees is not None:
             self.prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))

@@ -20,8 +20,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 # methods for generation nor that its attributes are what they are, so a checker is told nothing about it.
 CausalLM: TypeAlias = Any
 
-# Decoders whose positions come from a table cannot run past its end; rotary ones merely get worse.
-LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt"})
+# Decoders whose positions come from a table cannot run past its end; others, rotary ones for instance, merely get
+# worse. What such tables are called: embeddings, and buffers with a row or a column for each position.
+POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embeds_layer")
+POSITION_BUFFERS = ("position_ids", "embed_positions", "pos_encoding")
 # What models and `generate()` call their cache: "cache" from transformers 5.24 on.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 CACHE = next(name for name in CACHE_NAMES if name in {item.name for item in fields(GenerateDecoderOnlyOutput)})
@@ -68,7 +70,7 @@ def inner_decoder(model: CausalLM) -> CausalLM:
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
         return model.base_model
-    return decoder.model if hasattr(decoder, "lm_head") else decoder
+    return getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
@@ -200,6 +202,18 @@ def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
 
 def longest_text(*models: CausalLM) -> float:
     """The most tokens that all of the models can read; infinite where no positions come from a table."""
-    configs = [model.config.get_text_config(decoder=True) for model in models]
-    limits = [config.max_position_embeddings for config in configs if config.model_type in LEARNED_POSITIONS]
-    return min(limits, default=float("inf"))
+    return min((rows for model in models for rows in _position_rows(inner_decoder(model))), default=float("inf"))
+
+
+def _position_rows(decoder: nn.Module) -> Iterator[int]:
+    """How many tokens each table of positions has rows for.
+
+    Example: BART's has 514 for 512 tokens (`offset`), and RoBERTa's 514, the first of them for padding and before it.
+    """
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            yield module.num_embeddings - getattr(module, "offset", padding + 1)
+    for name, buffer in decoder.named_buffers():
+        if (leaf := name.rpartition(".")[2]) in POSITION_BUFFERS:
+            yield buffer.shape[-1 if leaf == "position_ids" else 0]

@@ -54,6 +54,7 @@ class Reader(nn.Module):
         divisors = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
         self._divisor = next((each for name in divisors if (each := getattr(self.text_config, name, None))), None)
         self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
+        self._longest = longest_text(model)
         self._check_logits()
 
     @property
@@ -75,7 +76,7 @@ class Reader(nn.Module):
     @property
     def max_length(self) -> float:
         """Longest sequence that the model can read."""
-        return longest_text(self.model)
+        return self._longest
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
         """Input embeddings `[..., embedding_size]` of token ids `[...]`, on their device; unknown ids count as 0."""
@@ -122,8 +123,12 @@ class Reader(nn.Module):
 
     def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
         """The model's own route from hidden state to logits: the head, then what some families do to its output."""
-        one = hidden.dim() == 1 and type(head) is not nn.Linear  # bitsandbytes' layers take matrices only
-        logits = head(hidden[None])[0] if one else head(hidden)
+        if type(head) is nn.Linear:  # Mamba 2 in half precision keeps its residual stream in float32
+            logits = head(hidden.to(head.weight.dtype))
+        elif hidden.dim() == 1:  # bitsandbytes' layers take matrices only
+            logits = head(hidden[None])[0]
+        else:
+            logits = head(hidden)
         if self._scale is not None:
             logits = logits * self._scale
         if self._divisor is not None:
@@ -140,8 +145,14 @@ class Reader(nn.Module):
         """Compare the route above with the model's own forward on one token."""
         probe = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         with trying(self.model) as read:
-            expected = read(probe).logits[0, -1].float()
-            hidden = self._decode(None, input_ids=probe, **positions_of(self._decoder, probe))[0, -1]
+            try:
+                expected = read(probe).logits[0, -1].float()
+                hidden = self._decode(None, input_ids=probe, **positions_of(self._decoder, probe))[0, -1]
+            except Exception as failure:  # models whose input is more than a text fail in ways of their own
+                raise ValueError(
+                    f"{type(self.model).__name__} does not read a token by itself ({type(failure).__name__}: "
+                    f"{failure}), so it cannot draft. Use another model."
+                ) from failure
             if hidden.shape[-1] != self.hidden_size:
                 raise ValueError(
                     f"The LM head of {type(self.model).__name__} reads vectors of {self.hidden_size} numbers and its "

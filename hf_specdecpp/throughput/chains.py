@@ -12,10 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of

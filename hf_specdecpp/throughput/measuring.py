@@ -108,7 +108,7 @@ def costs_of(rounds: Rounds) -> KnownCosts:
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
-            measured = measure(rounds)
+            measured = _measured(rounds)
             logger.info(f"Measured what drafting and verifying cost here: {measured}.")
             # What a clock cannot tell is not kept: another process may have a better one.
             _known[name] = KnownCosts(measured or assumed(rounds), form, None if measured is None else of)
@@ -124,6 +124,21 @@ def assumed(rounds: Rounds) -> Costs:
     )
     draft = ASSUMED_SECONDS * own / max(own, every)
     return Costs(draft=draft, verify=(ASSUMED_SECONDS,), block=rounds.drafter.block)
+
+
+def _measured(rounds: Rounds) -> Costs | None:
+    """Costs measured now.
+
+    Raises:
+        ValueError: a model fails on text alone, such as one whose every pass needs an image.
+    """
+    try:
+        return measure(rounds)
+    except Exception as failure:
+        raise ValueError(
+            f"What rounds cost here cannot be measured ({type(failure).__name__}: {failure}), which rule='throughput' "
+            "needs to know. Use another rule, SpeculationConfig('fixed'), or give costs=."
+        ) from failure
 
 
 def in_widths(costs: Costs, max_tokens: int) -> Costs:
