@@ -28,6 +28,7 @@ from hf_specdecpp.making import Making
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -334,6 +335,7 @@ class SpecDecPPAssistant(Making):
                 "make a new one for this target."
             )
         self.drafter = self.kind.make(self.config, self.parts, target)
+        TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         self.learning = None
         self.memory.texts.clear()  # states of another target
         if (was := self.published) is not None:

@@ -29,8 +29,7 @@ from hf_specdecpp.files import (
     PICKLE,
     Repository,
     find_weights,
-    load_tensors,
-    read_json,
+    read_fields,
     read_weights,
     save_tensors,
     save_text,
@@ -86,7 +85,7 @@ class Eagle3(ReadyMade):
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> Eagle3Model:
         if config.draft_id is not None:
-            description = read_description(read_json(path.parent / "config.json"), config.eagle3)
+            description = read_description(read_fields(path.parent / "config.json"), config.eagle3)
             return read_model(description, read_weights(path), str(path))
         if config.eagle3 is None:
             raise ValueError("The config describes an EAGLE-3 draft and not its settings. Save the assistant again.")
@@ -96,7 +95,7 @@ class Eagle3(ReadyMade):
         with as_described("EAGLE-3 draft"):
             check_arguments(Eagle3Settings, arguments)
             settings = Eagle3Settings(**arguments)
-        return build(settings, load_tensors(path), str(path))
+        return build(settings, read_weights(path), str(path))
 
     def tensors_of(
         self, module: Any, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_specdecpp.files import load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.files import MOST_CONFIG_BYTES, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import copy_sharing
 from hf_specdecpp.models.quantised import is_quantised
@@ -37,7 +37,6 @@ FIELDS = {
 # Ways to begin training that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
 STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
-MOST_CONFIG_BYTES = 2**18
 
 
 @dataclass
@@ -237,7 +236,10 @@ def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path
         raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. Download or save it again.")
     a, b, rank = half["A"], half["B"], shapes["A"][0]
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise ValueError(f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers.")
+        raise ValueError(
+            f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers. "
+            "Download or save it again."
+        )
     if rank not in (config.get("r", 8), *(config.get("rank_pattern") or {}).values()):
         raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}.")
     alpha = config.get("lora_alpha", 8)
