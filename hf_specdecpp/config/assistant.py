@@ -142,7 +142,9 @@ class SpecDecPPConfig(PretrainedConfig):
                 raise ValueError(f"{name}={count} must be at least 1: it counts token ids.")
         ranks = max(map(len, (own.get("acceptance_by_rank") or {}).values()), default=0)
         if ranks > MOST_RANKS:
-            raise ValueError(f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use.")
+            raise ValueError(
+                f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use. Leave it out."
+            )
         _check_calibration(own.get("calibration") or {})
         config = super().from_dict(own, **kwargs)
         made = config[0] if isinstance(config, tuple) else config  # with `return_unused_kwargs`

@@ -41,6 +41,7 @@ ROPE: dict[str, Bounds] = {
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), POSITIVE),
     **dict.fromkeys(("short_factor", "long_factor"), [POSITIVE]),
 }
+WHOLE_HEADS = (None, "default", "proportional")  # rotate as many numbers as a head has, whatever the share
 # Of Llama's and Qwen3's layers, with transformers' names.
 LAYER: dict[str, Bounds] = {
     "vocab_size": TOKENS,
@@ -100,7 +101,7 @@ def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Mapping[
     if types is not None and len(types) != depth:
         raise ValueError(f"layer_types={shown(types)} must say a type for each of {depth} layers. {CURE}")
     rope = layer.get("rope_parameters") or {}
-    if rope.get("partial_rotary_factor") not in (None, 1.0) and rope.get("rope_type", "default") != "default":
+    if rope.get("partial_rotary_factor") not in (None, 1.0) and rope.get("rope_type") not in WHOLE_HEADS:
         raise ValueError(f"rope_parameters={shown(rope)} rotate a part of each head, which is not supported. {CURE}")
 
 

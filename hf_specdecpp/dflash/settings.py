@@ -9,10 +9,11 @@ from transformers import Qwen3Config
 
 from hf_specdecpp.config.bounds import CURE, OF_TARGET, POSITIVE, TOKENS, Bounds, check_fields, check_layers
 
+MOST_ROWS = 128  # of a block, which a pass has in every round; 16 are usual
 NOT_NEGATIVE = (0.0, 2.0**31)
 BOUNDS: dict[str, Bounds] = {
     "reads": [OF_TARGET],
-    "block_size": range(1, 128 + 1),  # a pass has so many rows in every round; 16 are usual
+    "block_size": range(1, MOST_ROWS + 1),
     "mask_token_id": range(TOKENS.stop),
     "embedding_scale": NOT_NEGATIVE,
     "output_multiplier": NOT_NEGATIVE,
