@@ -210,7 +210,7 @@ def _facts(settings: Eagle3Settings) -> dict[str, str]:
         "draft": f"EAGLE-3, {layer['num_hidden_layers']} x {layer['model_type']}, {layer['hidden_size']} wide",
         "reads of the target": reads,
         "flags": ", ".join(flags) or "none",
-        "rope_theta": f"{layer['rope_parameters']['rope_theta']:g}",
+        "rope_theta": f"{settings.layer_config().rope_parameters['rope_theta']:g}",
         "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
         "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
     }

@@ -64,6 +64,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("EAGLE-3", {"rope_parameters": YARN}, "rope_parameters.original_max_position_embeddings=0 must be a whole number"),
     ("EAGLE-3", {"model_type": ["llama"]}, "layers of type .'llama'."),
     ("trained layer", {"eagle3": {"layer": {"return_dict": False}}}, "layer.return_dict is not known"),
+    ("trained layer", {"eagle3": {"layer": {"vocab_size": ...}}}, "layer.vocab_size is missing"),
     ("trained layer", {"eagle3": {"num_reads": 0, "reads": [0]}}, "reads=.0. must name 0 layers"),
     ("trained block", {"dflash": {"layer": {"hidden_size": ...}}}, "layer.hidden_size is missing"),
     ("DFlash", {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number from 1"),
@@ -98,6 +99,16 @@ def test_a_config_that_is_none(sound: dict[str, Sound], tmp_path: Path, kind: st
     (folder / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"not valid JSON|has model_type 'list' and not|in the place of named fields"):
         sound[kind].load(folder, sound[kind].target)
+
+
+@pytest.mark.parametrize("rope", [..., {"rope_type": "default", "rope_theta": ...}, None])
+def test_rotary_parameters_may_be_left_out(sound: dict[str, Sound], tmp_path: Path, rope: Any) -> None:
+    for kind, field in (("trained layer", "eagle3"), ("trained block", "dflash")):
+        folder = copied(sound[kind], tmp_path / "damaged")
+        path = folder / "config.json"
+        raw = nested(json.loads(path.read_text()), {field: {"layer": {"rope_parameters": rope}}})
+        path.write_text(json.dumps(raw))
+        assert not check(sound[kind], folder, kind)
 
 
 def test_a_draft_that_an_assistant_names_is_checked_as_well(sound: dict[str, Sound], tmp_path: Path) -> None:
