@@ -26,7 +26,7 @@ from hf_specdecpp.config.bounds import (
     Bounds,
     check_fields,
     check_layers,
-)  # fmt: skip
+)
 from hf_specdecpp.config.foreign import check_depth, check_tensors, is_ours, mapping
 from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.config.types import shown
