@@ -59,6 +59,7 @@ def test_what_is_not_known_is_refused() -> None:
         check_layers({**SOUND, "attn_implementation": "kernels-community/x"})
     with pytest.raises(ValueError, match="layer.rope_parameters.code is not known"):
         check_layers({**SOUND, "rope_parameters": {"code": "kernels-community/x"}})
+    odd: Any
     for odd in ([], "text", 1, None):
         with pytest.raises(ValueError, match="must be a mapping"):
             check_fields(odd, LAYER)
