@@ -24,6 +24,7 @@ from hf_specdecpp.making import Making
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -271,6 +272,7 @@ class SpecDecPPAssistant(Making):
                 "make a new one for this target."
             )
         self.drafter = self.kind.make(self.config, self.parts, target)
+        TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, draft_name(self.config))

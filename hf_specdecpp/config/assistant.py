@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from hf_specdecpp.config.bounds import TOKENS, check_fields
 from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.estimation.estimators import MODES
@@ -135,12 +136,13 @@ class SpecDecPPConfig(PretrainedConfig):
         # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
         own = {name: value for name, value in config_dict.items() if name in cls.OWN_FIELDS}
         check_arguments(cls.__init__, own)
-        for name in ("vocab_size", "draft_vocab_size"):
-            if (count := own.get(name)) is not None and count < 1:
-                raise ValueError(f"{name}={count} must be at least 1: it counts token ids.")
+        counts = dict.fromkeys(("vocab_size", "draft_vocab_size"), TOKENS)
+        check_fields({name: own.get(name) for name in counts}, counts)
         ranks = max(map(len, (own.get("acceptance_by_rank") or {}).values()), default=0)
         if ranks > MOST_RANKS:
-            raise ValueError(f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use.")
+            raise ValueError(
+                f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use. Leave it out."
+            )
         _check_calibration(own.get("calibration") or {})
         config = super().from_dict(own, **kwargs)
         made = config[0] if isinstance(config, tuple) else config  # with `return_unused_kwargs`

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.config.foreign import check_tensors, renamed
+from hf_specdecpp.config.foreign import check_depth, check_tensors, renamed
+from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.dflash.description import read_settings, refuse_relatives
 from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.dflash.settings import DFlashSettings
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, num_embeddings, renew_rotary
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
+from hf_specdecpp.models.vocabulary import outside
 
 # What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
 RENAMED = (
@@ -46,7 +48,8 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
 def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
     """The draft with these settings and the tensors of a checkpoint; errors as above."""
     named = {renamed(name, RENAMED): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
-    with torch.device("meta"):
+    check_depth(named, settings.layer["num_hidden_layers"], source)
+    with as_described("DFlash draft"), torch.device("meta"):
         model = DFlashModel(settings)
     check_tensors(named, model.state_dict(), source, "of DFlash ")
     model.load_state_dict(named, assign=True)
@@ -94,6 +97,8 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
         wrong = f"was made for {settings.num_target_layers} layers, and there are {depth}"
     elif max(settings.reads) >= depth:
         wrong = f"reads layers {settings.reads}, counted from 0, and there are {depth}"
+    elif (misfit := outside(settings.layer.get("vocab_size"), target)) is not None:
+        wrong = misfit
     elif settings.mask_token_id >= known:
         wrong = f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
     if wrong is not None:

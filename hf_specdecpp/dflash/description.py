@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_specdecpp.config.bounds import LAYER, check_fields
 from hf_specdecpp.config.foreign import SPECULATORS, is_ours, rotary_parameters
-from hf_specdecpp.dflash.settings import DFlashSettings
+from hf_specdecpp.dflash.settings import BOUNDS, NOT_NEGATIVE, DFlashSettings
 
 TRANSFORMERS = "muse_glimmer_assistant"
 COPIED = (
@@ -15,6 +16,10 @@ COPIED = (
     "sliding_window", "use_sliding_window", "max_window_layers",
 )  # fmt: skip
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NUMBERS = {
+    **{name: BOUNDS[name] for name in ("block_size", "mask_token_id", "output_multiplier", "num_target_layers")},
+    **dict.fromkeys(("input_embedding_scale", "final_logit_softcapping"), NOT_NEGATIVE),
+}
 OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
 SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
 INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of this package (specdecpp train)"
@@ -44,6 +49,8 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     if not isinstance(layers, Mapping) or not isinstance(own, Mapping):
         raise ValueError("The config.json of this DFlash draft lacks what describes its layers. Download it again.")
     said = {**raw, **own}
+    check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS)
+    layer = _layer(layers, is_theirs)
     ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
     for name, value in {"block_size": said.get("block_size"), "mask_token_id": said.get("mask_token_id"),
                         **{name: layers.get(name) for name in NEEDED}}.items():  # fmt: skip
@@ -96,11 +103,7 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 def _number(said: Mapping[str, Any], name: str, default: float) -> float:
     value = said.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0.0:
-        raise ValueError(f"The config.json of this DFlash draft has {name}={value!r}, which must be a positive number.")
-    return float(value)
+    return default if value is None else float(value)
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
@@ -148,7 +151,9 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
         layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
     if size is not None and (all_have or some_have):
         layer["sliding_window"] = size
-    return {**layer, "rope_parameters": rotary_parameters(layers, f"{INSTEAD}.")}, all_have
+    layer["rope_parameters"] = rotary_parameters(layers, f"{INSTEAD}.")
+    check_fields(layer, LAYER)
+    return layer, all_have
 
 
 def refuse_relatives(raw: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.config.foreign import check_tensors, renamed
+from hf_specdecpp.config.foreign import check_depth, check_tensors, renamed
 from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.eagle3.description import TRAIN, Description, of_type
 from hf_specdecpp.eagle3.model import Eagle3Model
@@ -66,7 +66,7 @@ def _named(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
 
 def settings_of(description: Description, named: Mapping[str, Tensor]) -> Eagle3Settings:
     """The settings that config and tensors agree on; where a config may be silent, tensors say it."""
-    layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
+    layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
     size, vocab_size = description.state_size, description.layer["vocab_size"]
     num_reads = 0
     if description.reads_states:
@@ -109,6 +109,7 @@ def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) 
     used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
     named = {name: tensor for name, tensor in _named(tensors, source).items() if used.get(name, True)}
     token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
+    check_depth(named, settings.layer["num_hidden_layers"], source)
     with as_described("EAGLE-3 draft"), torch.device("meta"):
         model = Eagle3Model(settings)
     check_tensors(named, model.state_dict(), source, "", original)
@@ -157,7 +158,7 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
             f"of {count}. They must be distinct and below vocab_size={vocab_size}: the file is damaged, download it "
             "again."
         )
-    return None if torch.equal(ids, torch.arange(vocab_size)) else ids
+    return None if count == vocab_size and torch.equal(ids, torch.arange(count)) else ids
 
 
 def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_specdecpp.config.bounds import LAYER, SIZE, TOKENS, check_fields
 from hf_specdecpp.config.foreign import (
     DEFAULT_THETA,
     SPECULATORS,
@@ -23,7 +24,6 @@ COPIED = (
 )  # fmt: skip
 COPIED_OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
@@ -154,17 +154,15 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _check_sizes(raw: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> None:
-    """Raise `ValueError` for sizes that are missing or none."""
+    """Raise `ValueError` for sizes that are missing or out of bounds."""
     if missing := [name for name in NEEDED if inner.get(name) is None]:
         raise ValueError(
             f"The config.json is of an EAGLE-3 draft, but {where} lacks {', '.join(missing)}, so its tensors cannot be "
             "checked. Download it again."
         )
-    sizes = {name: inner.get(name) for name in SIZES}
-    sizes |= {name: raw.get(name) for name in ("target_hidden_size", "draft_vocab_size")}
-    for name, size in sizes.items():
-        if size is not None and not (type(size) is int and 1 <= size < 2**31):
-            raise ValueError(f"{name}={str(size)[:50]!r} of config.json must be a whole number above 0.")
+    check_fields({name: inner.get(name) for name in NEEDED}, LAYER)
+    bounds = {"target_hidden_size": SIZE, "draft_vocab_size": TOKENS}
+    check_fields({name: raw.get(name) for name in bounds}, bounds)
 
 
 def _layer_type(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
@@ -203,7 +201,9 @@ def _layer(inner: Mapping[str, Any], kind: str, theta: float | None) -> dict[str
     copied = COPIED + (COPIED_OF_QWEN3 if is_its_own else ())
     layer = {name: inner[name] for name in copied if inner.get(name) is not None}
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
-    return {"model_type": kind, **layer, "rope_parameters": rotary_parameters(inner, cure, theta)}
+    layer["rope_parameters"] = rotary_parameters(inner, cure, theta)
+    check_fields(layer, LAYER)
+    return {"model_type": kind, **layer}
 
 
 def _refuse_relatives(raw: Mapping[str, Any], inner: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:

@@ -27,8 +27,7 @@ from hf_specdecpp.files import (
     PICKLE,
     Repository,
     find_weights,
-    load_tensors,
-    read_json,
+    read_fields,
     read_weights,
     save_tensors,
     save_text,
@@ -82,7 +81,7 @@ class Eagle3(ReadyMade):
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> Eagle3Model:
         if config.draft_id is not None:
-            description = read_description(read_json(path.parent / "config.json"), config.eagle3)
+            description = read_description(read_fields(path.parent / "config.json"), config.eagle3)
             return read_model(description, read_weights(path), str(path))
         if config.eagle3 is None:
             raise ValueError("The config describes an EAGLE-3 draft and not its settings. Save the assistant again.")
@@ -92,7 +91,7 @@ class Eagle3(ReadyMade):
         with as_described("EAGLE-3 draft"):
             check_arguments(Eagle3Settings, arguments)
             settings = Eagle3Settings(**arguments)
-        return build(settings, load_tensors(path), str(path))
+        return build(settings, read_weights(path), str(path))
 
     def tensors_of(
         self, module: Any, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
@@ -187,7 +186,7 @@ def _facts(settings: Eagle3Settings) -> dict[str, str]:
         "draft": f"EAGLE-3, {layer['num_hidden_layers']} x {layer['model_type']}, {layer['hidden_size']} wide",
         "reads of the target": reads,
         "flags": ", ".join(flags) or "none",
-        "rope_theta": f"{layer['rope_parameters']['rope_theta']:g}",
+        "rope_theta": f"{settings.layer_config().rope_parameters['rope_theta']:g}",
         "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
         "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
     }

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository, find_weights, read_json, read_weights
+from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository, find_weights, read_fields, read_weights
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
@@ -116,7 +116,7 @@ class TakenAsIs(ReadyMade):
             )
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> nn.Module:  # noqa: ARG002
-        return self.read_model(read_json(path.parent / "config.json"), read_weights(path), str(path))
+        return self.read_model(read_fields(path.parent / "config.json"), read_weights(path), str(path))
 
     def load_module(
         self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None
@@ -153,10 +153,9 @@ def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None
     try:
-        raw = read_json(Repository.named(str(name)).file("config.json"))
+        return read_fields(Repository.named(str(name)).file("config.json"))
     except (OSError, ValueError):
         return None
-    return raw if isinstance(raw, dict) else None
 
 
 def pinned(config: SpecDecPPConfig) -> str:

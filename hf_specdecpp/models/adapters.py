@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_specdecpp.files import load_tensors, read_json
+from hf_specdecpp.files import MOST_CONFIG_BYTES, load_tensors, read_json
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import copy_sharing
 from hf_specdecpp.models.quantised import is_quantised
@@ -35,8 +35,8 @@ FIELDS = {
 }  # fmt: skip
 # Ways to begin training that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
+AGAIN = "Download or save it again."
 STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
-MOST_CONFIG_BYTES = 2**18
 
 
 @dataclass
@@ -152,7 +152,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only.")
+        raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only. Name another.")
     odd = {name: value for name, value in config.items() if name not in FIELDS and value}
     for name, harmless in (("bias", ("none", None)), ("init_lora_weights", HARMLESS_INITS)):
         if config.get(name) not in harmless:
@@ -180,21 +180,23 @@ def _check_numbers(config: dict[str, Any], path: Path) -> None:
         ("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")
     ))  # fmt: skip
     if not all(type(rank) is int and rank > 0 for rank in ranks):
-        raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1.")
+        raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1. {AGAIN}")
     if not all(type(alpha) in (int, float) and abs(alpha) < 2**31 for alpha in alphas):
-        raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number.")
+        raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number. {AGAIN}")
 
 
 def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path) -> Lora:
     """The two matrices of a module, with their scaling."""
     shapes = {which: list(tensor.shape) for which, tensor in half.items()}
     if set(half) != {"A", "B"} or not half["A"].dim() == half["B"].dim() == 2 or shapes["A"][0] != shapes["B"][1]:
-        raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. Download or save it again.")
+        raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. {AGAIN}")
     a, b, rank = half["A"], half["B"], shapes["A"][0]
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise ValueError(f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers.")
+        raise ValueError(
+            f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers. {AGAIN}"
+        )
     if rank not in (config.get("r", 8), *(config.get("rank_pattern") or {}).values()):
-        raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}.")
+        raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}. {AGAIN}")
     alpha = config.get("lora_alpha", 8)
     alphas = config.get("alpha_pattern") or {}
     if fitting := [key for key in _suffixes(name) if key in alphas]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from hf_specdecpp.files import parse_json
+
 logger = logging.get_logger(__name__)
 
 COLUMNS = ("prompt", "instruction", "messages", "question")
@@ -172,7 +174,7 @@ def _read_file(path: Path) -> list[Prompt]:
             continue
         where = f"{path}:{number}"
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            row = parse_json(line.decode("utf-8-sig"))
         except ValueError as error:  # UnicodeDecodeError is one, too
             raise ValueError(
                 f"{where} is not JSON ({error}). Each line must be an object with a prompt, such as "

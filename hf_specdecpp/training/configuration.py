@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
+from hf_specdecpp.dflash.settings import MOST_ROWS
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import kind_to_train, ready_made
 from hf_specdecpp.training.checks import a_share, above_zero, at_least, build, refuse_unknown
@@ -338,7 +339,8 @@ class TrainingConfig:
             at_least(1, f"distill.{name}", getattr(distill, name))
         at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
         at_least(0, "distill.mask_token", distill.mask_token)
-        at_least(2, "distill.block_size", distill.block_size)
+        if not 2 <= distill.block_size <= MOST_ROWS:
+            raise ValueError(f"distill.block_size={distill.block_size} must be a whole number from 2 to {MOST_ROWS}.")
         longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
         if self.trains_block and self.ready_made is None and distill.block_size > longest:
             raise ValueError(

@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 from transformers.utils import logging
 
+from hf_specdecpp.files import parse_json
 from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.training.configuration import TrainingConfig
 
@@ -104,7 +105,7 @@ class ServerTarget:
                 time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
             try:
                 with urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310 - the scheme was checked
-                    return json.load(response)
+                    return parse_json(response.read())
             except HTTPError as error:
                 problem = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
                 if error.code in (401, 403):

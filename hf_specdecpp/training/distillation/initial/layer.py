@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdecpp.config.bounds import ROPE
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
@@ -46,6 +47,7 @@ def settings_for(target: CausalLM, reads: Sequence[int], vocab: Tensor | None) -
         )
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
+    rope = {name: rope[name] for name in ROPE if name in rope}
     layer = {name: size for name in COPIED if (size := size_of(config, name)) is not None}
     return Eagle3Settings(
         layer={
