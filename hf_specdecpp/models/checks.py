@@ -11,7 +11,6 @@ from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
 from hf_specdecpp.models.quantised import quantised_activations
 
 WITHOUT = "Generate without assistant_model="
-ATTACHED = "hf_specdecpp.generation.attached"  # whose class has a `_sample` that goes on to the target's
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
