@@ -94,7 +94,8 @@ def test_a_draft_that_reads_states_drafts_the_same(
 ) -> None:
     """As beside the uncompiled target."""
     target = quiet_later_layers(tiny(family))
-    assistant = assistant_of(kind, target, rule=rule, threshold=0.9, num_tokens=3, adapt=False)
+    alike = {"adapt": False, "draft_successors": False}  # whatever texts came before
+    assistant = assistant_of(kind, target, rule=rule, threshold=0.9, num_tokens=3, **alike)
     expected = drafted(target, assistant, monkeypatch, disable_compile=True)
     assert graphs() == 0
     assert drafted(target, assistant, monkeypatch, compile_config=traced_only) == expected
