@@ -244,7 +244,10 @@ def decoding_of(
     forward = forward_of(target, model_kwargs, config)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
-    kind = RankDecoding if is_spread(target) else kind
+    if is_spread(target):
+        kind = RankDecoding
+    else:
+        generator.begin_text(input_ids.shape[1])
     return kind(target, generator, stopping_criteria, config, streamer, model_kwargs, forward).run
 
 

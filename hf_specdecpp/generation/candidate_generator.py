@@ -67,6 +67,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         waits: whether rounds still have no candidates, since what passes over a static cache cost is measured where the
             text has room for them (`plan_rounds`).
         times: of its rounds, where the costs follow them.
+        rests: whether rounds are left to the target, as drafting does not pay: nothing is noted for the draft then.
         keeper: keeps the text for the draft to learn from, if it is asked to.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
 
@@ -121,6 +122,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.plan: ThroughputState | TreeThroughput | None = None
         self.lookup: LookingUp | None = None
         self.times: RoundTimes | None = None
+        self.rests = False
         self._target, self._generation_config = target, generation_config
         measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
         self.waits = measures and generation_config.cache_implementation == "static"
@@ -167,6 +169,25 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             if target is not None and self.plan.known is not None:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self.waits = False
+
+    def begin_text(self, length: int) -> None:
+        """Find out, before a prompt of so many tokens is read, whether the text rests."""
+        follows = self.lookup is not None or self.keeper is not None or not self.setup.drafter.places
+        self.rests = self.plan is not None and not follows and self.plan.rests(length)
+        if self.rests:
+            self.successors = None
+
+    def begin_rest(self) -> None:
+        """Take note that a round without a draft begins."""
+        if self.times is not None:
+            self.times.begin()
+
+    def end_rest(self, length: int) -> None:
+        """Take note of a round of a text of this length without a draft. One that needs no states may begin after it."""
+        self.stats.record_round(0, 0)
+        if self.plan is not None:
+            self.plan.credit.rest()
+            self.rests = self.setup.drafter.reads is not None or self.plan.rests(length)
 
     @torch.inference_mode()
     def draft(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> Chain:

@@ -65,7 +65,7 @@ class AssistedDecoding:
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
         self.forward = forward or target
-        self.states = TargetStates(target, generator.setup.drafter.reads)
+        self.states = TargetStates(target, None if generator.rests else generator.setup.drafter.reads)
         self.prefix = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
         self.device = input_device(target)
@@ -138,11 +138,17 @@ class AssistedDecoding:
 
     def _round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """Draft, one target pass, verify, emit."""
+        if self.generator.rests:
+            self.generator.begin_rest()
+            return self._pass(input_ids, Chain([], []))
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
         most = 0 if self.prefix.pending >= MOST_PENDING else self._room(input_ids)
-        chain = self._draft(input_ids, most)
+        return self._pass(input_ids, self._draft(input_ids, most))
+
+    def _pass(self, input_ids: Tensor, chain: Chain) -> tuple[Tensor, bool]:
+        """One target pass over candidates, verify, emit."""
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
         outputs = self._read(inputs, len(chain.tokens) + 1)
@@ -193,10 +199,16 @@ class AssistedDecoding:
         if self.generator.successors is not None:
             paths = [chain.tokens[:place] for place in range(count + 1)]
             self.generator.successors.learn(contexts_of(input_ids, paths), raw)
-        if count or self.stats.generated:
-            self.generator.update_candidate_strategy(input_ids, scores, accepted)
+        self._learn(input_ids, scores, accepted)
         emitted = [*chain.tokens[:accepted], token]
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
+
+    def _learn(self, input_ids: Tensor, scores: Tensor, accepted: int) -> None:
+        """Tell the generator what became of a round; the prompt's pass is none."""
+        if self.stats.generated and self.generator.rests:
+            self.generator.end_rest(input_ids.shape[1])
+        elif self.stats.generated:
+            self.generator.update_candidate_strategy(input_ids, scores, accepted)
 
     def _verify(self, chain: Chain, ids: Tensor, scores: Tensor) -> tuple[int, int]:
         """How many candidates stand, and the token after them.
@@ -242,8 +254,7 @@ class AssistedDecoding:
         """
         tree, count = DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores), len(chain.tokens)
         path, emitted, scores, raw, _ = self._walk(input_ids, TreePass(tree), outputs)
-        if count or self.stats.generated:
-            self.generator.update_candidate_strategy(input_ids, scores, len(path))
+        self._learn(input_ids, scores, len(path))
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
 
     def _walk(

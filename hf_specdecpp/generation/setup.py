@@ -101,7 +101,8 @@ def looking_up(
     learned = memory.recall_lookups(drafter if target is None else target, generation)
     draws, choice = drafter.places > 0, None
     if plan is not None:
-        key = isinstance(plan, TreeThroughput), setup.rows, draws
+        is_assumed = plan.known is not None and plan.known.is_assumed
+        key = isinstance(plan, TreeThroughput), setup.rows, draws, is_assumed
         if key not in learned.choices:
             promised = plan.rate if isinstance(plan, TreeThroughput) else plan.plan.rate
             learned.choices[key] = Choice(plan.costs.pass_seconds, promised if draws else None)

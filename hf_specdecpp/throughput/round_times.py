@@ -100,6 +100,21 @@ def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int
     return [width for width, each in passes.items() if abs(math.log(median(each) / verify[width - 1])) < EXPECTED]
 
 
+def in_seconds(assumed: Costs, times: RoundTimes) -> Costs:
+    """Assumed shares of a pass over one token in seconds, by the first text: one factor for passes, one for drafting.
+
+    Example: passes over 1 and 3 tokens are assumed to take 1 and 1.1. Rounds over 3 tokens took 22 ms in the median, so
+    passes over 1 token are expected to take 20 ms.
+    """
+    verify = assumed.verify_seconds(max(max(widths) for widths in times.passes.values()) - 1)
+    timed = [(width, each) for widths in times.passes.values() for width, of in widths.items() for each in of]
+    unit = median(seconds / verify[width - 1] for width, seconds in timed)
+    drafts = [(seconds, each.seconds(assumed)) for of in times.drafts.values() for each, seconds in of]
+    ratios = [seconds / expected for seconds, expected in drafts if expected > 0.0]
+    scaled = replace(assumed, verify=tuple(seconds * unit for seconds in assumed.verify))
+    return _drafting_scaled(scaled, median(ratios) if ratios else unit)
+
+
 def corrected(
     costs: Costs,
     passes: Mapping[int, Sequence[float]],
@@ -109,7 +124,8 @@ def corrected(
     """The costs after a text whose rounds took so long: medians of its rounds, weighed against what was known.
 
     Logarithms are averaged: the new cost is `old * (median / old) ** (n / (n + 3))` for n rounds. Widths that the text
-    had no rounds of change as the others do on average, so that a machine that has become slower changes no decision.
+    had no rounds of change as the others do on average, and so does drafting where nothing was drafted, so that a machine
+    that has become slower changes no decision.
 
     Example: passes over 1 and 2 tokens were known to take 10 and 30 ms, and nine rounds over 2 tokens took 20 ms, in
     the median. n / (n + 3) is 3/4, so 2 tokens cost 30 * (2/3) ** 0.75 = 22 ms now and 1 token 7.4 ms. If earlier texts
@@ -130,7 +146,14 @@ def corrected(
     verify = [seconds * math.exp(usual) for seconds in costs.verify]
     for width, change in changes.items():
         verify[width - 1] = costs.verify[width - 1] * math.exp(change * _share(len(passes[width])))
+    if not drafts:
+        costs = _drafting_scaled(costs, math.exp(usual))
     return _corrected_drafting(replace(costs, verify=tuple(verify)), drafts)
+
+
+def _drafting_scaled(costs: Costs, factor: float) -> Costs:
+    """With another price of whole drafts."""
+    return replace(costs, **{name: getattr(costs, name) * factor for name in ("start", "draft", "read", "branch")})
 
 
 def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) -> Costs:
@@ -142,9 +165,7 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) 
     ratios = [_log_ratio(seconds, expected) for each, seconds in drafts if (expected := each.seconds(costs)) > 0.0]
     if not ratios:
         return costs
-    whole = math.exp(median(ratios) * _share(len(ratios)))
-    prices = {name: getattr(costs, name) * whole for name in ("start", "draft", "read", "branch")}
-    costs = replace(costs, **prices)
+    costs = _drafting_scaled(costs, math.exp(median(ratios) * _share(len(ratios))))
     by_steps = defaultdict(list)
     for each, seconds in drafts:
         by_steps[each.steps].append(seconds - each.further(costs))

@@ -37,6 +37,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(measuring, "_known", {})
     monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
     monkeypatch.setattr(measuring, "measure", lambda *_: WRONG)
+    recall = measuring.recall
+    kept = {"measured": WRONG.to_dict(), "by_length": {}}
+    monkeypatch.setattr(measuring, "recall", lambda kind, of: recall(kind, of) or kept)
     return tmp_path
 
 
