@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from hf_specdecpp.throughput.chains import Throughput, ThroughputState
 from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
+from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.checks import check_tree
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -59,7 +61,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     Attributes:
         stats: of this generation.
-        products: the matrix products of target and draft; the loops draft and verify within them.
+        products: the matrix products of target and draft, within which the loops draft and verify.
         trees: drafts trees; `None` where chains are drafted.
         rule: stops chains; `None` where trees are drafted.
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
@@ -116,7 +118,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()
-        self.products = products or setup.products(target)
+        self._products = products
         self.rule: StoppingRule | None = None
         self.trees = self._tree_drafting() if draws_trees else None
         self.plan: ThroughputState | TreeThroughput | None = None
@@ -139,6 +141,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._chain = Chain([], [])
 
     @property
+    def products(self) -> FasterProducts:
+        """Made where they are needed first: that reads every packed weight."""
+        if self._products is None:
+            self._products = self.setup.products(self._target)
+        return self._products
+
+    @property
     def keeps_logits(self) -> bool:
         """Whether something is made of the target's logits before processors."""
         return self.keeper is not None or self.successors is not None
@@ -157,7 +166,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             own: the text's passes, over a static cache.
         """
         setup, target, generation = self.setup, self._target, self._generation_config
-        with self.products:  # costs are measured with them
+        measures = own is not None or not setup.speculation.track_costs
+        with self.products if measures else nullcontext():
             if self.trees is None:
                 self.rule = rule_of(setup, target, generation, own)
                 self.plan = self.rule.state if isinstance(self.rule, Throughput) else None
@@ -174,8 +184,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Find out, before a prompt of so many tokens is read, whether the text rests."""
         follows = self.lookup is not None or self.keeper is not None or not self.setup.drafter.places
         self.rests = self.plan is not None and not follows and self.plan.rests(length)
-        if self.rests:
+        if self.rests and self._target is not None:
             self.successors = None
+            if passes_of(self._target, self.setup.speculation).chosen.get(1) == "own":
+                self._products = FasterProducts()  # hardly a pass of the text would take others
 
     def begin_rest(self) -> None:
         """Take note that a round without a draft begins."""
@@ -183,7 +195,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.times.begin()
 
     def end_rest(self, length: int) -> None:
-        """Take note of a round of a text of this length without a draft. One that needs no states may begin after it."""
+        """Take note of a round without a draft. One that needs no states may begin now, at this length of the text."""
         self.stats.record_round(0, 0)
         if self.plan is not None:
             self.plan.credit.rest()

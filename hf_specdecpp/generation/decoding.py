@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
 from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.throughput.plain_passes import pass_seconds
+from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -69,6 +70,7 @@ class AssistedDecoding:
         self.prefix = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
         self.device = input_device(target)
+        self.passes = passes_of(target, generator.setup.speculation, self.forward is not target)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         # Those before processors, where anyone asks for them.
@@ -99,15 +101,16 @@ class AssistedDecoding:
             input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
         with self.target._optimize_model_for_decode():
-            if not finished and not self.prefix.is_at_change(input_ids):
-                self._compare_passes(input_ids)
-            return self._rounds(input_ids, finished)
+            input_ids = self._rounds(input_ids, finished)
+        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = self.passes.seconds(1)
+        return input_ids
 
     def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:
         """Rounds until the text ends."""
         with self.generator.products:
             while not finished:
                 self._plan(input_ids)
+                self._compare_passes(input_ids)
                 begin = time.perf_counter()
                 spent = self.stats.draft_seconds + self.stats.target_seconds
                 length = input_ids.shape[1]
@@ -159,7 +162,10 @@ class AssistedDecoding:
 
     def _read(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
-        outputs = self.states.catch(self.forward, **inputs, return_dict=True)
+        is_timed = self.device.type == "cpu"  # elsewhere a pass goes on after its call
+        has_choice = self.generator.products.has_choice
+        with self.passes.timed(self.prefix.width, has_choice) if is_timed else nullcontext():
+            outputs = self.states.catch(self.forward, **inputs, return_dict=True)
         if self.prefix.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, :count].clone()
@@ -407,12 +413,12 @@ class AssistedDecoding:
         return kept, finished
 
     def _compare_passes(self, input_ids: Tensor) -> None:
-        """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
-        config, products = self.generator.setup.speculation, self.generator.products
-        seconds = pass_seconds(
-            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, []), forward=self.forward
-        )
-        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
+        """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""
+        if self.generator.rests or self.prefix.pending or self.prefix.is_at_change(input_ids):
+            return
+        product = self.passes.missing(1, self.stats.rounds, self.generator.products.has_choice)
+        if product is not None:
+            self.passes.make(1, product, self.forward, self.prefix.chain_inputs(input_ids, []), self.device)
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:

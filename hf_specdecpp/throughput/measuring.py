@@ -32,7 +32,6 @@ from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import forget, recall
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text
 from hf_specdecpp.models.checks import keeps_recurrent_state
-from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.processors import Processing
@@ -74,6 +73,7 @@ class Rounds:
         rows: of a batch.
         own: the passes of the text at hand, where they are others than over a cache that grows.
         mixes: whether the draft's logits are mixed with the target's successors (`SpeculationConfig.draft_successors`).
+        products: which matrix products they may take (`SpeculationConfig.products`).
     """
 
     target: CausalLM
@@ -84,13 +84,13 @@ class Rounds:
     rows: int = 1
     own: OwnPasses | None = None
     mixes: bool = False
+    products: str = "own"
 
 
 def costs_of(rounds: Rounds, assume: bool = False) -> KnownCosts:
     """What rounds cost, measured before or now; or, if they are assumed, until the first text has shown it.
 
-    Of a batch that of one row: its share of passes over all rows. The matrix products are those that the layers use now
-    (`models.cpu_products`).
+    Of a batch that of one row: its share of passes over all rows.
     """
     # Read before: what is known of costs must not keep a target alive.
     is_recurrent, has_own = keeps_recurrent_state(rounds.target), rounds.own is not None
@@ -150,6 +150,7 @@ def conditions(rounds: Rounds) -> dict[str, Any]:
         "rows": rounds.rows,
         "passes": None if rounds.own is None else rounds.own.how,
         "mixes": rounds.mixes,
+        "products": rounds.products,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
@@ -382,7 +383,6 @@ def _describe(model: CausalLM) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "dtype": str(model.dtype),
         "attention": getattr(config, "_attn_implementation", None),
-        "products": products_of(model),
         "device": device_name(model.device),
     }
 

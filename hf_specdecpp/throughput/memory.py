@@ -25,7 +25,7 @@ from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.measuring import Rounds, costs_of, forget_costs, in_widths
 from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.throughput.product_choice import forget_products
+from hf_specdecpp.throughput.target_passes import forget_products
 from hf_specdecpp.throughput.trees import TreeThroughput
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Memory:
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         if config.costs is None and target is not None:
             mixes = config.draft_successors
-            rounds = Rounds(target, drafter, estimator, widest, rows=rows, own=own, mixes=mixes)
+            rounds = Rounds(target, drafter, estimator, widest, False, rows, own, mixes, config.products)
             found = costs_of(rounds, assume=config.track_costs and own is None)
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
@@ -194,7 +194,7 @@ class Memory:
             costs: Costs | KnownCosts = in_widths(given, most) if generation.cache_implementation == "static" else given
         else:
             mixes = config.draft_successors
-            rounds = Rounds(target, drafter, estimator, most, trees=True, own=own, mixes=mixes)
+            rounds = Rounds(target, drafter, estimator, most, True, 1, own, mixes, config.products)
             found = costs_of(rounds, assume=config.track_costs and own is None)
             costs = found if config.track_costs else found.first
         learned = self.recall(config, target, estimator, generation, trees=True)

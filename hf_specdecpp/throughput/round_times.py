@@ -124,8 +124,8 @@ def corrected(
     """The costs after a text whose rounds took so long: medians of its rounds, weighed against what was known.
 
     Logarithms are averaged: the new cost is `old * (median / old) ** (n / (n + 3))` for n rounds. Widths that the text
-    had no rounds of change as the others do on average, and so does drafting where nothing was drafted, so that a machine
-    that has become slower changes no decision.
+    had no rounds of change as the others do on average, and so does drafting of which there was none: a machine that
+    has become slower changes no decision.
 
     Example: passes over 1 and 2 tokens were known to take 10 and 30 ms, and nine rounds over 2 tokens took 20 ms, in
     the median. n / (n + 3) is 3/4, so 2 tokens cost 30 * (2/3) ** 0.75 = 22 ms now and 1 token 7.4 ms. If earlier texts
