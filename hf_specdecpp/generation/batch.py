@@ -187,7 +187,10 @@ class BatchDecoding:
         product = self.passes.missing(count, self.rows[0].stats.rounds, self.products.has_choice)
         if product is not None and count == len(self.rows):
             inputs = self._inputs([Chain([], [])] * count, torch.ones(count, 1, dtype=torch.bool))
+            begin = time.perf_counter()
             self.passes.make(count, product, self.target, inputs, self.device)
+            self.rows[0].stats.compared_passes += 1
+            self.rows[0].stats.preparing_seconds += time.perf_counter() - begin
 
     def _inputs(self, chains: list[Chain], is_token: Tensor) -> dict[str, Any]:
         """Forward arguments for each row's last token and candidates, then dummies: `is_token` `[rows, n]`."""

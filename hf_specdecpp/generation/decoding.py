@@ -96,8 +96,8 @@ class AssistedDecoding:
 
     def _generate(self, input_ids: Tensor) -> Tensor:
         """The prompt's pass, then rounds until the text ends."""
-        begin = time.perf_counter()
-        with self.generator.products:
+        products, begin = self.generator.products, time.perf_counter()
+        with products:
             input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
         with self.target._optimize_model_for_decode():
@@ -418,7 +418,10 @@ class AssistedDecoding:
             return
         product = self.passes.missing(1, self.stats.rounds, self.generator.products.has_choice)
         if product is not None:
+            begin = time.perf_counter()
             self.passes.make(1, product, self.forward, self.prefix.chain_inputs(input_ids, []), self.device)
+            self.stats.compared_passes += 1
+            self.stats.preparing_seconds += time.perf_counter() - begin
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
