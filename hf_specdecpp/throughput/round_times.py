@@ -108,11 +108,11 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs:
     """
     verify = assumed.verify_seconds(max(max(widths) for widths in times.passes.values()) - 1)
     timed = [(width, each) for widths in times.passes.values() for width, of in widths.items() for each in of]
-    unit = median(seconds / verify[width - 1] for width, seconds in timed)
+    unit = max(median(seconds / verify[width - 1] for width, seconds in timed), 1e-9)  # a coarse clock may see none
     drafts = [(seconds, each.seconds(assumed)) for of in times.drafts.values() for each, seconds in of]
     ratios = [seconds / expected for seconds, expected in drafts if expected > 0.0]
     scaled = replace(assumed, verify=tuple(seconds * unit for seconds in assumed.verify))
-    return _drafting_scaled(scaled, median(ratios) if ratios else unit)
+    return _drafting_scaled(scaled, max(median(ratios), 1e-9) if ratios else unit)
 
 
 def corrected(

@@ -29,6 +29,7 @@ LEAST_GAIN = 1.05  # of a pass over one with PyTorch's own product
 FEW, CLEAR = 4, 1.1  # pairs of passes are enough where one product takes so many times the other's seconds in each
 AT_ONCE = 3  # passes over one token with each product, which a text makes beside its rounds if these are others
 LATER = 24  # rounds of a text after which it does so for the rest of them
+TINY = 1e-6  # seconds; a coarse clock may see none
 AGAIN = 256  # passes after which another one with PyTorch's product says whether the machine is still the same
 
 
@@ -53,9 +54,10 @@ class TargetPasses:
         self.chosen: dict[int, Product] = {}  # by rows
         self._gains: dict[int, float] = {}  # by rows: seconds with PyTorch's product over those with the other one
         self._seconds: dict[int, dict[Product, deque[float]]] = {}
-        self._ways: list[Product] = ["own"] * (MOST_ROWS + 1)
+        self._ways: list[Product] = ["own"]  # by rows; more go as the last
         self._now: Product | None = None  # of the pass that is being timed
-        self._count, self._latest_own = 0, 0  # passes that were timed, and until the latest with PyTorch's product
+        self._count = 0  # of passes
+        self._latest_own: dict[int, int] = {}  # by rows: how many there were until the latest with PyTorch's product
 
     @property
     def products(self) -> set[Product]:
@@ -65,7 +67,7 @@ class TargetPasses:
 
     def of(self, rows: int) -> Product:
         """As in `Ways`."""
-        return self._now or self._ways[min(rows, MOST_ROWS)]
+        return self._now or self._ways[min(rows, len(self._ways) - 1)]
 
     @contextmanager
     def timed(self, rows: int, has_choice: bool) -> Iterator[None]:
@@ -100,19 +102,19 @@ class TargetPasses:
         times[product].append(seconds)
         self._count += 1
         if product == "own":
-            self._latest_own = self._count
+            self._latest_own[rows] = self._count
         if rows not in self.chosen and self._is_decided(rows, *times.values()):
             gain = self._gains.get(rows, 1.0)
             self.chosen[rows] = self.contestants[-1] if gain >= LEAST_GAIN else "own"
-            for number in range(1, MOST_ROWS + 1):
-                lower = [each for each in self.chosen if each <= number]
-                self._ways[number] = self.chosen[max(lower)] if lower else "own"
+            self._ways = ["own"]
+            for number in range(1, max(self.chosen) + 1):
+                self._ways.append(self.chosen.get(number, self._ways[-1]))
 
     def _is_decided(self, rows: int, own: deque[float], other: deque[float] | None = None) -> bool:
         """Whether the passes so far are enough; keeps what they say."""
         if other is None:
             return True
-        gains = [one / another for one, another in zip(own, other, strict=False)]
+        gains = [max(one, TINY) / max(another, TINY) for one, another in zip(own, other, strict=False)]
         if len(gains) < FEW or len(own) != len(other):
             return False
         self._gains[rows] = median(gains)
@@ -131,7 +133,7 @@ class TargetPasses:
             has_choice: as in `timed`.
         """
         times = self._of(rows)
-        if self._count - self._latest_own >= AGAIN or (not has_choice and not times["own"]):
+        if self._count - self._latest_own.get(rows, 0) >= AGAIN or (not has_choice and not times["own"]):
             return "own"
         if not has_choice and len(self.contestants) > 1:
             return None
