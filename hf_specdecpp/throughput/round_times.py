@@ -97,7 +97,7 @@ class RoundTimes:
 def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
     """The widths whose rounds took what they should, in the median."""
     verify = costs.verify_seconds(max(passes, default=1) - 1)
-    return [width for width, each in passes.items() if abs(math.log(median(each) / verify[width - 1])) < EXPECTED]
+    return [width for width, each in passes.items() if abs(_log_ratio(median(each), verify[width - 1])) < EXPECTED]
 
 
 def in_seconds(assumed: Costs, times: RoundTimes) -> Costs:
