@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
 from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.throughput.plain_passes import pass_seconds
+from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -64,10 +65,11 @@ class AssistedDecoding:
         model_kwargs: dict[str, Any],
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
-        self.states = TargetStates(target, generator.setup.drafter.reads)
+        self.states = TargetStates(target, None if generator.rests else generator.setup.drafter.reads)
         self.prefix: Prefix | CapturedText = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
         self.device = input_device(target)
+        self.passes = passes_of(target, generator.setup.speculation)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         # Those before processors, where anyone asks for them.
@@ -97,16 +99,16 @@ class AssistedDecoding:
 
     def _generate(self, input_ids: Tensor) -> Tensor:
         """The prompt's pass, then rounds until the text ends."""
-        begin = time.perf_counter()
-        with self.generator.products:
+        products, begin = self.generator.products, time.perf_counter()
+        with products:
             input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
         with self.target._optimize_model_for_decode():
-            if not finished and not self.prefix.is_at_change(input_ids):
-                self._compare_passes(input_ids)
             if not finished:
                 self._capture(input_ids)
-            return self._rounds(input_ids, finished)
+            input_ids = self._rounds(input_ids, finished)
+        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = self.passes.seconds(1)
+        return input_ids
 
     def _capture(self, input_ids: Tensor) -> None:
         """Go on with captured passes, where they can be had."""
@@ -140,6 +142,7 @@ class AssistedDecoding:
             while not finished:
                 if self._whole is None:
                     self._plan(input_ids)
+                    self._compare_passes(input_ids)
                 begin = time.perf_counter()
                 spent = self.stats.draft_seconds + self.stats.target_seconds
                 length = input_ids.shape[1]
@@ -171,11 +174,17 @@ class AssistedDecoding:
                 return self._whole.round(input_ids)
             except CannotCaptureError as error:
                 self._go_on_uncaptured(str(error))
+        if self.generator.rests:
+            self.generator.begin_rest()
+            return self._pass(input_ids, Chain([], []))
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
         most = 0 if self.prefix.pending >= MOST_PENDING or not self._drafts else self._room(input_ids)
-        chain = self._draft(input_ids, most)
+        return self._pass(input_ids, self._draft(input_ids, most))
+
+    def _pass(self, input_ids: Tensor, chain: Chain) -> tuple[Tensor, bool]:
+        """One target pass over candidates, verify, emit."""
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
         outputs = self._read(inputs, len(chain.tokens) + 1)
@@ -190,7 +199,10 @@ class AssistedDecoding:
             outputs = self.prefix.forward(**inputs)
             self.states.give(outputs.states)
             return outputs
-        outputs = self.states.catch(self.target, **inputs, return_dict=True)
+        is_timed = self.device.type == "cpu"  # elsewhere a pass goes on after its call
+        has_choice = self.generator.products.has_choice
+        with self.passes.timed(self.prefix.width, has_choice) if is_timed else nullcontext():
+            outputs = self.states.catch(self.target, **inputs, return_dict=True)
         if self.prefix.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, :count].clone()
@@ -231,10 +243,16 @@ class AssistedDecoding:
         if self.generator.successors is not None:
             paths = [chain.tokens[:place] for place in range(count + 1)]
             self.generator.successors.learn(contexts_of(input_ids, paths), raw)
-        if count or self.stats.generated:
-            self.generator.update_candidate_strategy(input_ids, scores, accepted)
+        self._learn(input_ids, scores, accepted)
         emitted = [*chain.tokens[:accepted], token]
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
+
+    def _learn(self, input_ids: Tensor, scores: Tensor, accepted: int) -> None:
+        """Tell the generator what became of a round; the prompt's pass is none."""
+        if self.stats.generated and self.generator.rests:
+            self.generator.end_rest(input_ids.shape[1])
+        elif self.stats.generated:
+            self.generator.update_candidate_strategy(input_ids, scores, accepted)
 
     def _verify(self, chain: Chain, ids: Tensor, scores: Tensor) -> tuple[int, int]:
         """How many candidates stand, and the token after them.
@@ -280,8 +298,7 @@ class AssistedDecoding:
         """
         tree, count = DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores), len(chain.tokens)
         path, emitted, scores, raw, _ = self._walk(input_ids, TreePass(tree), outputs)
-        if count or self.stats.generated:
-            self.generator.update_candidate_strategy(input_ids, scores, len(path))
+        self._learn(input_ids, scores, len(path))
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
 
     def _walk(
@@ -454,12 +471,18 @@ class AssistedDecoding:
         return kept, finished
 
     def _compare_passes(self, input_ids: Tensor) -> None:
-        """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
-        config, products = self.generator.setup.speculation, self.generator.products
-        seconds = pass_seconds(
-            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, [])
-        )
-        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
+        """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""
+        if isinstance(self.prefix, CapturedText):
+            return
+        tell_it = self.generator.rests and self.device.type == "cpu"
+        if tell_it or self.prefix.pending or self.prefix.is_at_change(input_ids):
+            return
+        product = self.passes.missing(1, self.stats.rounds, self.generator.products.has_choice)
+        if product is not None:
+            begin = time.perf_counter()
+            self.passes.make(1, product, self.target, self.prefix.chain_inputs(input_ids, []), self.device)
+            self.stats.compared_passes += 1
+            self.stats.preparing_seconds += time.perf_counter() - begin
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
