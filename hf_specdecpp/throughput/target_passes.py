@@ -80,10 +80,11 @@ class TargetPasses:
         if rows > MOST_ROWS or follows:
             yield
             return
-        product = self._turn(rows)
+        self._of(rows)  # is met
         if not has_choice and len(self.contestants) > 1 and rows not in self.chosen:
             yield
             return
+        product = self._turn(rows)
         self._now, begin = product, time.perf_counter()
         try:
             yield
@@ -93,8 +94,11 @@ class TargetPasses:
 
     def _turn(self, rows: int) -> Product:
         """The product of the next pass over so many rows."""
+        return self.chosen[rows] if rows in self.chosen else self._rarest(rows)
+
+    def _rarest(self, rows: int) -> Product:
         times = self._of(rows)
-        return self.chosen.get(rows) or min(self.contestants, key=lambda product: len(times[product]))
+        return min(times, key=lambda product: len(times[product]))
 
     def note(self, rows: int, product: Product, seconds: float) -> None:
         """A pass took so long."""
@@ -137,7 +141,7 @@ class TargetPasses:
             return "own"
         if not has_choice and len(self.contestants) > 1:
             return None
-        product = min(self.contestants, key=lambda product: len(times[product]))
+        product = self._rarest(rows)
         wanted = PASSES if rounds >= LATER else AT_ONCE
         return product if len(times[product]) < wanted and (rows not in self.chosen or product == "own") else None
 
