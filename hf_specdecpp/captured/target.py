@@ -115,7 +115,7 @@ class CapturedTarget:
             self._rooms[key] = Room(RoomCache(self._num_layers, key[0], self.device), Prompt(shown, offset))
         return self._rooms[key]
 
-    def _with_room(self, num_tokens: int) -> Room:
+    def with_room(self, num_tokens: int) -> Room:
         """The room, or a larger one that holds the same text, for so many tokens in all."""
         if num_tokens > self.room.cache.room:
             smaller, self.room = self.room, self._room_for(num_tokens)
@@ -142,7 +142,7 @@ class CapturedTarget:
         """
         count = tokens.shape[1]
         width = width_of(count)
-        room = self._with_room(self.held + width)
+        room = self.with_room(self.held + width)
         slot = self._slot(width, tree is not None, states)
         slot.tokens[:, :count] = tokens
         if tree is not None:

@@ -87,7 +87,8 @@ class CapturedSteps:
         """An empty cache with room for so many tokens, until `user` is no more."""
         fitting = [cache for cache in self._free if cache.room >= num_tokens]
         if fitting:
-            cache = min(fitting, key=lambda cache: cache.room)
+            # Of those of one size the latest that was given back: most has been captured for it.
+            cache = min(reversed(fitting), key=lambda cache: cache.room)
             self._free.remove(cache)
             cache.clear()
         else:

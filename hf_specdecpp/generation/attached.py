@@ -17,7 +17,8 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from hf_specdecpp.caches.rollback import check_states
-from hf_specdecpp.caches.static_targets import as_static, prepare_static
+from hf_specdecpp.caches.static_targets import as_growing, as_static, prepare_static
+from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -25,7 +26,7 @@ from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing, for_row
@@ -231,9 +232,11 @@ def decoding_of(
     """
     model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
     check_inputs(input_ids, model_kwargs)
+    count = input_ids.shape[0]
+    if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
+        config, model_kwargs = as_growing(target, config, model_kwargs)
     most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
     prepare_static(target, input_ids, model_kwargs, config, most_in_tree)
-    count = input_ids.shape[0]
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(logits_processor), count)
     if count > 1:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
-from hf_specdecpp.captured.graphs import can_capture
+from hf_specdecpp.captured import graphs
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain, Drafting, at_once, drafted_alone, drafting, point_mass, stepper
@@ -125,7 +125,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._target, self._generation_config = target, generation_config
         measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
         # Passes that are captured, or over a static cache, are measured in the text itself.
-        captures = setup.speculation.graphs == "auto" and target is not None and can_capture(input_device(target))
+        wants = setup.speculation.graphs == "auto" and target is not None
+        captures = wants and graphs.can_capture(input_device(target))
         self.waits = measures and setup.rows == 1 and (captures or generation_config.cache_implementation == "static")
         if not self.waits:
             self.plan_rounds()

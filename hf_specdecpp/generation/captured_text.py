@@ -40,8 +40,8 @@ class CapturedText:
     pending, mark, static = 0, None, None
 
     def __init__(self, prefix: Prefix, passes: CapturedTarget, states: TargetStates) -> None:
-        self.width = 0
-        self._prefix, self._passes, self._numbers = prefix, passes, states.numbers
+        self.passes, self.width = passes, 0
+        self._prefix, self._numbers = prefix, states.numbers
         passes.begin(prefix.cache, prefix.rows, prefix.shown, prefix.position)
 
     @property
@@ -71,14 +71,14 @@ class CapturedText:
 
     def forward(self, **inputs: Any) -> Any:
         """A pass (`CapturedTarget.read`), with logits that later passes leave alone."""
-        outputs = self._passes.read(inputs["tokens"], inputs.get("tree"), self._numbers)
+        outputs = self.passes.read(inputs["tokens"], inputs.get("tree"), self._numbers)
         outputs.logits = outputs.logits.clone()
         return outputs
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:  # noqa: ARG002
         """Keep what was emitted of a pass, as in `Prefix`."""
         moves = path is not None and num_in_place(path.rows[:kept]) < kept
-        self._passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
+        self.passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
 
     def read_pending(self, input_ids: Tensor) -> None:
         """Nothing is ever pending."""
@@ -89,14 +89,14 @@ class CapturedText:
     @property
     def spent(self) -> tuple[int, float, int]:
         """Graphs of this target so far, seconds that making them took, and bytes of its rooms."""
-        graphs = self._passes.graphs
-        return len(graphs), graphs.seconds, self._passes.num_bytes
+        graphs = self.passes.graphs
+        return len(graphs), graphs.seconds, self.passes.num_bytes
 
     def give_back(self) -> Prefix:
         """Leave the text in its growing cache, and the passes to other texts."""
-        self._passes.write(self.cache)
-        self._passes.busy = False
-        self._prefix.num_settled = self._passes.held
+        self.passes.write(self.cache)
+        self.passes.busy = False
+        self._prefix.num_settled = self.passes.held
         return self._prefix
 
 

@@ -49,6 +49,7 @@ class PretendGraph(TorchDispatchMode):
             self.launches.append((func, args, kwargs, out))
         return out
 
+    @torch.inference_mode()  # what was captured in it can be written to in no other way
     def replay(self) -> None:
         self.counts["replayed"] += 1
         for func, args, kwargs, out in self.launches:

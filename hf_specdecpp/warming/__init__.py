@@ -1,1 +1,0 @@
-"""What is compiled before the first text: passes of the target, steps of a draft."""
