@@ -53,6 +53,7 @@ def grouped_attention(
 
 
 PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
+NOTES = {"_previous_max_cache_length"}  # that `generate()` leaves at a model, and which decide nothing of a pass
 
 AttentionInterface.register(GROUPED, grouped_attention)
 
@@ -89,7 +90,7 @@ def _value(attribute: Any) -> Any:
         return {
             name: each if type(each) in PLAIN else _value(each)
             for name, each in attribute.items()
-            if not isinstance(each, Tensor | nn.Module)
+            if not isinstance(each, Tensor | nn.Module) and name not in NOTES
         }
     if isinstance(attribute, list | tuple | set):
         return [_value(each) for each in attribute]
