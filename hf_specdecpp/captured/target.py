@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.captured.copies import for_capture, identity
-from hf_specdecpp.captured.graphs import Graphs, lasting
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.trees.attention import Prompt, inputs_in_place
@@ -138,7 +139,7 @@ class CapturedTarget:
             `logits` `[1, n, vocab]`, and `hidden_states` with those that were chosen. The next pass writes over them.
 
         Raises:
-            CannotCaptureError: nothing has been read then.
+            CannotCaptureError: of the first pass; nothing has been read then.
         """
         count = tokens.shape[1]
         width = width_of(count)
@@ -152,12 +153,24 @@ class CapturedTarget:
         def run() -> None:
             self._read(room, slot, states)
 
-        self.graphs.run(("read", width, room.cache.room, self._dimensions, tree is not None, states), run)
+        self._run(("read", width, room.cache.room, self._dimensions, tree is not None, states), run)
         logits, *chosen = (each[:, :count] for each in slot.outputs)
         found: list[Any] = [None] * (max(states, default=-1) + 1)
         for number, state in zip(states, chosen, strict=True):
             found[number] = state
         return SimpleNamespace(logits=logits, hidden_states=found)
+
+    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
+        """Run a function by its graph. In the middle of a text one that cannot be captured runs as it is."""
+        if self.why_not is not None and key not in self.graphs:
+            return function()
+        try:
+            return self.graphs.run(key, function)
+        except CannotCaptureError as error:
+            if not self.checked:
+                raise
+            self.why_not = f"its pass cannot be captured ({error})"
+            return function()
 
     def _read(self, room: Room, slot: Slot, states: tuple[int, ...]) -> None:
         """What is captured: from the slot's tokens to its logits and states."""
@@ -208,9 +221,9 @@ class CapturedTarget:
 
         if key not in self.graphs:  # a capture moves several times, so every row to where it is
             rows.copy_(torch.arange(width, device=self.device))
-            self.graphs.run(key, move)
+            self._run(key, move)
         rows[: len(path)] = path
-        self.graphs.run(key, move)
+        self._run(key, move)
 
     def _path_rows(self, width: int) -> Tensor:
         """`[width]`, where a path's rows are written."""

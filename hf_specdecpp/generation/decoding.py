@@ -119,6 +119,7 @@ class AssistedDecoding:
         """The text in the cache that `generate()` returns."""
         if isinstance(self.prefix, CapturedText):
             self.stats.graphs, self.stats.graph_seconds, self.stats.graph_bytes = self.prefix.spent
+            self.stats.uncaptured = self.prefix.passes.why_not
             self.prefix = self.prefix.give_back()
         return self.prefix
 
