@@ -79,10 +79,10 @@ class CapturedTarget:
         self.graphs = Graphs(self.device)
         self._cache_argument, self._longest = cache_argument(self.model), longest_text(target)
         self._num_layers = num_room_layers(target.config.get_text_config(decoder=True)) or 0
-        self._rooms: dict[tuple[int, int], Room] = {}  # by tokens, and dimensions of positions
+        self._rooms: dict[tuple[int, torch.Size], Room] = {}  # by tokens, and shapes of positions
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
-        self._dimensions = 0
+        self._positions = torch.Size()
         self.room: Room = None  # type: ignore[assignment]  # until a text begins
 
     @property
@@ -97,22 +97,21 @@ class CapturedTarget:
             shown: `[num_tokens]` bool, which of its rows the target sees; `None` for all.
             position: `[..., 1]` of the next token.
         """
-        self.held, self._dimensions = num_tokens, position.dim()
+        self.held, self._positions = num_tokens, position.shape
         self.room = self._room_for(num_tokens + 1)
         self.room.cache.clear()
         self.room.cache.read(cache, num_tokens)
         self.room.prompt.shown.fill_(True)
         if shown is not None:
             self.room.prompt.shown[:num_tokens] = shown
-        self.room.prompt.offset.copy_(position[..., -1:] - num_tokens)
+        self.room.prompt.offset.copy_(position - num_tokens)
 
     def _room_for(self, num_tokens: int) -> Room:
-        key = room_for(num_tokens), self._dimensions
+        key = room_for(num_tokens), self._positions
         if key not in self._rooms:
             with lasting():
                 shown = torch.ones(key[0], dtype=torch.bool, device=self.device)
-                shape = (3, 1, 1) if self._dimensions > 2 else (1, 1)
-                offset = torch.zeros(shape, dtype=torch.long, device=self.device)
+                offset = torch.zeros(self._positions, dtype=torch.long, device=self.device)
             self._rooms[key] = Room(RoomCache(self._num_layers, key[0], self.device), Prompt(shown, offset))
         return self._rooms[key]
 
@@ -153,7 +152,7 @@ class CapturedTarget:
         def run() -> None:
             self._read(room, slot, states)
 
-        self._run(("read", width, room.cache.room, self._dimensions, tree is not None, states), run)
+        self._run(("read", width, room.cache.room, self._positions, tree is not None, states), run)
         logits, *chosen = (each[:, :count] for each in slot.outputs)
         found: list[Any] = [None] * (max(states, default=-1) + 1)
         for number, state in zip(states, chosen, strict=True):
@@ -209,7 +208,7 @@ class CapturedTarget:
         """Move the rows of a path up to the text."""
         room, width = self.room, width_of(len(path))
         rows = self._path_rows(width)
-        key = "path", width, room.cache.room, self._dimensions
+        key = "path", width, room.cache.room, self._positions
 
         def move() -> None:
             source = room.cache.length + rows

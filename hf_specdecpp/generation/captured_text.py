@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
+from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.caches.paths import PathRows, num_in_place
+from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.captured.rooms import why_not_rooms
 from hf_specdecpp.captured.target import CapturedTarget, captured_target, width_of
-from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
-from hf_specdecpp.caches.paths import PathRows, num_in_place
-from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.generation.prefix import Prefix, try_pass
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.target_states import TargetStates
@@ -23,6 +23,7 @@ from hf_specdecpp.trees.tree_pass import TreePass
 
 # Arguments of a forward that a captured pass knows.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
 
 class CapturedText:
@@ -170,6 +171,8 @@ def _why_not(target: CausalLM, prefix: Prefix, states: TargetStates, config: Gen
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
     given = {name for name, value in prefix.model_kwargs.items() if value is not None and value is not prefix.cache}
+    if prefix.model_kwargs.get(IMAGES) == {}:
+        given.remove(IMAGES)
     if others := given - KNOWN:
         return f"its forward is given {', '.join(sorted(others))}"
     if not prefix.makes_usual_inputs:

@@ -12,6 +12,8 @@ PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
 # First candidates that a draft for this very target would hardly ever miss: too small a share of many, or all of a few,
 # since a rule may stop drafting soon.
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
+# Of two calls the larger, since they count what there is by now; and the first that is given.
+LATEST, REASONS = ("state_bytes", "graphs", "graph_seconds", "graph_bytes"), ("suspect", "refusal", "uncaptured")
 
 
 @dataclass
@@ -291,12 +293,14 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "state_bytes", "rows", "suspect", "refusal"):
+            if item.name not in ("last_tree", "rows", *LATEST, *REASONS):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
-        total.state_bytes = max(self.state_bytes, other.state_bytes)
+        for name in LATEST:
+            setattr(total, name, max(getattr(self, name), getattr(other, name)))
         total.complete = self.complete and other.complete
-        total.suspect, total.refusal = self.suspect or other.suspect, self.refusal or other.refusal
+        for name in REASONS:
+            setattr(total, name, getattr(self, name) or getattr(other, name))
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))
         return total

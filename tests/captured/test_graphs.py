@@ -69,7 +69,7 @@ def test_a_graph_reads_what_its_tensors_hold_now() -> None:
     assert goal.tolist() == [10.0, 10.0]
 
 
-def replayed(function, inputs: list[Tensor], later: list[Tensor]) -> Tensor:  # type: ignore[no-untyped-def] # noqa: ANN001
+def replayed(function, inputs: list[Tensor], later: list[Tensor]) -> Tensor:  # type: ignore[no-untyped-def]
     graph = PretendGraph()
     with graph:
         out: Tensor = function(*inputs)
@@ -88,6 +88,6 @@ def replayed(function, inputs: list[Tensor], later: list[Tensor]) -> Tensor:  # 
         lambda x: torch.where(x > 0.0, x, -x).softmax(-1),
     ],
 )
-def test_pretended_graphs_do_what_the_function_does(function) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+def test_pretended_graphs_do_what_the_function_does(function) -> None:  # type: ignore[no-untyped-def]
     first, second = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(-2.0, 4.0).view(2, 3)
     assert torch.equal(replayed(function, [first.clone()], [second]), function(second))

@@ -143,14 +143,20 @@ def test_up_to_the_last_position() -> None:
     assert_captured(assistant)
 
 
-def test_positions_in_three_dimensions() -> None:
+def test_images_and_positions_in_three_dimensions() -> None:
+    """A prompt with an image is not captured, text alone is."""
     target, inputs = multimodal("qwen2.5 vl")
     how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = target.generate(**inputs, **how)
     draft = informed_draft(plain, target.config.get_text_config().vocab_size)
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
     assert torch.equal(target.generate(**inputs, assistant_model=assistant, **how), plain)
-    print(assistant.stats.uncaptured)
+    assert "its forward is given" in str(assistant.stats.uncaptured)
+    plain = generate(target, None, eos_token_id=None)
+    draft = informed_draft(plain, target.config.get_text_config().vocab_size)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
+    assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
+    assert_captured(assistant)
 
 
 # Static caches -------------------------------------------------------------------------------------------------------
@@ -230,7 +236,7 @@ def weights_in_place(target: CausalLM) -> None:
 def test_a_target_that_is_changed_is_captured_anew(
     change: Callable[[CausalLM], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for weights that are written to in place, which graphs read. Without looking the text would be the old one's."""
+    """But for weights that are written to in place, which graphs read. Unnoticed, the text would be the old one's."""
     for looks in (True, False):
         target, assistant = made(kind="independent", **CHAIN)
         with monkeypatch.context() as patch:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_specdecpp.drafting.compiled import CompiledSession
 from packaging.version import Version
 from support.compiling import generate, graphs
 from support.models import Rounds, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 
 from hf_specdecpp.drafting import compiled
-from hf_specdecpp.drafting.compiled import CompiledSession
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_specdecpp.caches.fixed import FixedCache
+from hf_specdecpp.drafting.compiled_trees import CompiledTreeSession
 from packaging.version import Version
 from support.compiling import generate, graphs
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
@@ -20,9 +22,7 @@ from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import static_targets
-from hf_specdecpp.caches.fixed import FixedCache
 from hf_specdecpp.drafting import compiled, compiled_trees
-from hf_specdecpp.drafting.compiled_trees import CompiledTreeSession
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding

@@ -241,10 +241,10 @@ def test_estimates_and_copies_follow(target: CausalLM) -> None:
     assert len(assistant.memory.texts.texts) == 8
 
 
-def test_steps_are_compiled_for_the_draft_that_has_learned(target: CausalLM) -> None:
+@pytest.mark.usefixtures("pretended")
+def test_steps_are_captured_for_the_draft_that_has_learned(target: CausalLM) -> None:
     assistant = assistant_of("conditioned", target, **CHAIN)
     texts(target, assistant)
-    assistant.speculation.compile = True
     before: Any = assistant.setup().drafter
     assert assistant.learn(steps=10).is_kept
     after: Any = assistant.setup().drafter
