@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,13 +41,14 @@ def test_the_first_run_counts_once() -> None:
         assert int(length) == expected
 
 
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, Tensor.nonzero, bool])
 @pytest.mark.usefixtures("pretended")
-def test_what_cannot_be_captured_changes_nothing() -> None:
+def test_what_cannot_be_captured_changes_nothing(read: Callable[[Tensor], Any]) -> None:
     graphs, length = Graphs(CPU), torch.tensor(3)
 
     def waits() -> None:
         length.add_(1)
-        length.item()
+        read(length)
 
     with pytest.raises(CannotCaptureError, match="RuntimeError: .* waits for the device"):
         graphs.run("waits", waits, [length])

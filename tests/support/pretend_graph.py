@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -28,6 +29,15 @@ WAITS = {
     "item", "_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave.Tensor",
     "is_nonzero", "equal", "bincount",
 }  # fmt: skip
+
+
+class NoLists(TorchFunctionMode):
+    """Refuses what reads a tensor past the dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            raise RuntimeError(f"{func.__name__} waits for the device: a capture fails here")
+        return func(*args, **(kwargs or {}))
 
 
 class PretendGraph(TorchDispatchMode):
@@ -77,7 +87,7 @@ def pretend_graphs() -> Iterator[Counter[str]]:
     def captured(function: Callable[[], None], _pool: Any) -> PretendGraph:
         function()
         graph = PretendGraph(counts)
-        with graph:
+        with NoLists(), graph:
             function()
         counts["captured"] += 1
         return graph
