@@ -1,4 +1,4 @@
-"""The model that captured passes run: a copy of a model's modules that shares its tensors, with an attention of ours."""
+"""The model that captured passes run: a copy of a model's modules that shares its tensors, with our own attention."""
 
 from __future__ import annotations
 

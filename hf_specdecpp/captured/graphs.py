@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -75,8 +76,11 @@ class Graphs:
         before = [each.clone() for each in changes]
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed during a capture may end it
+        # Kernels for another device than the current one would run, and the graph would be empty.
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
-            return captured(function, self._pool)
+            with on_device:
+                return captured(function, self._pool)
         except Exception as error:  # a foreign forward may do anything
             reason = str(error).strip().splitlines() or [""]
             raise CannotCaptureError(f"{type(error).__name__}: {reason[0]}") from error
@@ -87,9 +91,15 @@ class Graphs:
                 each.copy_(old)
 
 
+@cache
+def _side_stream(_device: int) -> Any:
+    """The current device's: with each further stream libraries allocate a workspace, and keep it."""
+    return torch.cuda.Stream()
+
+
 def captured(function: Callable[[], None], pool: Any) -> Graph:
     """A CUDA graph of a function, which has run some times before."""
-    stream = torch.cuda.Stream()
+    stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):

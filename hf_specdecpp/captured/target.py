@@ -28,7 +28,7 @@ class Slot:
     Attributes:
         tokens: `[1, width]`.
         ancestors, depths: `[width, width]` bool and `[width]`: who sees whom, as `inputs_in_place` takes them.
-        outputs: logits `[1, width, vocab]`, then the chosen states, `[1, width, size]` each; none before the first pass.
+        outputs: logits `[1, width, vocab]`, then the chosen states, `[1, width, size]` each; none before a pass.
     """
 
     tokens: Tensor

@@ -140,11 +140,12 @@ class AssistedDecoding:
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.prefix.model_kwargs)
+        prefix: Any = self.prefix  # which is not captured yet
+        outputs = self.states.catch(self.target._prefill, input_ids, self.config, prefix.model_kwargs)
         cache = cache_among(outputs)
         check_cache(cache)
         if self.generator.trees is not None:
-            self.prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
+            prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         self.stats.plain_passes += 1

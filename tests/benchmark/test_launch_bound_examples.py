@@ -50,7 +50,7 @@ def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a CPU, of a tiny shape, with pretended graphs: a table for each batch size, whose texts are plain generation's."""
+    """On a CPU, of a tiny shape, with pretended graphs: a table for each batch size; texts are plain generation's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="There is no GPU here"):
         run("bench_gpu.py", monkeypatch)
@@ -67,8 +67,8 @@ def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert [table[0].split(",")[-1] for table in tables] == [" batch of 1", " batch of 2"]
     rows = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"] for table in tables]
     assert [row[0] for row in rows[0][2:]] == [
-        "plain generate()", "transformers' assisted, 5 candidates", "plain passes, captured by us", "ours, 3 candidates",
-        "ours, tree of 15",
+        "plain generate()", "transformers' assisted, 5 candidates", "plain passes, captured by us",
+        "ours, 3 candidates", "ours, tree of 15",
     ]  # fmt: skip
     assert {row[6] for table in rows for row in table[2:]} == {"1 of 1"}
     assert all(" graphs, " in row[7] for row in rows[0][4:])

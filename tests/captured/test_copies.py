@@ -26,8 +26,8 @@ def attended(heads: int, shared: int, tokens: int, scaling: float | None) -> tup
     mask = torch.arange(16) <= 9 + torch.arange(tokens)[:, None]
     found, weights = grouped_attention(nn.Module(), query, key, value, mask[None, None], scaling=scaling)
     assert weights is None
-    copied = (each.repeat_interleave(heads // shared, dim=1) for each in (key, value))
-    return found, F.scaled_dot_product_attention(query, *copied, attn_mask=mask, scale=scaling).transpose(1, 2)
+    keys, values = (each.repeat_interleave(heads // shared, dim=1) for each in (key, value))
+    return found, F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling).transpose(1, 2)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.3])

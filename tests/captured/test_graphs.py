@@ -37,7 +37,7 @@ def test_the_first_run_counts_once() -> None:
     """Though the function runs several times then; a tensor that is not named as changed is off."""
     for changes, expected in ((True, 1), (False, 3)):
         graphs, length = Graphs(CPU), torch.tensor(0)
-        graphs.run("one", lambda length=length: length.add_(1), [length] if changes else [])  # type: ignore[misc]
+        graphs.run("one", lambda length=length: length.add_(1), [length] if changes else [])
         assert int(length) == expected
 
 

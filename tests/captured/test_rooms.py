@@ -48,12 +48,14 @@ def test_a_growing_cache_is_read_and_written_back(family: str, length: int) -> N
     room.read(cache, length)
     room.write(cache, length)
     assert cache.get_seq_length() == length
-    for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+    written: list[Any] = cache.layers
+    fresh: list[Any] = expected.layers
+    for ours, theirs in zip(written, fresh, strict=True):
         kept = min(length, WINDOW - 1) if theirs.is_sliding else length
         assert_same((ours.keys, ours.values), (theirs.keys[:, :, -kept:], theirs.values[:, :, -kept:]))
     following = prompt(3, seed=5)
-    ours, theirs = (target(following, past_key_values=each).logits for each in (cache, expected))
-    torch.testing.assert_close(ours, theirs)
+    found, wanted = (target(following, past_key_values=each).logits for each in (cache, expected))
+    torch.testing.assert_close(found, wanted)
     assert_same_cache(cache, expected)
 
 
@@ -95,7 +97,8 @@ def test_what_cannot_go_on_in_rooms() -> None:
     assert why_not_rooms(prefill(target, prompt(4))) is None
     assert why_not_rooms(StaticCache(target.config, max_cache_len=8)) == "the text is in a StaticCache"
     shares = prefill(target, prompt(4))
-    shares.layers[1].keys = None
+    layer: Any = shares.layers[1]
+    layer.keys = None
     assert why_not_rooms(shares) == "layers share the keys of others"
     mixed = tiny_of("qwen3_5_text")
     assert num_room_layers(mixed.config) is None

@@ -32,13 +32,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 7, "tree_depth": 4},
     "static": {"tree": "static", "tree_shape": [3, 2, 1], "lookup": True, "tree_budget": 12},
 }
+SAMPLING: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.3}]
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 
 
 def texts(target: CausalLM, assistant: SpecDecPPAssistant) -> None:
     """Short and long, greedy and sampled, up to the last token that there is room for."""
     for length, further in ((3, 20), (12, 30), (240, 30), (LONGEST - 20, 20)):
-        for how in ({}, {"do_sample": True, "temperature": 1.3}):
+        for how in SAMPLING:
             generate(target, assistant, length, max_new_tokens=further, **how)
 
 

@@ -46,7 +46,7 @@ def passes(
     growing = tree_inputs(model, cache, ancestors, depths, total, mask[0].bool(), position)
     shown = torch.ones(ROOM, dtype=torch.bool)
     shown[:total] = mask[0].bool()
-    known = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
+    known: dict[str, Any] = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
     known |= {"num_prefix": torch.tensor(total), "prompt": Prompt(shown, position[:, None] - total)}
     fixed = inputs_in_place(model, ROOM, **change(known))
     assert fixed["position_ids"].shape == growing["position_ids"].shape

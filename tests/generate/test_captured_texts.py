@@ -1,4 +1,4 @@
-"""Captured texts are plain generation's, and what is drafted is what would be drafted uncaptured; on pretended graphs."""
+"""Captured texts are plain generation's, and the same is drafted as uncaptured; on pretended graphs."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def test_caches_are_used_again() -> None:
 def test_the_latest_cache_is_the_first_to_be_used_again() -> None:
     """Most has been captured for it."""
     target = tiny("llama")
-    steps = assistant_of("early_exit", target, **CHAIN).setup().drafter.steps
+    drafter: Any = assistant_of("early_exit", target, **CHAIN).setup().drafter
+    steps = drafter.steps
     owners = [type("Owner", (), {})() for _ in range(3)]
     small, large, last = (steps.lease(count, owner) for count, owner in zip((9, 300, 9), owners, strict=True))
     assert (small.room, large.room, last.room) == (256, 512, 256)
