@@ -31,7 +31,7 @@ from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.warming import warm_up
+from hf_specdecpp.warming.rehearsal import warm_up
 
 logger = logging.get_logger("hf_specdecpp")
 

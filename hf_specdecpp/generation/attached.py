@@ -20,11 +20,11 @@ from hf_specdecpp.caches.rollback import check_states
 from hf_specdecpp.caches.static_targets import as_growing, as_static, prepare_static
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode, check_object
+from hf_specdecpp.generation.several.batch import BatchDecoding
+from hf_specdecpp.generation.several.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.checks import check_target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def test_the_first_run_counts_once() -> None:
     """Though the function runs several times then; a tensor that is not named as changed is off."""
     for changes, expected in ((True, 1), (False, 3)):
         graphs, length = Graphs(CPU), torch.tensor(0)
-        graphs.run("one", lambda length=length: length.add_(1), [length] if changes else [])
+        graphs.run("one", partial(length.add_, 1), [length] if changes else [])
         assert int(length) == expected
 
 
@@ -72,7 +73,7 @@ def test_a_graph_reads_what_its_tensors_hold_now() -> None:
     assert goal.tolist() == [10.0, 10.0]
 
 
-def replayed(function, inputs: list[Tensor], later: list[Tensor]) -> Tensor:  # type: ignore[no-untyped-def]
+def replayed(function: Callable[..., Tensor], inputs: list[Tensor], later: list[Tensor]) -> Tensor:
     graph = PretendGraph()
     with graph:
         out: Tensor = function(*inputs)
@@ -91,6 +92,6 @@ def replayed(function, inputs: list[Tensor], later: list[Tensor]) -> Tensor:  # 
         lambda x: torch.where(x > 0.0, x, -x).softmax(-1),
     ],
 )
-def test_pretended_graphs_do_what_the_function_does(function) -> None:  # type: ignore[no-untyped-def]
+def test_pretended_graphs_do_what_the_function_does(function: Callable[[Tensor], Tensor]) -> None:
     first, second = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(-2.0, 4.0).view(2, 3)
     assert torch.equal(replayed(function, [first.clone()], [second]), function(second))

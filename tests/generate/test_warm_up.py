@@ -11,12 +11,13 @@ import torch
 from support.capturing import generate
 from support.models import assistant_of, quiet_later_layers, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, warming
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import measuring
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.warming import rehearsal
 
 LONGEST, SHORT = 320, 60  # two rooms; one
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
@@ -69,8 +70,8 @@ def test_what_is_left_out_is_captured_later(
     """The test above can fail, by target and draft."""
     target, assistant = made("independent", "fixed")
     with monkeypatch.context() as patch:
-        patch.setattr(warming.RehearsedDecoding, name, lambda *_: None)
-        patch.setattr(warming, "ROUNDS", 0)
+        patch.setattr(rehearsal.RehearsedDecoding, name, lambda *_: None)
+        patch.setattr(rehearsal, "ROUNDS", 0)
         assistant.warm_up(SHORT)
     captured = pretended["captured"]
     generate(target, assistant)
@@ -84,7 +85,7 @@ def test_the_levels_that_trees_may_have(most: int, monkeypatch: pytest.MonkeyPat
     session = CapturedTreeSession.__new__(CapturedTreeSession)
 
     def read(before: int, count: int) -> tuple[int, int]:
-        return max(warming.width_of(count), 4), max(warming.width_of(before + count), 64)
+        return max(rehearsal.width_of(count), 4), max(rehearsal.width_of(before + count), 64)
 
     fed = 0
 
@@ -96,9 +97,9 @@ def test_the_levels_that_trees_may_have(most: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(session, "expand", expand)
     monkeypatch.setattr(session, "keep", lambda _path: None)
-    for sizes in warming.levels(most):
+    for sizes in rehearsal.levels(most):
         fed = 0
-        warming._grow(session, 0, sizes)
+        rehearsal._grow(session, 0, sizes)
     # A level of `count` nodes, one of which gets a child, after the root and others.
     possible = {read(before, count) for count in range(1, most) for before in range(1, most - count + 1)}
     assert made == possible

@@ -20,9 +20,9 @@ from hf_specdecpp.generation.attached import decoding_of
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured_text import CapturedText
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.ranks import is_spread
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.several.ranks import is_spread
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
 from hf_specdecpp.throughput.memory import Memory
