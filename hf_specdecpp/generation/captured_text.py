@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from hf_specdecpp.trees.tree_pass import TreePass
 
 # Arguments of a forward that a captured pass knows.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+_choosing = Lock()
 IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
 
@@ -112,11 +114,12 @@ def captured_text(
     if (reason := _why_not(target, prefix, states, config)) is not None:
         return reason
     passes = captured_target(target)
-    if passes.busy:
-        return "another text is using the captured passes of this target"
     if passes.why_not is not None:
         return passes.why_not
-    passes.busy = True
+    with _choosing:
+        if passes.busy:
+            return "another text is using the captured passes of this target"
+        passes.busy = True
     try:
         text = CapturedText(prefix, passes, states)
         if not passes.checked:

@@ -134,6 +134,26 @@ def test_a_changed_draft_gets_other_steps() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_texts_of_several_threads_do_not_meet() -> None:
+    """Each has its own cache, and what its steps read and return."""
+    target = quiet_later_layers(tiny("llama"))
+    drafter: Any = assistant_of("independent", target, **CHAIN).setup().drafter
+    alone, beside, other = (CapturedSession(drafter, 48, drafter.steps) for _ in range(3))
+    for session, length in ((alone, 9), (beside, 9), (other, 4)):
+        stepped(session, length)
+    taken: list[list[torch.Tensor]] = [[], []]
+    with torch.inference_mode():
+        for count in (1, 2, 3):
+            for place, session in enumerate((alone, beside)):
+                taken[place].append(session.step([torch.tensor(7)] * count)[0])
+            other.step([torch.tensor(3)] * count)
+    for ours, theirs in zip(*taken, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    slots = drafter.steps._slots.values()
+    places = [each.data_ptr() for slot in slots for each in (*slot.arguments[:1], *slot.outputs)]
+    assert len(places) == len(set(places)) > 6
+
+
 def test_one_draft_for_two_targets(pretended: Counter[str]) -> None:
     first, second = (tiny("llama", seed, num_hidden_layers=1) for seed in (0, 3))
     assistant = assistant_for(first, attached=False, mix=0.9, **CHAIN)
