@@ -416,6 +416,14 @@ def test_reasons(name: str) -> None:
     assert assistant.stats.graphs == 0
 
 
+def test_batches_say_so() -> None:
+    target, assistant = made()
+    ids = torch.cat((prompt(), prompt(seed=1)))
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **how), target.generate(ids, **how))
+    assert assistant.stats.uncaptured == "passes over several sequences are not captured"
+
+
 def test_without_cuda_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     target, assistant = made()
     monkeypatch.setattr(graphs, "can_capture", lambda device: device.type == "cuda")
