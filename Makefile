@@ -102,7 +102,7 @@ test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TR
 test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/showing/test_space.py tests/showing/test_picture.py $(ARGS)
 
-test-gpu: install  ## On a machine with a GPU: run the tests that need one, compiled drafts and targets among them
+test-gpu: install  ## On a machine with a GPU: run the tests that need one
 	@$(PYTEST) $(BIN)/pytest tests/generate/test_cuda.py -m "slow or not slow" $(ARGS)
 
 lint: install  ## Check style and format
@@ -122,7 +122,7 @@ docs: install  ## Write docs/settings.md from the docstrings of the settings
 bench-overhead: install  ## Measure what a round costs beside the two models
 	@$(BIN)/python examples/round_overhead.py $(ARGS)
 
-bench-gpu: install  ## On a machine with a GPU: measure the published pairs, and print a report for an issue
+bench-gpu: install  ## On a machine with a GPU: measure targets of real shapes, and print a report for an issue
 	@$(BIN)/python examples/bench_gpu.py $(ARGS)
 
 clean:  ## Remove caches and build output (keeps .venv and the downloaded models)

@@ -87,7 +87,9 @@ def set_agreement(target: CausalLM, rate: float) -> float:
     ids = torch.randint(1, target.config.vocab_size, (1, SAMPLE), device=target.device)
     draft = with_layers(target, [0])
     guesses = draft(ids).logits[0].argmax(-1)
-    weights = [part.weight for layer in target.model.layers[1:] for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    weights = [
+        part.weight for layer in target.model.layers[1:] for part in (layer.self_attn.o_proj, layer.mlp.down_proj)
+    ]
     low, high, scale, found = 1e-4, 10.0, 1.0, 0.0
     for _ in range(14):
         wanted = (low * high) ** 0.5
@@ -147,7 +149,10 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
         found[COMPILED] = lambda n: contest.run(n, cache_implementation="static")
     if contest.rows == 1:
         draft = with_layers(target, [0])
-        draft.generation_config.num_assistant_tokens, draft.generation_config.num_assistant_tokens_schedule = 5, "constant"
+        draft.generation_config.num_assistant_tokens, draft.generation_config.num_assistant_tokens_schedule = (
+            5,
+            "constant",
+        )
         draft.generation_config.assistant_confidence_threshold = 0.0
         found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
         for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True)):
@@ -155,7 +160,8 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
             lookup = SpecDecPPAssistant.from_lookup(target, speculation=settings)
             found[name] = lambda n, lookup=lookup: contest.run(n, lookup)  # type: ignore[misc]
     assistants = {
-        name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name])) for name in ours
+        name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name]))
+        for name in ours
     }
     for name, assistant in assistants.items():
         found[name] = lambda n, assistant=assistant: contest.run(n, assistant)  # type: ignore[misc]
@@ -208,7 +214,9 @@ def main() -> None:
     parser.add_argument("--no_compile", action="store_true", help="leave transformers' compiled generation out")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("There is no GPU here that torch sees, so there is nothing to report. --device cpu runs all of it anyway.")
+        sys.exit(
+            "There is no GPU here that torch sees, so there is nothing to report. --device cpu runs all of it anyway."
+        )
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     print(f"# On a GPU\n\n{machine(options.device)}\n```console\n{' '.join(['python', *sys.argv])}\n```\n", flush=True)
     for shape in options.shapes:

@@ -27,8 +27,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.clocks import computing_clock
-from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.models.early_exit import early_exit
 
 LAYERS, NEW_TOKENS, WARM_UP, FORWARDS = 28, 96, 2, 10
@@ -36,10 +34,8 @@ LENGTH = 4  # candidates of a chain
 SHARES = {"all accepted": 0.0, "some accepted": 0.15}  # of what layers 3 to 27 add
 SPECULATION: dict[str, dict[str, Any]] = {
     "ours, fixed 4": {"rule": "fixed", "num_tokens": LENGTH},
-    "ours, fixed 4, compiled": {"rule": "fixed", "num_tokens": LENGTH, "compile": True},
     "ours, throughput": {"rule": "throughput"},
     "ours, not speculating": {"rule": "throughput", "costs": {"draft": 1.0, "verify": [1.0, 2.0, 3.0]}},
-    "ours, throughput, compiled": {"rule": "throughput", "compile": True},
     "ours, dyspec tree of 8": {"tree": "dyspec", "tree_budget": 8, "tree_depth": 4},
 }
 
@@ -118,22 +114,6 @@ def bare_forwards(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
     return {f"{count} token{'s' * (count > 1)}": partial(forward, count) for count in (1, 2, LENGTH + 1)}
 
 
-def draft_steps(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
-    """Steps of the draft over one candidate each, after a text of 60 tokens, as drafting in chains takes them."""
-    drafter = SpecDecPPAssistant.from_early_exit(target, 3).ready_drafter()
-    drafter.compile_steps(wanted=True)
-    vocab_size = target.config.vocab_size
-    sessions = {"as ever": DraftSession(drafter, vocab_size), "compiled": drafter.chain_session(vocab_size)}
-
-    @torch.inference_mode()
-    def steps(session: Reading) -> None:
-        session.begin_round(torch.arange(60 if session.length == 0 else 1)[None], 0)
-        for count in range(FORWARDS + 1):
-            session.step([torch.tensor(7)] * count)
-
-    return {name: partial(steps, session) for name, session in sessions.items()}
-
-
 def milliseconds(
     actions: dict[str, Callable[[], object]], repetitions: int, *devices: torch.device
 ) -> dict[str, float]:
@@ -183,11 +163,7 @@ def main() -> None:
     of_one = Table("a forward over", "ms", "times that over 1 token", title=f"the target alone, {options.dtype}")
     for name, spent in forwards.items():
         of_one.add_row(name, f"{spent / FORWARDS:.2f}", f"{spent / forwards['1 token']:.2f}")
-    steps = milliseconds(draft_steps(target), 4 * options.repetitions)
-    of_steps = Table("a step of the draft", "ms", "times faster", title=f"the draft alone, {options.dtype}")
-    for name, spent in steps.items():
-        of_steps.add_row(name, f"{spent / (FORWARDS + 1):.2f}", f"{steps['as ever'] / spent:.2f}")
-    Console().print(of_one, of_steps)
+    Console().print(of_one)
 
 
 if __name__ == "__main__":

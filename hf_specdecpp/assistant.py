@@ -28,6 +28,7 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.trees.drawing import DrawnTree
+from hf_specdecpp.warming.rehearsal import warm_up
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -106,30 +107,29 @@ class SpecDecPPAssistant(Making):
             yield
 
     def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
-        """Make and compile all that single texts of up to `max_length` tokens need, so that the first one pays nothing.
+        """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it.
 
-        Of the target a pass of each width that `speculation` may lead to, of a draft with `compile=True` its steps, and
-        with `rule="throughput"` its costs are measured if they are not known. Nothing is learned of it: statistics,
-        estimates, costs and torch's generators stay as they are. Afterwards `generate()` compiles nothing for texts
-        of up to that length, with these options and settings, in a cache that it makes itself.
+        A text is generated that makes what texts may make: a pass of the target of each width that `speculation` may
+        lead to, the draft's steps, in a cache of each size; with `rule="throughput"` costs are measured if they are
+        not known. Nothing is learned of it: statistics, estimates, known costs and torch's generators stay as they
+        are. Afterwards `generate()` captures nothing for texts of up to that length, with these options and settings.
 
         Args:
             max_length (tokens): of prompt and answer together, at most.
             target: an attached one, where there are several.
-            options: of `generate()`, as later calls will have them, such as `compile_config` or `do_sample`; a static
-                cache is taken unless they say otherwise.
+            options: of `generate()`, as later calls will have them, such as `do_sample`.
 
         Returns:
             Seconds that it took.
 
         Raises:
-            ValueError: nothing can be compiled here, the length makes no sense, or the target is not attached.
+            ValueError: nothing can be captured here, the length makes no sense, or the target is not attached.
         """
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         if len(targets) != 1 or not attached.is_attached(self, targets[0]):
             raise ValueError(
                 f"This assistant is attached to {len(attached.targets_of(self))} targets, so it is not known whose "
-                "passes to compile. Attach it, assistant.attach(model), and pass target=model where there are several."
+                "passes to capture. Attach it, assistant.attach(model), and pass target=model where there are several."
             )
         return warm_up(self.setup(), targets[0], max_length, options)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.compiling import traced_drafts, traced_only, untraced  # noqa: F401 - fixtures
+from support.capturing import pretended  # noqa: F401 - a fixture
 from support.hub_server import HubServer, point_client_at
 from support.models import partly_agreeing, tiny
 from support.repos import save_model

@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
 from hf_specdecpp.caches.static import num_rows, widen, width_of
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CACHE_NAMES, CausalLM, cache_among
 
 WITHOUT = "Leave cache_implementation unset and pass no StaticCache"
 
@@ -30,7 +30,7 @@ def check_static(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, An
         raise ValueError(f"A static cache cannot be used here: {reason}. {WITHOUT}.")
 
 
-def prepare_static(target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int) -> None:
+def prepare_static(model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int) -> None:
     """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused.
 
     Args:
@@ -40,9 +40,7 @@ def prepare_static(target: CausalLM, model_kwargs: dict[str, Any], config: Gener
     cache = cache_among(model_kwargs)
     # Else the user's own; made by `generate()` for this text, nobody else uses it.
     if isinstance(cache, StaticCache) and config.cache_implementation is not None:
-        # As long as the longest of this target, like those that transformers makes: another size is compiled for anew.
-        longest = max(config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
-        widen(cache, longest, width_of(most_in_tree + 1) if most_in_tree else 0)
+        widen(cache, config.max_length - 1, width_of(most_in_tree + 1) if most_in_tree else 0)
 
 
 def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, keeps_windows: bool) -> str | None:
@@ -62,6 +60,20 @@ def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int
             'cache_implementation="static" makes keeps it)'
         )
     return None
+
+
+def as_growing(
+    target: CausalLM, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """With a cache that grows in the place of a static one that `generate()` has made for this text: captured passes
+    have a cache of their own, into which a growing one is copied."""
+    cache = cache_among(model_kwargs)
+    if not isinstance(cache, StaticCache) or cache.offloading or config.cache_implementation is None:
+        return config, model_kwargs
+    config = copy.copy(config)
+    config.cache_implementation = None
+    growing = DynamicCache(config=target.config.get_text_config(decoder=True))
+    return config, {name: growing if name in CACHE_NAMES else each for name, each in model_kwargs.items()}
 
 
 def as_static(config: GenerationConfig, model_kwargs: dict[str, Any]) -> GenerationConfig:

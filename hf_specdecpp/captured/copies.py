@@ -1,4 +1,4 @@
-"""The model that captured passes run: a copy of a model's modules that shares its tensors, with an attention of ours."""
+"""The model that captured passes run: a copy of a model's modules that shares its tensors, with our own attention."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def grouped_attention(
 
 
 PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
+NOTES = {"_previous_max_cache_length"}  # that `generate()` leaves at a model, and which decide nothing of a pass
 
 def for_groups(mask: Any, model: CausalLM) -> Any:
     """A mask, or several by kind of layer, in the form that `grouped_attention` uses without changing it: made once for
@@ -153,7 +154,7 @@ def _value(attribute: Any) -> Any:
         return {
             name: each if type(each) in PLAIN else _value(each)
             for name, each in attribute.items()
-            if not isinstance(each, Tensor | nn.Module)
+            if not isinstance(each, Tensor | nn.Module) and name not in NOTES
         }
     if isinstance(attribute, list | tuple | set):
         return [_value(each) for each in attribute]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -80,8 +81,10 @@ class Graphs:
 
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed during a capture may end it
+        # Kernels for another device than the current one would run, and the graph would be empty.
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
-            with torch.random.fork_rng([self.device] if self._pool is not None else []):
+            with on_device, torch.random.fork_rng([self.device] if self._pool is not None else []):
                 return captured(function, restore, self._pool)
         except Exception as error:  # a foreign forward may do anything
             reason = str(error).strip().splitlines() or [""]
@@ -92,13 +95,19 @@ class Graphs:
             restore()
 
 
+@cache
+def _side_stream(_device: int) -> Any:
+    """The current device's: with each further stream libraries allocate a workspace, and keep it."""
+    return torch.cuda.Stream()
+
+
 def captured(function: Callable[[], None], restore: Callable[[], None], pool: Any) -> Graph:
     """A CUDA graph of a function, which has run some times before.
 
     Args:
         restore: takes back what a run has changed, so that the next one finds the room that it expects.
     """
-    stream = torch.cuda.Stream()
+    stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):

@@ -91,7 +91,8 @@ class RoomCache(Cache):
         return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._made())
 
     def _made(self) -> list[Any]:
-        return [layer for layer in self.layers if layer.is_initialized]
+        layers: list[Any] = self.layers
+        return [layer for layer in layers if layer.is_initialized]
 
     def clear(self) -> None:
         """Hold nothing. What was written is overwritten, since even a hidden row must not be infinite or NaN."""

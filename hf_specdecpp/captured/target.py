@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.captured.copies import for_capture, for_groups, identity
-from hf_specdecpp.captured.graphs import Graphs, lasting
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
@@ -28,7 +29,7 @@ class Slot:
     Attributes:
         tokens: `[1, width]`.
         ancestors, depths: `[width, width]` bool and `[width]`: who sees whom, as `inputs_in_place` takes them.
-        outputs: logits `[1, width, vocab]`, then the chosen states, `[1, width, size]` each; none before the first pass.
+        outputs: logits `[1, width, vocab]`, then the chosen states, `[1, width, size]` each; none before a pass.
     """
 
     tokens: Tensor
@@ -80,18 +81,18 @@ class CapturedTarget:
         self.graphs = Graphs(self.device)
         self._cache_argument, self._longest = cache_argument(self.model), longest_text(target)
         self._num_layers = num_room_layers(target.config.get_text_config(decoder=True)) or 0
-        self._rooms: dict[tuple[int, int], Room] = {}  # by tokens, and dimensions of positions
+        self._rooms: dict[tuple[int, torch.Size], Room] = {}  # by tokens, and shapes of positions
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # the states of the latest pass, by what is watched
         self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
-        self._dimensions = 0
+        self._positions = torch.Size()
         self.room: Room = None  # type: ignore[assignment]  # until a text begins
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> tuple[int, torch.Size]:
         """Which room the text is in, for the keys of graphs."""
-        return self.room.cache.room, self._dimensions
+        return self.room.cache.room, self._positions
 
     @property
     def num_bytes(self) -> int:
@@ -105,22 +106,21 @@ class CapturedTarget:
             shown: `[num_tokens]` bool, which of its rows the target sees; `None` for all.
             position: `[..., 1]` of the next token.
         """
-        self.held, self._dimensions = num_tokens, position.dim()
+        self.held, self._positions = num_tokens, position.shape
         self.room = self._room_for(num_tokens + 1)
         self.room.cache.clear()
         self.room.cache.read(cache, num_tokens)
         self.room.prompt.shown.fill_(True)
         if shown is not None:
             self.room.prompt.shown[:num_tokens] = shown
-        self.room.prompt.offset.copy_(position[..., -1:] - num_tokens)
+        self.room.prompt.offset.copy_(position - num_tokens)
 
     def _room_for(self, num_tokens: int) -> Room:
-        key = room_for(num_tokens), self._dimensions
+        key = room_for(num_tokens), self._positions
         if key not in self._rooms:
             with lasting():
                 shown = torch.ones(key[0], dtype=torch.bool, device=self.device)
-                shape = (3, 1, 1) if self._dimensions > 2 else (1, 1)
-                offset = torch.zeros(shape, dtype=torch.long, device=self.device)
+                offset = torch.zeros(self._positions, dtype=torch.long, device=self.device)
             self._rooms[key] = Room(RoomCache(self._num_layers, key[0], self.device), Prompt(shown, offset))
         return self._rooms[key]
 
@@ -159,7 +159,7 @@ class CapturedTarget:
             `logits` `[1, n, vocab]`, and the `states` `[1, n, size]` that are watched. The next pass writes over them.
 
         Raises:
-            CannotCaptureError: nothing has been read then.
+            CannotCaptureError: of the first pass; nothing has been read then.
         """
         count = tokens.shape[1]
         width = width_of(count)
@@ -173,9 +173,21 @@ class CapturedTarget:
         def run() -> None:
             slot.keep(self.forward(room, slot.tokens, slot.ancestors, slot.depths))
 
-        self.graphs.run(("read", width, *self.place, tree is not None, self._reads), run)
+        self._run(("read", width, *self.place, tree is not None, self._reads), run)
         logits, *states = (each[:, :count] for each in slot.outputs)
         return SimpleNamespace(logits=logits, states=states)
+
+    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
+        """Run a function by its graph. In the middle of a text one that cannot be captured runs as it is."""
+        if self.why_not is not None and key not in self.graphs:
+            return function()
+        try:
+            return self.graphs.run(key, function)
+        except CannotCaptureError as error:
+            if not self.checked:
+                raise
+            self.why_not = f"its pass cannot be captured ({error})"
+            return function()
 
     def forward(self, room: Room, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
         """What is captured: the model's pass over `tokens` `[1, width]` after the text; its arguments as in `Slot`.
@@ -231,9 +243,9 @@ class CapturedTarget:
 
         if key not in self.graphs:  # a capture moves several times, so every row to where it is
             rows.copy_(torch.arange(width, device=self.device))
-            self.graphs.run(key, move)
+            self._run(key, move)
         rows[: len(path)] = path
-        self.graphs.run(key, move)
+        self._run(key, move)
 
     def _path_rows(self, width: int) -> Tensor:
         """`[width]`, where a path's rows are written."""

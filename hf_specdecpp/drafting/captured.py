@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ logger = logging.get_logger("hf_specdecpp")
 
 SEVERAL = 8  # tokens of the wider of the two captured steps of a chain
 Read = Callable[..., tuple[Tensor, Tensor]]
+_choosing = Lock()
 
 
 def read(
@@ -97,10 +99,13 @@ class CapturedSteps:
 
     def lease(self, num_tokens: int, user: object) -> RoomCache:
         """An empty cache with room for so many tokens, until `user` is no more."""
-        fitting = [cache for cache in self._free if cache.room >= num_tokens]
+        with _choosing:
+            fitting = [cache for cache in self._free if cache.room >= num_tokens]
+            if fitting:
+                # Of those of one size the latest that was given back: most has been captured for it.
+                cache = min(reversed(fitting), key=lambda cache: cache.room)
+                self._free.remove(cache)
         if fitting:
-            cache = min(fitting, key=lambda cache: cache.room)
-            self._free.remove(cache)
             cache.clear()
         else:
             cache = RoomCache(self.num_layers or 0, room_for(num_tokens), self.device)
@@ -139,7 +144,7 @@ class CapturedSteps:
         states = arguments[1]
         size = 0 if states is None else states.shape[-1]
         shapes = tuple(each.shape for each in arguments[2:] if each is not None)
-        key = function.__name__, width, size, shapes, vocab_size
+        key = function.__name__, width, size, shapes, vocab_size, id(cache)  # another thread's text has another cache
         slot = self._slots.get(key)
         if slot is None:
             with graphs.lasting():
@@ -158,7 +163,7 @@ class CapturedSteps:
                 own.copy_(part)
 
         try:
-            self._graphs.run((*key, id(cache)), run, [cache.length])
+            self._graphs.run(key, run, [cache.length])
         except graphs.CannotCaptureError as error:
             self._give_up(self.drafter, str(error))
             return function(self.drafter, cache, *slot.arguments, vocab_size)

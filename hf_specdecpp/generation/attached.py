@@ -31,15 +31,16 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.rollback import check_states, num_rows
-from hf_specdecpp.caches.static_targets import as_static, check_static, prepare_static
+from hf_specdecpp.caches.static_targets import as_growing, as_static, check_static, prepare_static
+from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode, check_object
+from hf_specdecpp.generation.several.batch import BatchDecoding
+from hf_specdecpp.generation.several.ranks import RankDecoding, check_ranks, is_spread
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing, for_row
@@ -330,9 +331,11 @@ def decoding_of(
     """
     model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
     check_inputs(input_ids, model_kwargs)
+    count = input_ids.shape[0]
+    if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
+        config, model_kwargs = as_growing(target, config, model_kwargs)
     unused = _unused_layers(cache := cache_among(model_kwargs))
     check_static(target, input_ids, model_kwargs, config)
-    count = input_ids.shape[0]
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(logits_processor), count)
     if count > 1:
@@ -343,7 +346,7 @@ def decoding_of(
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
     most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
-    prepare_static(target, model_kwargs, config, most_in_tree)
+    prepare_static(model_kwargs, config, most_in_tree)
     if is_spread(target):
         kind = RankDecoding
     else:
@@ -386,6 +389,8 @@ def _batch_decoding(
             return decoding.run(input_ids)
         finally:
             assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
+            if assistant.speculation.graphs == "auto":
+                assistant.stats.uncaptured = "passes over several sequences are not captured"
 
     return run
 

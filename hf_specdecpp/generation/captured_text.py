@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,8 @@ from hf_specdecpp.trees.tree_pass import TreePass
 
 # Arguments of a forward that a captured pass knows.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+_choosing = Lock()
+IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
 
 class CapturedText:
@@ -40,8 +43,8 @@ class CapturedText:
     pending, mark, static = 0, None, None
 
     def __init__(self, prefix: Prefix, passes: CapturedTarget, reader: StateReader | None) -> None:
-        self.width = 0
-        self._prefix, self._passes = prefix, passes
+        self.passes, self.width = passes, 0
+        self._prefix = prefix
         passes.watch(reader)
         passes.begin(prefix.cache, prefix.rows, prefix.shown, prefix.position)
 
@@ -72,22 +75,18 @@ class CapturedText:
 
     def forward(self, **inputs: Any) -> Any:
         """A pass (`CapturedTarget.read`), with logits that later passes leave alone."""
-        outputs = self._passes.read(inputs["tokens"], inputs.get("tree"))
+        outputs = self.passes.read(inputs["tokens"], inputs.get("tree"))
         outputs.logits = outputs.logits.clone()
         return outputs
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:  # noqa: ARG002
         """Keep what was emitted of a pass, as in `Prefix`."""
         moves = path is not None and num_in_place(path.rows[:kept]) < kept
-        self._passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
-
-    @property
-    def passes(self) -> CapturedTarget:
-        return self._passes
+        self.passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
 
     def forget(self, count: int) -> None:
         """At the end of a text: its last `count` tokens, which were read, are not part of it."""
-        self._passes.held -= count
+        self.passes.held -= count
 
     def read_pending(self, input_ids: Tensor) -> None:
         """Nothing is ever pending."""
@@ -98,14 +97,14 @@ class CapturedText:
     @property
     def spent(self) -> tuple[int, float, int]:
         """Graphs of this target so far, seconds that making them took, and bytes of its rooms."""
-        graphs = self._passes.graphs
-        return len(graphs), graphs.seconds, self._passes.num_bytes
+        graphs = self.passes.graphs
+        return len(graphs), graphs.seconds, self.passes.num_bytes
 
     def give_back(self) -> Prefix:
         """Leave the text in its growing cache, and the passes to other texts."""
-        self._passes.write(self.cache)
-        self._passes.busy = False
-        self._prefix.num_settled = self._passes.held
+        self.passes.write(self.cache)
+        self.passes.busy = False
+        self._prefix.num_settled = self.passes.held
         return self._prefix
 
 
@@ -120,11 +119,12 @@ def captured_text(
     if (reason := _why_not(target, prefix, config)) is not None:
         return reason
     passes = captured_target(target, fuse)
-    if passes.busy:
-        return "another text is using the captured passes of this target"
     if passes.why_not is not None:
         return passes.why_not
-    passes.busy = True
+    with _choosing:
+        if passes.busy:
+            return "another text is using the captured passes of this target"
+        passes.busy = True
     try:
         text = CapturedText(prefix, passes, reader)
         if not passes.checked:
@@ -177,6 +177,8 @@ def _why_not(target: CausalLM, prefix: Prefix, config: GenerationConfig) -> str 
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
     given = {name for name, value in prefix.model_kwargs.items() if value is not None and value is not prefix.cache}
+    if prefix.model_kwargs.get(IMAGES) == {}:
+        given.remove(IMAGES)
     if others := given - KNOWN:
         return f"its forward is given {', '.join(sorted(others))}"
     if not prefix.makes_usual_inputs:

@@ -127,6 +127,7 @@ class AssistedDecoding:
         """The text in the cache that `generate()` returns."""
         if isinstance(self.prefix, CapturedText):
             self.stats.graphs, self.stats.graph_seconds, self.stats.graph_bytes = self.prefix.spent
+            self.stats.uncaptured = self.stats.uncaptured or self.prefix.passes.why_not
             if self._whole is not None:
                 self.stats.graphs += len(self._whole.graphs)
                 self.stats.graph_seconds += self._whole.graphs.seconds
@@ -156,12 +157,13 @@ class AssistedDecoding:
 
     def _prompt(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """The forward over the prompt and the first token, exactly as in plain `generate()`."""
-        outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.prefix.model_kwargs)
+        prefix: Any = self.prefix  # which is not captured yet
+        outputs = self.states.catch(self.target._prefill, input_ids, self.config, prefix.model_kwargs)
         cache = cache_among(outputs)
         check_prompt(outputs)
         check_numbers(self.target, outputs.logits, self.prefix.model_kwargs.get("attention_mask"))
         if self.generator.trees is not None:
-            self.prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
+            prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         self.stats.plain_passes += 1

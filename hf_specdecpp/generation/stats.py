@@ -13,6 +13,8 @@ PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
 # since a rule may stop drafting soon.
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
 FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
+# Of two calls the larger, since they count what there is by now; and the first that is given.
+LATEST, REASONS = ("state_bytes", "graphs", "graph_seconds", "graph_bytes"), ("suspect", "refusal", "uncaptured")
 
 
 @dataclass
@@ -320,12 +322,14 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "state_bytes", "rows", "suspect", "refusal", "remedies", "has_products"):
+            if item.name not in ("last_tree", "rows", "remedies", "has_products", *LATEST, *REASONS):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
-        total.state_bytes = max(self.state_bytes, other.state_bytes)
+        for name in LATEST:
+            setattr(total, name, max(getattr(self, name), getattr(other, name)))
         total.complete = self.complete and other.complete
-        total.suspect, total.refusal = self.suspect or other.suspect, self.refusal or other.refusal
+        for name in REASONS:
+            setattr(total, name, getattr(self, name) or getattr(other, name))
         total.remedies, total.has_products = other.remedies, self.has_products or other.has_products
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))

@@ -1,4 +1,5 @@
-"""A text's own passes, where those that its rounds make are not the target's usual ones: over a static cache."""
+"""A text's own passes, where those that its rounds make are not the target's usual ones: captured, or over a static
+cache."""
 
 from __future__ import annotations
 
@@ -8,15 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-ROUNDS = 3  # of each width or step: on CUDA the first compiles, the second records a graph, the third replays it
-
 
 @dataclass(frozen=True)
 class OwnPasses:
     """Passes of the widths that a text's rounds have, for costs to be measured (`throughput.measuring`).
 
-    Over a static cache they are filled up with dummies, and often compiled, so they take other times than passes over
-    a cache that grows, even in relation to one another.
+    They are filled up with dummies, so they take other times than passes over a cache that grows, even in relation to
+    one another; captured ones take far less.
 
     Args:
         make: makes a pass over the last token of the text and so many candidates, and forgets it; returns the logits
@@ -40,7 +39,6 @@ class OwnPasses:
         return counts
 
     def settle(self, most: int) -> None:
-        """Make passes of each width until all that is compiled for them is compiled."""
-        for _ in range(ROUNDS):
-            for count in self.counts(most):
-                self.make(count)
+        """Make a pass of each width, so that all of them are captured."""
+        for count in self.counts(most):
+            self.make(count)

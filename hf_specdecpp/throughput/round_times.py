@@ -14,7 +14,7 @@ from hf_specdecpp.clocks import are_sensible, typical
 from hf_specdecpp.config.costs import Costs
 
 TRUST = 3.0  # rounds of a text that count as much as all that was known of the same costs before
-MOST_CHANGE = 2.0  # times, in one text: compiling or a machine that sleeps is no cost of a round
+MOST_CHANGE = 2.0  # times, in one text: capturing or a machine that sleeps is no cost of a round
 EXPECTED = 0.1  # difference from the known cost, as a share of it
 SHORT = 7  # bits of the length of a text that counts as short: up to 127 tokens
 

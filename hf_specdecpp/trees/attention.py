@@ -22,7 +22,7 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 class Prompt(NamedTuple):
     """A prompt in a cache of fixed size.
 
-    Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, and its offset is -2: 6 is in row 3, at position 1.
+    Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, its offset is -2: 6 is in row 3, at position 1.
 
     Attributes:
         shown: `[room]` bool, false where a row is hidden from all queries.

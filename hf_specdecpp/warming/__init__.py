@@ -1,1 +1,1 @@
-"""What is compiled before the first text: passes of the target, steps of a draft."""
+"""What is captured before the first text."""

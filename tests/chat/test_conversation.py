@@ -204,7 +204,6 @@ def test_a_cache_of_the_models_own_choice_is_not_carried() -> None:
     model = model_of("llama")
     model.generation_config.cache_implementation = "static"
     talk = conversation(model)
-    talk.config.disable_compile = True
     said(talk, MESSAGES[0])
     said(talk, MESSAGES[1])
     assert [answer.carried for answer in talk.answers] == [0, 0]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.compiling import graphs
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt
 from support.pretend_devices import on_device, pretend_devices
@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    CompileConfig,
     DynamicCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -106,20 +105,21 @@ def check_rounds(ear: Ear, draft: Any, target: CausalLM, first: int = 0) -> None
         torch.testing.assert_close(logits, anew(draft, target, text, first), rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.skipif(not RETURNS_CHOSEN, reason="such drafts leave the target uncompiled")
-@pytest.mark.parametrize("settings", ["fixed", pytest.param("dyspec", marks=pytest.mark.slow)])
-def test_a_target_that_is_compiled(settings: str, traced_only: CompileConfig) -> None:
-    """The same text and candidates as beside the uncompiled one."""
+@pytest.mark.skipif(not RETURNS_CHOSEN, reason="such drafts leave the target uncaptured")
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> None:
+    """The same text and candidates as beside the uncaptured one."""
     target = target_for()
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": "static"}
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     expected = target.generate(TEXT, **how)
     assistant = assisted(target, adapt=False, **SETTINGS[settings])
     found = []
-    for further in ({"disable_compile": True}, {"compile_config": traced_only}):
-        assert graphs() == 0
-        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how, **further), expected)
+    for graphs in ("off", "auto"):
+        assert pretended["captured"] == 0
+        assistant.speculation.graphs = graphs
+        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
         found.append((assistant.stats.accepted, assistant.stats.drafted))
-    assert graphs() > 0
+    assert pretended["captured"] > 0
     assert found[0] == found[1]
     assert found[0][0] > 0
 

@@ -20,9 +20,9 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.several.batch import BatchDecoding
 
 FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
 OTHERS = ["qwen2", "qwen3", "phi3", "granite", "cohere", "gemma2", "cohere2"]

@@ -113,7 +113,7 @@ def test_static_caches(static: str, target: CausalLM, assistant: Any) -> None:
     def answer() -> Tensor:
         made = {"past_key_values": StaticCache(target.config, max_cache_len=80)}
         options = {"cache_implementation": "static"} if static == "name" else made
-        return target.generate(PROMPT, **GREEDY, disable_compile=True, **options)
+        return target.generate(PROMPT, **GREEDY, **options)
 
     with assistant.paused():
         plain = answer()
@@ -247,7 +247,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
         "there is no pad_token_id",
     ),
     "static batch": (
-        lambda: {"input_ids": BATCH, "cache_implementation": "static", "disable_compile": True},
+        lambda: {"input_ids": BATCH, "cache_implementation": "static"},
         "A static cache cannot be used here",
     ),
 }

@@ -15,8 +15,8 @@ from support.watchers import Collector, Recorder, tokenizer
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation.batch import BatchDecoding
 from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.several.batch import BatchDecoding
 
 LEVELS = 4
 RULES: list[dict[str, Any]] = [

@@ -1,34 +1,29 @@
-"""After `assistant.warm_up` nothing is compiled any more, and nothing else has changed."""
+"""After `assistant.warm_up` nothing is captured any more, and nothing else has changed; on pretended graphs."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from support.compiling import graphs
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from transformers import CompileConfig
+from support.capturing import generate
+from support.models import assistant_of, quiet_later_layers, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.captured.rooms import RoomCache
+from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import measuring
-from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.warming import passes
+from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.warming import rehearsal
 
-pytestmark = [
-    pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="drafts are not compiled there"),
-    pytest.mark.usefixtures("traced_drafts"),
-]
-
-LONGEST = 320  # two sizes of a draft's cache
-SHORT = 60  # one
+LONGEST, SHORT = 320, 60  # two rooms; one
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
+    "one": {"rule": "fixed", "num_tokens": 1},
     "threshold": {"rule": "threshold", "threshold": 0.8, "max_tokens": 9},
     "throughput": {"rule": "throughput", "costs": COSTS, "max_tokens": 9},
     "lookup": {"rule": "fixed", "num_tokens": 2, "lookup": True, "lookup_tokens": 12},
@@ -38,95 +33,140 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 7, "tree_depth": 4},
     "static": {"tree": "static", "tree_shape": [3, 2, 1], "lookup": True, "tree_budget": 12},
 }
+SAMPLING: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.3}]
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 
 
-def options(config: CompileConfig, **further: Any) -> dict[str, Any]:
-    return {"cache_implementation": "static", "compile_config": config, "pad_token_id": 0, **further}
-
-
-def texts(target: CausalLM, assistant: SpecDecPPAssistant, config: CompileConfig) -> None:
+def texts(target: CausalLM, assistant: SpecDecPPAssistant) -> None:
     """Short and long, greedy and sampled, up to the last token that there is room for."""
-    for length, further in ((3, 20), (12, 30), (250, 30), (LONGEST - 20, 20)):
-        for how in ({"do_sample": False}, {"do_sample": True, "temperature": 1.3}):
-            target.generate(prompt(length), assistant_model=assistant, max_new_tokens=further, **options(config), **how)
+    for length, further in ((3, 20), (12, 30), (240, 30), (LONGEST - 20, 20)):
+        for how in SAMPLING:
+            generate(target, assistant, length, max_new_tokens=further, **how)
 
 
-def warmed(kind: str, name: str, config: CompileConfig, longest: int = LONGEST) -> tuple[CausalLM, SpecDecPPAssistant]:
-    layers = {"independent": 1, "eagle3": 3}.get(kind, 2)  # few are traced in less time
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=layers))
-    assistant = assistant_of(kind, target, compile=True, **SETTINGS[name])
-    assert assistant.warm_up(longest, compile_config=config) > 0.0
-    return target, assistant
+def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssistant]:
+    target = quiet_later_layers(tiny("llama"))
+    return target, assistant_of(kind, target, **{**SETTINGS[name], **further})
 
 
-@pytest.mark.every(23)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.every(17)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_compiled_afterwards(kind: str, name: str, traced_only: CompileConfig) -> None:
-    target, assistant = warmed(kind, name, traced_only)
-    compiled = graphs()
-    assert compiled >= 4
-    texts(target, assistant, traced_only)
-    assert graphs() == compiled
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter[str]) -> None:
+    target, assistant = made(kind, name)
+    assert assistant.warm_up(LONGEST) > 0.0
+    captured = pretended["captured"]
+    assert captured >= 6
+    texts(target, assistant)
+    assert pretended["captured"] == captured
     assert assistant.stats.accepted > 0
+    assert assistant.stats.uncaptured is None
 
 
-def test_what_is_left_out_is_compiled_later(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["_read_target", "_read_draft"])
+def test_what_is_left_out_is_captured_later(
+    name: str, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test above can fail, by target and draft."""
-    for owner, name in ((OwnPasses, "settle"), (passes, "warm_up_steps")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, lambda *_: None)
-            target, assistant = warmed("independent", "fixed", traced_only, SHORT)
-        compiled = graphs()
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, **options(traced_only))
-        assert graphs() > compiled, name
+    target, assistant = made("independent", "fixed")
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal.RehearsedDecoding, name, lambda *_: None)
+        patch.setattr(rehearsal, "ROUNDS", 0)
+        assistant.warm_up(SHORT)
+    captured = pretended["captured"]
+    generate(target, assistant)
+    assert pretended["captured"] > captured
 
 
-@pytest.mark.usefixtures("untraced")
-def test_nothing_is_learned(traced_only: CompileConfig) -> None:
+@pytest.mark.parametrize("most", [2, 12, 64, 70, 200])
+def test_the_levels_that_trees_may_have(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kinds of passes over levels of trees with so many nodes are made, and no others."""
+    made: set[tuple[int, int]] = set()
+    session = CapturedTreeSession.__new__(CapturedTreeSession)
+
+    def read(before: int, count: int) -> tuple[int, int]:
+        return max(rehearsal.width_of(count), 4), max(rehearsal.width_of(before + count), 64)
+
+    fed = 0
+
+    def expand(_tree: DraftTree, nodes: list[int]) -> None:
+        nonlocal fed
+        if nodes != [0]:
+            made.add(read(fed, len(nodes)))
+        fed += len(nodes)
+
+    monkeypatch.setattr(session, "expand", expand)
+    monkeypatch.setattr(session, "keep", lambda _path: None)
+    for sizes in rehearsal.levels(most):
+        fed = 0
+        rehearsal._grow(session, 0, sizes)
+    # A level of `count` nodes, one of which gets a child, after the root and others.
+    possible = {read(before, count) for count in range(1, most) for before in range(1, most - count + 1)}
+    assert made == possible
+
+
+@pytest.mark.usefixtures("pretended")
+def test_nothing_is_learned() -> None:
     """What a text finds and leaves is the same with and without; torch's generators stay as they are."""
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    assistant = assistant_of(
-        "conditioned", target, compile=True, lookup=True, lookup_memory=100, **SETTINGS["threshold"]
-    )
-    target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, **options(traced_only, do_sample=True))
+    target, assistant = made("conditioned", "threshold", lookup=True, lookup_memory=100, keep_texts=500)
+    generate(target, assistant, do_sample=True)
     torch.manual_seed(3)
     before = torch.get_rng_state()
     stats, learned = copy.deepcopy(assistant.stats), assistant.memory.calibrations()
     answers, speculation = len(assistant.memory.answers.seen), assistant.speculation
-    assistant.warm_up(SHORT, compile_config=traced_only, do_sample=True)
+    kept = len(assistant.memory.texts.texts)
+    assistant.warm_up(SHORT, do_sample=True)
     assert torch.equal(torch.get_rng_state(), before)
     assert assistant.stats == stats
     assert assistant.memory.calibrations() == learned
     assert assistant.memory.learned[target].keys() == {(False, "DraftProbability", 1.0, 50, 1.0, False, 1.0)}
     assert len(assistant.memory.answers.seen) == answers
+    assert len(assistant.memory.texts.texts) == kept
     assert assistant.speculation is speculation
 
 
-@pytest.mark.usefixtures("untraced")
-def test_costs_are_measured_and_stay(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    assistant = assistant_of("conditioned", target, rule="throughput", max_tokens=3, compile=True)
+def test_costs_are_measured_and_stay(pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_known", {})
-    monkeypatch.setattr(measuring, "TARGET_SECONDS", 0.01)
-    assistant.warm_up(SHORT, compile_config=traced_only)
+    for name in ("TARGET_SECONDS", "DRAFT_SECONDS"):
+        monkeypatch.setattr(measuring, name, 0.01)
+    target, assistant = made("conditioned", "throughput", costs=None, max_tokens=3)
+    assistant.warm_up(SHORT)
     (known,) = measuring._known.values()
-    first = known.at(10)
-    assistant.warm_up(SHORT, compile_config=traced_only)
+    first, captured = known.at(10), pretended["captured"]
+    assistant.warm_up(SHORT)
     assert list(measuring._known.values()) == [known]
     assert known.at(10) is first
     assert not assistant.memory.learned
+    for length in (5, 20):
+        generate(target, assistant, length)
+    assert pretended["captured"] == captured, "also where measuring has had caches of its own"
+    assert list(measuring._known.values()) == [known]
 
 
-@pytest.mark.usefixtures("untraced")
-def test_what_cannot_be_warmed_up_is_said(traced_only: CompileConfig) -> None:
-    target = tiny("llama", num_hidden_layers=2)
-    assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2)
-    with pytest.raises(ValueError, match="Nothing is compiled here"):
+def test_rooms_are_made_once(pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made_rooms: list[int] = []
+    init = RoomCache.__init__
+
+    def note(cache: RoomCache, num_layers: int, room: int, device: torch.device) -> None:
+        made_rooms.append(room)
+        init(cache, num_layers, room, device)
+
+    monkeypatch.setattr(RoomCache, "__init__", note)
+    target, assistant = made("independent", "fixed")
+    assistant.warm_up(250)  # a pass with its dummies may reach beyond 256
+    assert sorted(made_rooms) == [256, 256, 512, 512]
+    generate(target, assistant, 240, max_new_tokens=10)
+    assert len(made_rooms) == 4
+    assert pretended["captured"] > 0
+
+
+def test_what_cannot_be_warmed_up_is_said() -> None:
+    target, assistant = made("early_exit", "fixed")
+    with pytest.raises(ValueError, match="Nothing can be captured here.*there are no CUDA graphs on cpu"):
         assistant.warm_up(LONGEST)
-    with pytest.raises(ValueError, match="Nothing is compiled here"):
-        assistant.warm_up(LONGEST, compile_config=traced_only, disable_compile=True)
+    assistant.speculation.graphs = "off"
+    with pytest.raises(ValueError, match=r"Nothing can be captured here.*SpeculationConfig.graphs is off"):
+        assistant.warm_up(LONGEST)
     for length in (3, 12.5, True):
         with pytest.raises(ValueError, match="whole number of tokens, at least"):
             assistant.warm_up(length)  # type: ignore[arg-type]
@@ -134,28 +174,43 @@ def test_what_cannot_be_warmed_up_is_said(traced_only: CompileConfig) -> None:
         assistant.warm_up(LONGEST, num_beams=2)
     with pytest.raises(ValueError, match="A batch of 2"):
         assistant.warm_up(LONGEST, num_return_sequences=2, do_sample=True)
-    assistant.warm_up(SHORT, compile_config=traced_only)
     assistant.detach()
     with pytest.raises(ValueError, match="attached to 0 targets"):
         assistant.warm_up(LONGEST)
     short = tiny("gpt2", n_positions=64)
     with pytest.raises(ValueError, match="at most 64"):
-        assistant_of("early_exit", short, rule="fixed", num_tokens=2, compile=True).warm_up(65)
+        assistant_of("early_exit", short, rule="fixed", num_tokens=2).warm_up(65)
 
 
-def test_either_alone(traced_only: CompileConfig) -> None:
-    """A target with a draft that runs as ever, and a draft beside a target that does."""
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=3)
-    assistant.warm_up(LONGEST, compile_config=traced_only)
-    compiled = graphs()
-    assert compiled == 3  # over 1, 2 and 4 tokens
-    texts(target, assistant, traced_only)
-    assert graphs() == compiled
-    assistant.speculation = SpeculationConfig("fixed", num_tokens=3, compile=True)
-    assistant.warm_up(SHORT, cache_implementation=None)
-    assert graphs() > compiled
-    compiled = graphs()
-    for length in (3, 12):
-        target.generate(prompt(length), assistant_model=assistant, max_new_tokens=30, pad_token_id=0, do_sample=False)
-    assert graphs() == compiled
+def test_a_text_that_would_end_at_once(pretended: Counter[str]) -> None:
+    """Nothing ends the rehearsal."""
+    target, assistant = made("independent", "fixed")
+    assistant.warm_up(SHORT, eos_token_id=list(range(48)), stopping_criteria=[lambda ids, _: torch.tensor([True])])
+    captured = pretended["captured"]
+    generate(target, assistant)
+    assert pretended["captured"] == captured > 0
+
+
+def test_the_last_positions(pretended: Counter[str]) -> None:
+    """Up to as many tokens as the models have positions for."""
+    target = tiny("gpt2", n_positions=64)
+    assistant = assistant_of("independent", target, rule="fixed", num_tokens=5)
+    assistant.warm_up(64)
+    captured = pretended["captured"]
+    plain, ours = (generate(target, each, 9, max_new_tokens=55) for each in (None, assistant))
+    assert torch.equal(ours, plain)
+    assert pretended["captured"] == captured
+
+
+def test_a_draft_alone(pretended: Counter[str]) -> None:
+    """Beside a target that cannot be captured."""
+    target = quiet_later_layers(
+        tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    )
+    draft = quiet_later_layers(tiny("llama"))
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**SETTINGS["fixed"]))
+    assistant.warm_up(SHORT)
+    captured = pretended["captured"]
+    generate(target, assistant, 12)
+    assert pretended["captured"] == captured == 2
+    assert "rotary" in str(assistant.stats.uncaptured)

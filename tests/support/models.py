@@ -110,13 +110,13 @@ def partly_agreeing(target: CausalLM, mix: float = 0.96, seed: int = 1) -> Causa
 
 def random_fusion(target: CausalLM, reads: Sequence[int] = (0, 1), share: float = 0.1) -> Fusion:
     """A fusion that mostly passes the embedding on, so that a draft of the first layers guesses some tokens."""
-    scale = share * target.get_input_embeddings().weight.std().float()
+    scale = share * target.get_input_embeddings().weight.std().float().cpu()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(2)
-        fusion = Fusion.untrained(target, reads)
+        fusion = Fusion.untrained(target, reads).cpu()
         for parameter in fusion.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
-    return fusion
+    return fusion.to(input_device(target))
 
 
 @torch.no_grad()

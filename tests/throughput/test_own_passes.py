@@ -1,4 +1,4 @@
-"""Costs of passes over a static cache: of the text's own passes, compiled where they are. Clocks are pretended."""
+"""Costs of captured passes, which are measured in the text itself. Clocks and graphs are pretended."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from support.models import assistant_of, partly_agreeing, prompt, tiny
 from torch import Tensor
-from transformers import CompileConfig
 
 from hf_specdecpp import SpecDecPPAssistant, files
-from hf_specdecpp.caches import compiled_passes
-from hf_specdecpp.caches.compiled_passes import CompiledPasses
+from hf_specdecpp.captured import target as captured_target
+from hf_specdecpp.captured.target import CapturedTarget, width_of
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation import candidate_generator
@@ -25,8 +22,8 @@ from hf_specdecpp.throughput import chains, measuring, trees
 from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.round_times import RoundTimes
 
-WIDTHS = {1: 1.0, 2: 1.5, 4: 2.0, 8: 2.25}  # seconds of compiled passes, which are pretended
-UNCOMPILED = 20.0
+WIDTHS = {1: 1.0, 2: 1.5, 4: 2.0, 8: 2.25}  # seconds of captured passes, which are pretended
+UNCAPTURED = 20.0
 
 
 class PretendedClock:
@@ -42,11 +39,11 @@ class PretendedClock:
         self.now += seconds
 
     def slow(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: Any) -> None:
-        """Let a function take so many seconds more; of a pass by its width."""
+        """Let a function take so many seconds more; of a captured pass by its width."""
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self.wait(seconds if isinstance(seconds, float) else seconds[kwargs["input_ids"].shape[1]])
+            self.wait(seconds if isinstance(seconds, float) else seconds[width_of(args[1].shape[1])])
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, timed)
@@ -77,7 +74,7 @@ def test_the_passes_that_fill_a_width_are_made() -> None:
     assert OwnPasses(make, 100, {}).counts(3) == [0, 1, 3]
     assert OwnPasses(make, 6, {}).counts(20) == [0, 1, 3], "seven candidates have no room"
     OwnPasses(make, 100, {}).settle(3)
-    assert made == [0, 1, 3] * 3
+    assert made == [0, 1, 3]
 
 
 def test_costs_are_those_of_the_passes(clock: PretendedClock) -> None:
@@ -87,7 +84,7 @@ def test_costs_are_those_of_the_passes(clock: PretendedClock) -> None:
         clock.now += WIDTHS[count + 1]
         return torch.zeros(count + 1, 128)
 
-    own = OwnPasses(make, 100, {"compiled": None})
+    own = OwnPasses(make, 100, {"captured": True})
     known = measuring.costs_of(
         measuring.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 5, own=own)
     )
@@ -98,54 +95,54 @@ def test_costs_are_those_of_the_passes(clock: PretendedClock) -> None:
 class Texts:
     """Generations of an assistant under `rule="throughput"`, whose passes take pretended times."""
 
-    def __init__(self, config: CompileConfig, **settings: Any) -> None:
-        self.config, self.target = config, tiny("llama", num_hidden_layers=1)  # is traced in less time
+    def __init__(self, **settings: Any) -> None:
+        self.target = tiny("llama", num_hidden_layers=1)
         self.assistant: SpecDecPPAssistant = assistant_of(
             "independent", self.target, rule="throughput", **{"max_tokens": 6, **settings}
         )
 
     def __call__(self, **options: Any) -> Tensor:
-        found: Tensor = self.target.generate(
-            prompt(), assistant_model=self.assistant, cache_implementation="static", compile_config=self.config,
-            **{"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options},
-        )  # fmt: skip
+        options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
+        found: Tensor = self.target.generate(prompt(), assistant_model=self.assistant, **options)
         return found
 
 
 GROWTHS: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"tree": "dyspec", "tree_budget": 6, "tree_depth": 3}}
 
 
-@pytest.mark.parametrize("growth", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
-def test_compiled_passes_are_measured_where_they_are_compiled(
-    growth: str, clock: PretendedClock, traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.usefixtures("pretended")
+def test_captured_passes_are_measured_where_they_are_captured(
+    growth: str, clock: PretendedClock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In the first text, and in no other; uncompiled ones, which take longer, are other costs, on disk, too."""
-    texts = Texts(traced_only, **GROWTHS[growth])
+    """In the first text, and in no other; uncaptured ones, which take longer, are other costs, on disk, too."""
+    texts = Texts(**GROWTHS[growth])
     plain = texts.target.generate(prompt(), max_new_tokens=40, do_sample=False, pad_token_id=0)
-    clock.slow(monkeypatch, CompiledPasses, "__call__", WIDTHS)
-    monkeypatch.setattr(measuring, "_time_target", lambda *_: pytest.fail("measured over a cache that grows"))
-    for _ in range(2):
+    clock.slow(monkeypatch, CapturedTarget, "read", WIDTHS)
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "_time_target", lambda *_: pytest.fail("measured over a cache that grows"))
+        for _ in range(2):
+            assert torch.equal(texts(), plain)
+            (known,) = measuring._known.values()
+            assert [known.measured.verify[width - 1] for width in WIDTHS] == pytest.approx(list(WIDTHS.values()))
+    texts.assistant.speculation.graphs = "off"
+    with texts.target.register_forward_pre_hook(lambda *_: clock.wait(UNCAPTURED)):
         assert torch.equal(texts(), plain)
-        (known,) = measuring._known.values()
-        assert [known.measured.verify[width - 1] for width in WIDTHS] == pytest.approx(list(WIDTHS.values()))
-    with texts.target.register_forward_pre_hook(lambda *_: clock.wait(UNCOMPILED)):
-        assert torch.equal(texts(disable_compile=True), plain)
     assert list(measuring._known.values())[0] is known
-    uncompiled = list(measuring._known.values())[1]
-    assert uncompiled.measured.verify == pytest.approx([UNCOMPILED] * 8)
+    uncaptured = list(measuring._known.values())[1]
+    assert set(uncaptured.measured.verify) == {UNCAPTURED}
     kept = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
-    passes = {each["of"]["passes"]["compiled"] is None: each["costs"]["measured"]["verify"][0] for each in kept}
-    assert passes == pytest.approx({True: UNCOMPILED, False: 1.0})
+    passes = {each["of"]["passes"] is None: each["costs"]["measured"]["verify"][0] for each in kept}
+    assert passes == pytest.approx({True: UNCAPTURED, False: 1.0})
 
 
-def test_what_is_done_once_a_text_is_no_cost_of_a_round(
-    clock: PretendedClock, traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("pretended")
+def test_what_is_done_once_a_text_is_no_cost_of_a_round(clock: PretendedClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at the target, and making plans. The rounds take what their passes take, to the last digit."""
     taken: list[RoundTimes] = []
-    texts = Texts(traced_only)
-    clock.slow(monkeypatch, CompiledPasses, "__call__", WIDTHS)
-    clock.slow(monkeypatch, compiled_passes, "_identity", 100.0)
+    texts = Texts()
+    clock.slow(monkeypatch, CapturedTarget, "read", WIDTHS)
+    clock.slow(monkeypatch, captured_target, "identity", 100.0)
     clock.slow(monkeypatch, chains, "solve", 100.0)
     learn = chains.ThroughputState.learn
 
@@ -165,12 +162,11 @@ def test_what_is_done_once_a_text_is_no_cost_of_a_round(
         assert all(seconds == pytest.approx(0.0) for each in times.drafts.values() for _, seconds in each)
 
 
-def test_plans_of_trees_are_made_between_rounds(
-    clock: PretendedClock, traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("pretended")
+def test_plans_of_trees_are_made_between_rounds(clock: PretendedClock, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[RoundTimes] = []
-    texts = Texts(traced_only, **GROWTHS["tree"])
-    clock.slow(monkeypatch, CompiledPasses, "__call__", WIDTHS)
+    texts = Texts(**GROWTHS["tree"])
+    clock.slow(monkeypatch, CapturedTarget, "read", WIDTHS)
     clock.slow(monkeypatch, trees, "solve", 100.0)
     monkeypatch.setattr(trees.TreeThroughput, "learn", lambda _, times: taken.append(times))
     begin = clock.now
@@ -179,21 +175,20 @@ def test_plans_of_trees_are_made_between_rounds(
     assert all(sum(each) < 100.0 for times in taken for passes in times.passes.values() for each in passes.values())
 
 
-def test_no_candidates_before_there_is_room_to_measure(clock: PretendedClock, traced_only: CompileConfig) -> None:
-    """A cache that is full but for the next token: the text is plain, and nothing is known of costs."""
-    texts = Texts(traced_only)
-    assert texts(max_new_tokens=1).shape[1] == prompt().shape[1] + 1
+def test_no_candidates_before_there_is_room_to_measure(clock: PretendedClock) -> None:
+    """A static cache that is full but for the next token: the text is plain, and nothing is known of costs."""
+    texts = Texts()
+    assert texts(max_new_tokens=1, cache_implementation="static").shape[1] == prompt().shape[1] + 1
     assert not measuring._known
     assert texts.assistant.stats.drafted == 0
+    assert clock.now == 0.0
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="such targets run uncompiled there")
-def test_warming_up_measures_the_compiled_passes(
-    clock: PretendedClock, traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = Texts(traced_only)
-    clock.slow(monkeypatch, CompiledPasses, "__call__", WIDTHS)
-    texts.assistant.warm_up(80, compile_config=traced_only)
+@pytest.mark.usefixtures("pretended")
+def test_warming_up_measures_the_captured_passes(clock: PretendedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = Texts()
+    clock.slow(monkeypatch, CapturedTarget, "read", WIDTHS)
+    texts.assistant.warm_up(80)
     (known,) = measuring._known.values()
     assert known.first.verify == pytest.approx((1.0, 1.5, 2.0, 2.0, 2.25, 2.25, 2.25))
     texts(max_new_tokens=20)

@@ -1,0 +1,1 @@
+"""Loops over several sequences at once, or over one in several processes."""

@@ -1,0 +1,183 @@
+"""Captures all that texts up to a length need, before the first of them (`warm_up`): by generating one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+
+from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
+from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession
+from hf_specdecpp.drafting.captured_trees import LEAST_NODES, LEAST_WIDTH, CapturedTreeSession
+from hf_specdecpp.generation.attached import decoding_of
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.captured_text import CapturedText
+from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.refusals import check_mode
+from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.several.ranks import is_spread
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
+from hf_specdecpp.throughput.memory import Memory
+from hf_specdecpp.trees.tree import DraftTree
+
+PROMPT, ROUNDS = 8, 2  # tokens; of the assistant's own, in each room
+
+
+class Rehearsal:
+    """An assistant from whose generations nothing is learned (`generation.attached.Assistant`)."""
+
+    def __init__(self, setup: DraftSetup) -> None:
+        self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
+        self.stats = SpeculationStats()
+
+    def start_generation(
+        self, target: CausalLM, config: GenerationConfig, logits_processor: Any, attention_mask: Tensor | None, *_: Any
+    ) -> SpecDecPPCandidateGenerator:
+        return SpecDecPPCandidateGenerator(self.setup, config, logits_processor, attention_mask, target=target)
+
+
+class RehearsedDecoding(AssistedDecoding):
+    """A text that moves from room to room, and makes in each all passes that may be made there."""
+
+    def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:  # noqa: ARG002 - nothing ends it
+        session, text = self.generator.session, self.prefix
+        if not isinstance(text, CapturedText) and not isinstance(session, CapturedSession):
+            raise ValueError(
+                f"Nothing can be captured here, so there is nothing to warm up. Of {type(self.target).__name__}: "
+                f"{self.stats.uncaptured or 'SpeculationConfig.graphs is off'}; nor can the draft's steps."
+            )
+        with self.generator.products:
+            self._plan(input_ids)
+            self.generator.times = None  # these rounds are unlike others
+            room, largest = LEAST_ROOM, room_for(self.config.max_length + self._further())
+            while room <= largest:
+                if isinstance(text, CapturedText):
+                    self._read_target(text, room, input_ids)
+                if isinstance(session, CapturedSession):
+                    self._read_draft(session, room, input_ids)
+                for _ in range(ROUNDS):
+                    input_ids, _ = self._round(input_ids)
+                room *= 2
+        return input_ids
+
+    def _first_stop(self, input_ids: Tensor, before: int, emitted: list[int], *_: Any) -> tuple[int, bool]:  # noqa: ARG002
+        return len(emitted), False
+
+    def _further(self) -> int:
+        """Rows that caches may need after the longest text."""
+        width = width_of(self.generator.setup.speculation.most_tokens + 1)
+        return 2 * width if self.generator.trees is not None else max(width, SEVERAL)
+
+    def _read_target(self, text: CapturedText, room: int, input_ids: Tensor) -> None:
+        """A pass of each width; of trees a path of each, too."""
+        text.passes.with_room(room)
+        own, most = self.own_passes(input_ids), self.generator.setup.speculation.most_tokens
+        own = replace(own, room=min(own.room, room - text.passes.held - 1))
+        own.settle(most)
+        for count in own.counts(most) if self.generator.trees is not None else []:
+            text.passes.keep(0, torch.arange(count + 1, device=self.device))
+
+    @torch.inference_mode()
+    def _read_draft(self, session: CapturedSession, room: int, input_ids: Tensor) -> None:
+        """Steps over one token and over several; of trees levels of each width."""
+        session.with_room(room)
+        tokens, states = input_ids[:, -2:], self.states.found
+        token = int(tokens[0, -1])
+        is_tree = isinstance(session, CapturedTreeSession)
+        for sizes in [[], *(levels(self.generator.setup.speculation.most_tokens) if is_tree else [])]:
+            for count in (2, 1, 2):
+                own = None if states is None else states[:, -1:].expand(-1, count, -1)
+                session.begin_round(tokens[:, -count:], 0, own)
+                if is_tree:
+                    _grow(session, token, sizes)
+                else:
+                    for place in range(3):
+                        session.step([tokens[0, -1]] * place)
+
+
+def _grow(session: CapturedSession, token: int, sizes: list[int]) -> None:
+    """A tree of which levels of so many nodes are read."""
+    tree, nodes = DraftTree(token), [0]
+    for size in (*sizes, 0):
+        session.expand(tree, nodes)
+        nodes = [tree.add(0, token) for _ in range(size)]
+    session.keep([])
+
+
+def levels(most: int) -> list[list[int]]:
+    """Sizes of levels below the root so that a draft reads one of each width, among as many nodes as trees of `most`
+    candidates may have.
+
+    Example: for trees of up to 12 one of 1 (the width is 4), one of 5 (8) and one of 9 (16).
+    """
+    found, nodes = [], LEAST_NODES
+    while nodes < 2 * (most + 1) or nodes == LEAST_NODES:
+        width = LEAST_WIDTH
+        while width <= nodes:
+            least = 1 if width == LEAST_WIDTH else width // 2 + 1
+            before = max(nodes // 2 - least, 0) if nodes > LEAST_NODES else 0  # nodes, beside the root
+            if before + least < max(most, 2):
+                found.append([before, least] if before else [least])
+            width *= 2
+        nodes *= 2
+    return found
+
+
+def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[str, Any]) -> float:
+    """Capture all that one text of up to `max_length` tokens needs: seconds that it took.
+
+    Raises:
+        ValueError: as `SpecDecPPAssistant.warm_up`.
+    """
+    longest = longest_text(target)
+    if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
+        raise ValueError(
+            f"max_length={max_length!r} must be a whole number of tokens, at least {PROMPT + 2}"
+            + (
+                f" and at most {longest:.0f}, which {type(target).__name__} has positions for."
+                if longest < 1e9
+                else "."
+            )
+        )
+    if is_spread(target):
+        raise ValueError("A target that is spread over several processes warms up with its first texts.")
+    device = input_device(target)
+    prompt = torch.arange(PROMPT, device=device)[None]
+    begin = time.perf_counter()
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            custom_generate=partial(_rehearse, Rehearsal(setup)),
+            **{**options, "max_length": max_length, "return_dict_in_generate": False},
+        )
+    return time.perf_counter() - begin
+
+
+def _rehearse(
+    assistant: Rehearsal,
+    target: CausalLM,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **kwargs: Any,
+) -> Tensor:
+    """In the place of transformers' decoding (`custom_generate`)."""
+    check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
+    if len(input_ids) > 1:
+        raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")
+    decode = decoding_of(
+        target, assistant, input_ids, logits_processor, stopping_criteria, generation_config,
+        kind=RehearsedDecoding, **kwargs,
+    )  # fmt: skip
+    text: Tensor = decode(input_ids)
+    return text

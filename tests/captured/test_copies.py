@@ -1,0 +1,113 @@
+"""The model that captured passes run: shared tensors, attention without copies, and when it no longer fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import prompt, tiny
+from torch import Tensor, nn
+
+from hf_specdecpp.captured.copies import GROUPED, for_capture, grouped_attention, identity
+from hf_specdecpp.models.causal_lm import CausalLM
+
+
+def attended(heads: int, shared: int, tokens: int, scaling: float | None) -> tuple[Tensor, Tensor]:
+    """Ours, and PyTorch's with keys and values copied for the heads that share them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    query, (key, value) = random(1, heads, tokens, 4), (random(1, shared, 16, 4) for _ in range(2))
+    mask = torch.arange(16) <= 9 + torch.arange(tokens)[:, None]
+    found, weights = grouped_attention(nn.Module(), query, key, value, mask[None, None], scaling=scaling)
+    assert weights is None
+    keys, values = (each.repeat_interleave(heads // shared, dim=1) for each in (key, value))
+    return found, F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling).transpose(1, 2)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (4, 1)], ids=["multi head", "grouped", "multi query"])
+def test_grouped_attention(heads: int, shared: int, tokens: int, scaling: float | None) -> None:
+    torch.testing.assert_close(*attended(heads, shared, tokens, scaling))
+
+
+def test_a_mask_for_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queries of a group lie head by head, so their masks must, too: one after another would be other tokens'."""
+    attend = F.scaled_dot_product_attention
+
+    def interleaved(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **how: Any) -> Tensor:
+        if attn_mask.dim() == 4:
+            attn_mask = attn_mask[:, :, : attn_mask.shape[2] // 3].repeat_interleave(3, dim=2)
+        return attend(query, key, value, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", interleaved)
+    found, expected = attended(6, 2, 5, None)
+    assert not torch.allclose(found, expected)
+
+
+@torch.no_grad()
+def test_a_copy_shares_tensors_and_leaves_the_model_as_it_is() -> None:
+    target = tiny("llama")
+    expected = target(prompt()).logits
+    copied = for_capture(target)
+    assert [each.data_ptr() for each in copied.parameters()] == [each.data_ptr() for each in target.parameters()]
+    assert copied.config._attn_implementation == GROUPED
+    assert target.config._attn_implementation == "sdpa"
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    torch.testing.assert_close(copied(prompt(), attention_mask=mask).logits, expected)
+    assert torch.equal(target(prompt()).logits, expected)
+
+
+def moved(target: CausalLM) -> None:
+    target.model.layers[0].mlp.down_proj.weight = nn.Parameter(target.model.layers[0].mlp.down_proj.weight + 1.0)
+
+
+def converted(target: CausalLM) -> None:
+    target.float()
+
+
+def another_module(target: CausalLM) -> None:
+    target.model.layers[1].mlp.act_fn = nn.Tanh()
+
+
+def hooked(target: CausalLM) -> None:
+    target.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def another_setting(target: CausalLM) -> None:
+    target.model.layers[1].self_attn.scaling = 2.0
+
+
+def another_config(target: CausalLM) -> None:
+    target.config.final_logit_softcapping = 3.0
+
+
+def in_training(target: CausalLM) -> None:
+    target.train()
+
+
+CHANGES = [moved, converted, another_module, hooked, another_setting, another_config, in_training]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_another_identity(change: Callable[[CausalLM], None]) -> None:
+    target = tiny("llama")
+    before = identity(target)
+    assert identity(target) == before
+    change(target)
+    assert identity(target) != before
+
+
+def test_what_generate_notes_of_its_caches_is_no_change() -> None:
+    """transformers keeps the size of its last static cache with the model."""
+    target = tiny("llama", num_hidden_layers=1)
+    target.generate(prompt(), max_new_tokens=1)
+    before = identity(target)
+    target.generate(prompt(), max_new_tokens=2, cache_implementation="static")
+    assert identity(target) == before

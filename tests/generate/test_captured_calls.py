@@ -1,0 +1,431 @@
+"""All that a `generate()` call may ask for and meet where its passes are captured; on pretended graphs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.capturing import CHAIN, SETTINGS, generate
+from support.families import informed_draft
+from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.multimodal import multimodal
+from support.outputs import PROCESSORS, assert_same, assert_same_cache, prefill
+from support.static_caches import static_cache
+from support.zoo import tiny_of
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.captured import graphs
+from hf_specdecpp.captured import target as captured_target
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
+from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.drafting import captured
+from hf_specdecpp.models.causal_lm import CausalLM
+
+pytestmark = pytest.mark.usefixtures("pretended")
+
+TREE = SETTINGS["static"]
+
+
+def made(family: str = "llama", kind: str = "early_exit", **settings: Any) -> tuple[CausalLM, SpecDecPPAssistant]:
+    target = quiet_later_layers(tiny(family))
+    return target, assistant_of(kind, target, **(settings or CHAIN))
+
+
+def passes_of(target: CausalLM) -> CapturedTarget:
+    return captured_target._known[target][1]
+
+
+def assert_captured(assistant: SpecDecPPAssistant) -> None:
+    stats = assistant.stats
+    assert stats.uncaptured is None
+    assert stats.graphs > 0
+    assert stats.graph_bytes > 0
+    assert stats.accepted > 0
+
+
+# What is returned ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_records_and_a_cache_to_go_on_with(family: str, settings: dict[str, Any]) -> None:
+    target, assistant = made(family, **settings)
+    how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    plain, ours = (generate(target, each, temperature=None, **how) for each in (None, assistant))
+    assert_captured(assistant)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert_same((ours.scores, ours.logits), (plain.scores, plain.logits))
+    assert_same_cache(ours.past_key_values, plain.past_key_values)
+    further = [
+        target.generate(each.sequences, past_key_values=each.past_key_values, max_new_tokens=9, pad_token_id=0)
+        for each in (ours, plain)
+    ]
+    assert torch.equal(*further)
+
+
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+def test_turns_with_a_users_cache(settings: dict[str, Any]) -> None:
+    """Turns of the assistant and of plain generation, in turn, on the same object."""
+    target, assistant = made(**settings)
+    cache, text = DynamicCache(config=target.config), prompt()
+    for turn, helper in enumerate((assistant, assistant, None, assistant)):
+        text = torch.cat((text, prompt(5, seed=turn)), dim=1)
+        how: dict[str, Any] = {"attention_mask": torch.ones_like(text), "max_new_tokens": 20, "pad_token_id": 0}
+        plain = target.generate(text, do_sample=False, **how)
+        text = target.generate(text, do_sample=False, assistant_model=helper, past_key_values=cache, **how)
+        assert torch.equal(text, plain)
+        assert_same_cache(cache, prefill(target, text[:, :-1]))
+    assert_captured(assistant)
+
+
+class Pieces(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_gets_the_text() -> None:
+    target, assistant = made()
+    pieces = Pieces()
+    text = generate(target, assistant, streamer=pieces)
+    assert_captured(assistant)
+    assert pieces.tokens == text[0].tolist()
+    assert pieces.ended
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eos_token_id": [5, 6, 7, 8, 9]},
+        {"stopping_criteria": [lambda ids, _: torch.tensor([ids.shape[1] >= 19])]},
+        PROCESSORS["many"],
+        PROCESSORS["logits_processor"],
+        PROCESSORS["repetition_penalty"],
+    ],
+    ids=["end", "criterion", "many processors", "in order", "repetitions"],
+)
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+def test_ends_and_processors(settings: dict[str, Any], options: dict[str, Any]) -> None:
+    target, assistant = made(**settings)
+    assert torch.equal(generate(target, assistant, **options), generate(target, None, **options))
+    assert_captured(assistant)
+
+
+def test_windows_longer_than_the_text() -> None:
+    target = quiet_later_layers(tiny("gemma3_text", sliding_window=400))
+    assistant = assistant_of("early_exit", target, **CHAIN)
+    for length in (5, 240):
+        assert torch.equal(generate(target, assistant, length), generate(target, None, length))
+    assert_captured(assistant)
+
+
+def test_up_to_the_last_position() -> None:
+    """Dummies need no position that the text does not."""
+    target = tiny("gpt2", n_positions=64)
+    assistant = assistant_of("independent", target, rule="fixed", num_tokens=5)
+    plain, ours = (generate(target, each, 9, max_new_tokens=55) for each in (None, assistant))
+    assert torch.equal(ours, plain)
+    assert_captured(assistant)
+
+
+def test_images_and_positions_in_three_dimensions() -> None:
+    """A prompt with an image is not captured, text alone is."""
+    target, inputs = multimodal("qwen2.5 vl")
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = target.generate(**inputs, **how)
+    draft = informed_draft(plain, target.config.get_text_config().vocab_size)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
+    assert torch.equal(target.generate(**inputs, assistant_model=assistant, **how), plain)
+    assert "its forward is given" in str(assistant.stats.uncaptured)
+    plain = generate(target, None, eos_token_id=None)
+    draft = informed_draft(plain, target.config.get_text_config().vocab_size)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
+    assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
+    assert_captured(assistant)
+
+
+# Static caches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_static_cache_that_generate_makes(family: str, settings: dict[str, Any]) -> None:
+    """Gives way to captured passes; texts of other lengths capture nothing again."""
+    target, assistant = made(family, **settings)
+    before = None
+    for count in (12, 20, 30):
+        how: dict[str, Any] = {"cache_implementation": "static", "max_new_tokens": count}
+        assert torch.equal(generate(target, assistant, **how), generate(target, None, **how))
+        assert_captured(assistant)
+        assert before in (None, passes_of(target))
+        before = passes_of(target)
+
+
+def test_a_static_cache_of_the_users_own() -> None:
+    """Is read and written by uncaptured passes, and said."""
+    target, assistant = made()
+    cache = static_cache(target)
+    text = generate(target, assistant, past_key_values=cache)
+    assert torch.equal(text, generate(target, None))
+    assert assistant.stats.uncaptured == "the text is in a StaticCache"
+    assert int(cache.get_seq_length()) == text.shape[1] - 1
+
+
+def test_static_caches_where_nothing_is_to_be_captured() -> None:
+    target, assistant = made(**CHAIN, graphs="off")
+    how: dict[str, Any] = {"cache_implementation": "static", "return_dict_in_generate": True}
+    ours = generate(target, assistant, **how)
+    assert type(ours.past_key_values).__name__ == "StaticCache"
+    assert torch.equal(ours.sequences, generate(target, None, **how).sequences)
+
+
+# Captures ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_captured_again(pretended: Counter[str]) -> None:
+    """Once a text of each room was there: also of the draft's steps."""
+    target, assistant = made(kind="conditioned", **CHAIN)
+    for turn in range(2):
+        before = pretended["captured"]
+        for length in (12, 240):
+            generate(target, assistant, length)
+            generate(target, assistant, length, do_sample=True)
+        assert (pretended["captured"] == before) == (turn > 0)
+
+
+def added_adapter(target: CausalLM) -> None:
+    adapted: Any = get_peft_model(target, LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False))
+    adapted.double()
+
+
+def other_weights(target: CausalLM) -> None:
+    for layer in target.model.layers:
+        layer.mlp.down_proj.weight = nn.Parameter(3.0 * layer.mlp.down_proj.weight.detach())
+
+
+def a_hook(target: CausalLM) -> None:
+    target.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: 2.0 * output)
+
+
+def a_setting(target: CausalLM) -> None:
+    target.model.layers[1].self_attn.scaling = 2.0
+
+
+def weights_in_place(target: CausalLM) -> None:
+    with torch.no_grad():
+        target.model.layers[1].mlp.down_proj.weight *= 3.0
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("change", [added_adapter, other_weights, weights_in_place, a_setting, a_hook])
+def test_a_target_that_is_changed_is_captured_anew(
+    change: Callable[[CausalLM], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for weights that are written to in place, which graphs read. Unnoticed, the text would be the old one's."""
+    for looks in (True, False):
+        target, assistant = made(kind="independent", **CHAIN)
+        with monkeypatch.context() as patch:
+            if not looks:
+                patch.setattr(captured_target, "identity", lambda _: [])
+            before = generate(target, assistant)
+            assert torch.equal(before, generate(target, None))
+            passes = passes_of(target)
+            change(target)
+            plain, ours = generate(target, None), generate(target, assistant)
+        assert not torch.equal(plain, before)
+        in_place = change is weights_in_place
+        assert (passes_of(target) is passes) == (in_place or not looks)
+        assert torch.equal(plain, ours) == (looks or in_place)
+
+
+def test_passes_go_with_their_target() -> None:
+    target, assistant = made()
+    generate(target, assistant)
+    passes = weakref.ref(passes_of(target))
+    assert passes() is not None
+    del target, assistant
+    gc.collect()
+    assert passes() is None
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [12, 20])  # after the prompt's own pass, and in a later round
+def test_an_exception_gives_the_passes_back(length: int) -> None:
+    target, assistant = made()
+    generate(target, assistant)
+    cache, text = DynamicCache(config=target.config), prompt()
+
+    def fails(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= length:
+            raise KeyboardInterrupt
+        return scores
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(target, assistant, past_key_values=cache, logits_processor=[fails])
+    assert not passes_of(target).busy
+    emitted = assistant.stats.generated
+    read = 12 + emitted - 1 if emitted else 0
+    assert cache.get_seq_length() == read
+    whole = generate(target, None)
+    if emitted:
+        assert_same_cache(cache, prefill(target, whole[:, :read]))
+        ours = target.generate(
+            whole[:, : read + 1], past_key_values=cache, do_sample=False, pad_token_id=0, max_length=whole.shape[1]
+        )
+        assert torch.equal(ours, whole)
+    assert torch.equal(generate(target, assistant), whole)
+    assert assistant.stats.uncaptured is None
+    assert text.shape[1] == 12
+
+
+class Waiting(nn.Module):
+    """A layer that asks the device for a number."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) * (1.0 if float(hidden.sum()) < 1e9 else 0.0)
+
+
+def test_a_target_that_cannot_be_captured_says_so() -> None:
+    target, assistant = made(kind="independent", **CHAIN)
+    target.model.layers[1].mlp = Waiting(target.model.layers[1].mlp)
+    plain = generate(target, None)
+    for _ in range(2):
+        assert torch.equal(generate(target, assistant), plain)
+        assert "its pass cannot be captured (RuntimeError" in str(assistant.stats.uncaptured)
+        assert not passes_of(target).busy
+    ours = generate(target, assistant, return_dict_in_generate=True)
+    assert_same_cache(ours.past_key_values, prefill(target, plain[:, :-1]))
+
+
+def test_a_width_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a text, as where memory ends: the text goes on uncaptured."""
+    target, assistant = made(kind="independent", **TREE)
+    plain = generate(target, None)
+    capture = Graphs._capture
+
+    def fails(graphs: Any, function: Any, changes: Any) -> Any:
+        if len(graphs) > 1:
+            raise CannotCaptureError("OutOfMemoryError: no memory")
+        return capture(graphs, function, changes)
+
+    monkeypatch.setattr(Graphs, "_capture", fails)
+    for _ in range(2):
+        ours = generate(target, assistant, return_dict_in_generate=True)
+        assert torch.equal(ours.sequences, plain)
+        assert_same_cache(ours.past_key_values, prefill(target, plain[:, :-1]))
+        assert assistant.stats.accepted > 0
+        assert assistant.stats.uncaptured == "its pass cannot be captured (OutOfMemoryError: no memory)"
+
+
+def test_a_draft_that_cannot_be_captured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(captured.logger, "warning", told.append)
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assistant_of("independent", target, **CHAIN)
+    model: Any = assistant.ready_drafter().model
+    model.model.layers[0].mlp = Waiting(model.model.layers[0].mlp)
+    assistant.speculation.graphs = "off"
+    expected, accepted = generate(target, assistant), assistant.stats.accepted
+    assistant.speculation.graphs = "auto"
+    for _ in range(2):
+        assert torch.equal(generate(target, assistant), expected)
+        assert assistant.stats.accepted == accepted > 0, "its cache is intact after the capture that failed"
+    assert len(told) == 1
+    assert "cannot be captured as CUDA graphs here (RuntimeError" in told[0]
+
+
+def test_two_texts_at_once() -> None:
+    """The second goes uncaptured, says so, and is right; then a third is captured again."""
+    target, assistant = made()
+    other = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig(**CHAIN))
+    plain = generate(target, None)
+    begun, go_on = threading.Event(), threading.Event()
+    found: list[Tensor] = []
+
+    class Waits(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            if value.dim() == 2 and passes_of_is_busy(target):
+                begun.set()
+                go_on.wait(60)
+
+        def end(self) -> None:
+            pass
+
+    def first() -> None:
+        found.append(generate(target, assistant, streamer=Waits()))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert begun.wait(60)
+    second = generate(target, other)
+    go_on.set()
+    thread.join()
+    assert torch.equal(second, plain)
+    assert torch.equal(found[0], plain)
+    assert other.stats.uncaptured == "another text is using the captured passes of this target"
+    assert assistant.stats.uncaptured is None
+    generate(target, other)
+    assert other.stats.uncaptured is None
+
+
+def passes_of_is_busy(target: CausalLM) -> bool:
+    return target in captured_target._known and passes_of(target).busy
+
+
+REASONS: dict[str, tuple[Callable[[], CausalLM], dict[str, Any], str]] = {
+    "states": (lambda: tiny("llama"), {"output_hidden_states": True}, "the states"),
+    "rope": (
+        lambda: tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        {},
+        "rotary frequencies change",
+    ),
+    "another forward": (lambda: tiny_of("falcon"), {"eos_token_id": None}, "a captured pass is off by"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasons(name: str) -> None:
+    make, options, reason = REASONS[name]
+    target = make()
+    assistant = assistant_of("independent", target, **CHAIN)
+    plain = generate(target, None, **options)
+    assert torch.equal(generate(target, assistant, **options), plain)
+    assert reason in str(assistant.stats.uncaptured)
+    assert assistant.stats.graphs == 0
+
+
+def test_batches_say_so() -> None:
+    target, assistant = made()
+    ids = torch.cat((prompt(), prompt(seed=1)))
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **how), target.generate(ids, **how))
+    assert assistant.stats.uncaptured == "passes over several sequences are not captured"
+
+
+def test_without_cuda_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, assistant = made()
+    monkeypatch.setattr(graphs, "can_capture", lambda device: device.type == "cuda")
+    generate(target, assistant)
+    assert assistant.stats.uncaptured == "there are no CUDA graphs on cpu"

@@ -1,0 +1,20 @@
+"""Captured texts are plain generation's, and the same is drafted as uncaptured; on pretended graphs."""
+
+from __future__ import annotations
+
+import pytest
+from support.capturing import SETTINGS, assert_captured_as_uncaptured
+from support.models import quiet_later_layers, tiny
+
+FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
+KINDS = ("independent", "early_exit", "conditioned", "eagle3")
+
+
+@pytest.mark.every(27)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("pretended")
+def test_captured_as_uncaptured(family: str, kind: str, name: str) -> None:
+    """From a prompt of 3 tokens, and from a padded one whose text outgrows a room; texts longer than windows."""
+    assert_captured_as_uncaptured(kind, quiet_later_layers(tiny(family)), **SETTINGS[name])

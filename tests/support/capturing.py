@@ -1,0 +1,100 @@
+"""Captured texts beside those of the same assistant uncaptured, and of plain generation; on a CPU or on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.trees.tree import DraftTree
+from support.models import Rounds, assistant_of, prompt
+from support.pretend_graph import pretend_graphs
+
+CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": CHAIN,
+    "threshold": {"rule": "threshold", "threshold": 0.9},
+    "lookup": {**CHAIN, "lookup": True, "lookup_tokens": 12},
+    "dyspec": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 4},
+    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+}
+LENGTHS = (3, 236)  # of prompts: the second's text outgrows a room of 256
+PADDING = 5  # tokens before the second
+
+
+@pytest.fixture
+def pretended() -> Iterator[Counter[str]]:
+    """How often something was captured and replayed, which can be done on every device."""
+    with pretend_graphs() as counts:
+        yield counts
+
+
+def generate(target: CausalLM, assistant: Any, length: int = 12, padding: int = 0, **options: Any) -> Any:
+    """A text to a prompt of so many tokens, before them padding, under one seed."""
+    ids = prompt(length).to(target.device)
+    if padding:
+        ids = torch.cat((ids.new_zeros((1, padding)), ids), dim=1)
+        options = {"attention_mask": (ids != 0).long(), **options}
+    torch.manual_seed(0)
+    defaults = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    return target.generate(ids, assistant_model=assistant, **{**defaults, **options})
+
+
+def texts(target: CausalLM, assistant: Any, **options: Any) -> list[Tensor]:
+    """Of both prompts."""
+    first, second = LENGTHS
+    return [generate(target, assistant, first, **options), generate(target, assistant, second, PADDING, **options)]
+
+
+class Drawn(Rounds):
+    """What rounds drew and accepted, of trees, too."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        super().__init__(monkeypatch)
+        self.trees: list[Any] = []
+        update = SpecDecPPCandidateGenerator.update_tree
+
+        def note(generator: Any, tree: DraftTree, path: list[int]) -> None:
+            self.trees.append((list(tree.tokens), list(tree.parents), list(path)))
+            update(generator, tree, path)
+
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_tree", note)
+
+
+def drawn(target: CausalLM, assistant: SpecDecPPAssistant, sampled: bool) -> tuple[list[Tensor], Any]:
+    """Greedy texts, and sampled ones, and what their rounds drew, with nothing learned before."""
+    assistant.memory.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        rounds = Drawn(patch)
+        found = texts(target, assistant)
+        if sampled:
+            found += texts(target, assistant, do_sample=True, temperature=0.9)
+    return found, (rounds.outcomes, rounds.trees)
+
+
+def assert_captured_as_uncaptured(kind: str, target: CausalLM, sampled: bool = True, **settings: Any) -> None:
+    """Texts are plain generation's and, of the assistant uncaptured, all that rounds drew and accepted; and nothing is
+    captured for a room a second time."""
+    assistant = assistant_of(kind, target, adapt=False, **settings)
+    found, rounds = drawn(target, assistant, sampled)
+    stats = assistant.stats
+    assert stats.uncaptured is None
+    assert stats.accepted > 0
+    assert torch.equal(found[0], generate(target, None, LENGTHS[0]))
+    assert torch.equal(found[1], generate(target, None, LENGTHS[1], PADDING))
+    before = stats.graphs
+    again = texts(target, assistant)
+    assert assistant.stats.graphs == before > 0
+    assistant.speculation.graphs = "off"
+    expected, uncaptured_rounds = drawn(target, assistant, sampled)
+    assert assistant.stats.graphs == 0
+    assert all(map(torch.equal, found, expected))
+    assert rounds == uncaptured_rounds
+    assert all(map(torch.equal, again, found))
