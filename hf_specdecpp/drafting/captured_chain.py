@@ -44,7 +44,9 @@ class RoundRules:
     def key(self) -> Hashable:
         """All of this that a graph has in it."""
         processors = [*self.draft_processing.processors, None, *self.processing.processors]
-        described = tuple((type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors)
+        described = tuple(
+            (type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors
+        )
         judge = id(self.estimator) if isinstance(self.estimator, nn.Module) else type(self.estimator)
         return self.greedy, described, judge, self.threshold, self.min_tokens, self.verification
 
@@ -76,13 +78,14 @@ class CapturedChain:
         self.device, self.reads_states = session.device, session.reads_states
         steps = session.steps.drafter
         with lasting():
-            whole = {"dtype": torch.long, "device": self.device}
             width = most + 1 if self.reads_states else 2
-            self.tokens, self.last = torch.zeros((1, width), **whole), torch.zeros(1, **whole)
+            self.tokens = torch.zeros((1, width), dtype=torch.long, device=self.device)
+            self.last = torch.zeros(1, dtype=torch.long, device=self.device)
             self.states: Tensor | None = None
             if self.reads_states:
                 self.states = torch.zeros((1, width, steps.fusion.width), dtype=steps.dtype, device=self.device)
-            self.candidates, self.count = torch.zeros(most, **whole), torch.zeros((), **whole)
+            self.candidates = torch.zeros(most, dtype=torch.long, device=self.device)
+            self.count = torch.zeros((), dtype=torch.long, device=self.device)
             self.estimates = torch.zeros(most, device=self.device)
             self.q = None if greedy else torch.zeros((most, self.vocab_size), device=self.device)
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
@@ -102,7 +105,7 @@ class CapturedChain:
         if smaller is not None and smaller.room >= room:
             return smaller
         if room not in self._rooms:
-            self._rooms[room] = RoomCache(self.session.steps.num_layers, room, self.device)
+            self._rooms[room] = RoomCache(self.session.steps.num_layers or 0, room, self.device)
         self._cache = cache = self._rooms[room]
         cache.clear()
         if smaller is not None:
@@ -182,7 +185,7 @@ class CapturedChain:
             self.q[index] = step.q
         return step
 
-    def _count(self, k: int, judged: list[Tensor | None], rules: RoundRules) -> Tensor | int:
+    def _count(self, k: int, judged: list[Tensor | None], rules: RoundRules) -> Tensor:
         """How many of k candidates are submitted: the one at which the rule stops is."""
         known = [each for each in judged if each is not None]
         if known:

@@ -23,7 +23,8 @@ PLAIN: dict[str, Any] = {
     "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 24, "use_cache": True,
 }  # fmt: skip
 CHAINS = SpeculationConfig("fixed", num_tokens=4)
-# A draft that knows the text, in chains, uncaptured and captured (as far as a CPU can pretend); one of the target's own family in chains, trees and transformers' loop; and
+# A draft that knows the text, in chains, and these captured as far as a CPU can pretend; one of the target's own family
+# in chains, trees and transformers' loop; and
 # looking up, in a second text, what the first one was. A batch is one for each of these but the latter two.
 DOORS = ("told", "captured", "chain", "tree", "lookup", "unattached", "batch")
 # Families that nothing can be done for.
