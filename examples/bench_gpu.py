@@ -46,6 +46,10 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, 7 candidates": {"rule": "fixed", "num_tokens": 7},
     "ours, tree of 15": {"tree": "dyspec", "tree_budget": 15, "tree_depth": 5},
     "ours, throughput": {"rule": "throughput"},
+    "ours, 5 candidates, compile=True": {"rule": "fixed", "num_tokens": 5, "compile": True},
+    "ours, 7 candidates, compile=True": {"rule": "fixed", "num_tokens": 7, "compile": True},
+    "ours, tree of 15, compile=True": {"tree": "dyspec", "tree_budget": 15, "tree_depth": 5, "compile": True},
+    "ours, throughput, compile=True": {"rule": "throughput", "compile": True},
 }
 PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "plain passes, captured by us"
 PROMPT, SAMPLE = 64, 512  # tokens
@@ -127,8 +131,15 @@ class Contest:
             texts.append(self.generate(self.prompts[number % len(self.prompts)], **options))
             seconds.append(time.perf_counter() - begin)
         stats = None if assistant is None else assistant.stats
-        note = "" if stats is None else stats.uncaptured or f"{stats.graphs} graphs, {stats.graph_seconds:.1f} s"
+        note = "" if stats is None else stats.uncaptured or _spent(stats)
         return Result(first, seconds, 1.0 if stats is None else stats.tokens_per_pass, texts, note)
+
+
+def _spent(stats: Any) -> str:
+    rounds = max(stats.rounds, 1)
+    parts = {"device": stats.target_seconds, "host": stats.overhead_seconds + stats.draft_seconds}
+    split = ", ".join(f"{name} {1000 * seconds / rounds:.2f}" for name, seconds in parts.items())
+    return f"ms a round: {split}; {stats.graphs} graphs made in {stats.graph_seconds:.1f} s"
 
 
 def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, Callable[[int], Result]]:
@@ -144,8 +155,10 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
         )
         draft.generation_config.assistant_confidence_threshold = 0.0
         found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
-        lookup = SpecDecPPAssistant.from_lookup(target, speculation=SpeculationConfig(rule="fixed", lookup_tokens=1))
-        found[CAPTURED] = lambda n: contest.run(n, lookup)
+        for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True)):
+            settings = SpeculationConfig(rule="fixed", lookup_tokens=1, compile=fuses)
+            lookup = SpecDecPPAssistant.from_lookup(target, speculation=settings)
+            found[name] = lambda n, lookup=lookup: contest.run(n, lookup)  # type: ignore[misc]
     assistants = {
         name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name]))
         for name in ours

@@ -29,12 +29,11 @@ from hf_specdecpp.caches.masks import as_mask
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import read_json
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.learning import taught
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage
+from hf_specdecpp.training.distillation import stage, student
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
@@ -69,7 +68,6 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "twice the epochs": {".epochs": 2 * epochs},
         "KL and total variation as the loss": {".loss": "kl+tv"},
         "an EAGLE-3 layer": layer,
-        "an EAGLE-3 layer of 3.1": {**layer, ".fc_norm": True, ".norm_output": True},
         "an EAGLE-3 layer at the same rate": EAGLE3,
         "an EAGLE-3 layer, mixing at its rate": {**layer, ".fusion_learning_rate": rate / 3},
         "a block": {**BLOCK, ".learning_rate": rate / 3},
@@ -108,7 +106,7 @@ def share_answers(work: Path, folder: Path, share: float) -> None:
 @contextmanager
 def over_target_keys() -> Iterator[None]:
     """Within it drafts are trained over the target's keys and values."""
-    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(taught, "unrolled", read):
+    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(student, "unrolled", read):
         yield
 
 

@@ -76,7 +76,8 @@ def main() -> None:
     args = parser.parse_args()
     target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
     arms = [SpecDecPPAssistant.from_pretrained(args.assistant, target=target) for _ in range(2)]
-    arms[1].speculation.draft_successors = True
+    for mixes, arm in enumerate(arms):
+        arm.speculation.draft_successors = bool(mixes)
     if args.fixed:
         for arm in arms:
             arm.speculation.rule, arm.speculation.num_tokens = "fixed", args.fixed

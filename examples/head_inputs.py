@@ -12,7 +12,6 @@ best on the answers they were fitted on. Each is the mean of three fits.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.generation.setup import make_rule
@@ -121,9 +121,9 @@ def corrected(rows: dict[str, Tensor], network: nn.Module | None, width: int) ->
 def times(rows: dict[str, Tensor], estimates: Tensor, cost: float) -> list[float]:
     """Of a generated token in target passes, for each of the thresholds."""
 
-    def maker(threshold: float) -> partial:
+    def maker(threshold: float) -> StoppingRule:
         config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=MAX_TOKENS, adapt=False)
-        return partial(make_rule, config, DraftProbability())
+        return make_rule(config, DraftProbability())
 
     chains = list(recorded_chains(rows, {"head": estimates}, "before"))
     return [time_per_token(point, cost) for point in curve(maker, THRESHOLDS, chains, "head")]

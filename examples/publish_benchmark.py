@@ -4,7 +4,7 @@
 
 `bench/qwen` becomes `docs/benchmarks/qwen/report.md` with its pictures, as `specdecpp bench` wrote them; what was there
 before goes. Between its two marks the page then lists every report under `docs/benchmarks`, with what it says about
-itself: nothing is typed by hand. A single report can also renew the part "Speed" of a model card:
+itself: nothing is typed by hand. A single report can also renew the speeds in a model card:
 
     python examples/publish_benchmark.py bench/qwen --card hub_cards/specdecpp-qwen2.5-coder-1.5b-instruct/README.md
 """
@@ -20,6 +20,7 @@ from jinja2 import Template
 from hf_specdecpp.hub import card as cards
 
 SPEED = re.compile(r"## Speed\n.*?(?=(?:{% endif %}\n)?## Training\n)", re.DOTALL)
+OPENING = re.compile(r"(?<=\n\n)(Makes|Did not make|Drafts for) `generate\(\)`.*?(?=\n\n)", re.DOTALL)
 BEGIN, END = "<!-- reports: begin -->", "<!-- reports: end -->"
 
 
@@ -56,11 +57,12 @@ def _line(report: Path, page: Path) -> str:
 
 
 def renew_card(folder: Path, card: Path) -> None:
-    """Write the part "Speed" of a card as `specdecpp train` would, of the results in a folder."""
+    """Write the first sentences and the part "Speed" of a card as `specdecpp train` would, of results in a folder."""
     speeds = json.loads((folder / "results.json").read_text(encoding="utf-8"))["speeds"]
     template = Path(cards.__file__).with_name("card_template.md").read_text(encoding="utf-8")
     part = Template(SPEED.findall(template)[0]).render(training={"speed": speeds}, number=cards.number)
-    card.write_text(SPEED.sub(lambda _: part + "\n\n", card.read_text(encoding="utf-8")), encoding="utf-8")
+    text = OPENING.sub(lambda _: cards.opening(speeds), card.read_text(encoding="utf-8"), count=1)
+    card.write_text(SPEED.sub(lambda _: part + "\n\n", text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import check_head
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.hub import publishing
-from hf_specdecpp.kinds.kind import Made
 from hf_specdecpp.kinds.known import draft_name
-from hf_specdecpp.learning.learner import Learner, Lesson
-from hf_specdecpp.learning.taught import READER_RATE
 from hf_specdecpp.making import Making
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -97,15 +94,17 @@ class SpecDecPPAssistant(Making):
 
         `assistant_model=None` says nothing to transformers, so a single call cannot leave its default out.
         """
-        targets = [target for target in attached.targets_of(self) if attached.is_default(self, target)]
-        for target in targets:
-            attached.set_default(self, target, False)
-        try:
+        with attached.paused(self):
             yield
-        finally:
-            for target in targets:
-                if attached.is_attached(self, target):
-                    attached.set_default(self, target, True)
+
+    @contextmanager
+    def as_default(self, target: CausalLM) -> Iterator[None]:
+        """Within, calls of `target` in this thread that name no assistant use this one, which is attached to it.
+
+        The target's default assistant stays what it is: for other threads, and afterwards.
+        """
+        with attached.as_default(self, causal_lm.base_model(target)):
+            yield
 
     def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
         """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it.
@@ -167,7 +166,7 @@ class SpecDecPPAssistant(Making):
         drafter = self.ready_drafter()
         drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
         drafter.renew()
-        drafter.capture_steps(self.speculation.graphs == "auto")
+        drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
         return DraftSetup(
             drafter=drafter,
             head=self.head,
@@ -177,7 +176,15 @@ class SpecDecPPAssistant(Making):
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
+            trainable=self._trainable(drafter),
         )
+
+    def _trainable(self, drafter: Draft) -> frozenset[str]:
+        """`DraftSetup.trainable`."""
+        if "training" in self.kind.cannot or not drafter.places:
+            return frozenset()
+        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
+        return frozenset(name for name, is_missing in lacks.items() if is_missing)
 
     def start_generation(
         self,
@@ -207,74 +214,6 @@ class SpecDecPPAssistant(Making):
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """The draft model's own forward, for measuring it."""
         return self.ready_drafter().model(input_ids, **kwargs)
-
-    # Learning from what it drafts for --------------------------------------------------------------------------------
-
-    def learn(self, seconds: float | None = None, steps: int | None = None) -> Lesson:
-        """Teach the draft on the latest texts of attached targets, which `SpeculationConfig(keep_texts=N)` keeps.
-
-        Call it between texts. What changes is an adapter on the draft (and the fusion of a conditioned one), or an
-        EAGLE-3 layer; the target and what it says stay as they are. Of every five texts one is not learned from: it
-        tells whether the update helps, and one that does not is not kept. Steps are those of `specdecpp train --stage
-        distill`, without a pass of the target, and the optimiser goes on from call to call. What was learned of how
-        estimates come true is forgotten with every change, and learned anew by the next rounds.
-
-        Args:
-            seconds, steps: after which it ends, one of the two; 10 seconds by default. Measuring before and after takes
-                a little longer.
-
-        Raises:
-            ValueError: such a draft does not learn, with the reason, or there are too few texts.
-        """
-        if (reason := self.kind.cannot.get("learning")) is not None:
-            raise ValueError(f"This assistant drafts with {draft_name(self.config)} and does not learn: {reason}.")
-        seconds = 10.0 if seconds is None and steps is None else seconds
-        if (seconds is None) == (steps is None) or (seconds or steps or 0) <= 0:
-            raise ValueError(
-                f"seconds={seconds!r}, steps={steps!r}: give one of the two, above 0, to say when learning ends."
-            )
-        with torch.inference_mode(False):
-            learner, before = self._learning()
-            lesson = learner.learn(self.memory.texts, seconds, steps)
-            if lesson.is_kept:
-                self.published = self.published or before
-                with learner.drafting() as student:
-                    made = self.kind.taught(before, student)
-                config, known = copy.deepcopy(made.config), before.config.learned
-                config.learned = {
-                    "tokens": known.get("tokens", 0) + sum(learner.seen.values()),
-                    "texts": known.get("texts", 0) + len(learner.seen),
-                }
-                self._draft_as(replace(made, config=config))
-        return lesson
-
-    def unlearn(self) -> None:
-        """Make the draft what it was before it learned, bit for bit. `memory.clear()` forgets kept texts."""
-        self.learning = None
-        if self.published is not None:
-            self._draft_as(self.published)
-            self.published = None
-
-    def _learning(self) -> tuple[Learner, Made]:
-        """What teaches the draft, begun anew where it was moved, and what it began with."""
-        drafter = self.ready_drafter()
-        if self.learning is None or self.learning[0].student.drafter.device != drafter.device:
-            with torch.random.fork_rng():  # a generation's numbers are no business of an adapter's
-                torch.manual_seed(0)
-                student = self.kind.student(drafter)
-            learner = Learner(student, self.kind.learning_rate, READER_RATE, drafter.dtype)
-            self.learning = learner, Made(self.config, self.parts, drafter)
-        return self.learning
-
-    def _draft_as(self, made: Made) -> None:
-        """Draft with this one from the next text on; texts that are being generated end with the draft they began with.
-
-        Packed and int8 copies, captured steps and what was learned of rounds were another draft's, and go with it.
-        """
-        self.config, self.parts, self.drafter = made.config, made.parts, made.drafter
-        self.memory.forget_rounds()
-        self.packed.clear()
-        self.int8.clear()
 
     # Storing one -----------------------------------------------------------------------------------------------------
 
@@ -333,10 +272,20 @@ class SpecDecPPAssistant(Making):
                 "make a new one for this target."
             )
         self.drafter = self.kind.make(self.config, self.parts, target)
-        self.learning = None
-        self.memory.texts.clear()  # states of another target
-        if (was := self.published) is not None:
-            self.published = replace(was, drafter=self.kind.make(was.config, was.parts, target))
+        TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, draft_name(self.config))
+
+
+def drafts_by_itself(target: CausalLM) -> SpecDecPPAssistant:
+    """An assistant of which nothing has to be trained or named: with the multi-token layers of the target's checkpoint,
+    or where none can be read with candidates that are looked up in the text.
+
+    Raises:
+        ValueError: the target cannot be assisted.
+    """
+    try:
+        return SpecDecPPAssistant.from_mtp(target)
+    except (ValueError, OSError):
+        return SpecDecPPAssistant.from_lookup(target)

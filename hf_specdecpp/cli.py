@@ -46,9 +46,12 @@ def main(
 def demo(
     target: Annotated[str, typer.Option(help="Hub id or folder of the model to speed up.")],
     assistant: Annotated[
-        str | None, typer.Option(help="Hub id or folder of its assistant; by default an untrained early exit.")
+        str | None,
+        typer.Option(help="Hub id or folder of its assistant; by default the target's multi-token layers, or lookups."),
     ] = None,
-    layers: Annotated[str, typer.Option(help="Layers of the early exit: 4 for the first four, or 0,1,2,29.")] = "4",
+    layers: Annotated[
+        str | None, typer.Option(help="An untrained early exit drafts: 4 for the first four layers, or 0,1,2,29.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(*MAX_NEW_TOKENS, min=1, help="Length of an answer.")] = 64,
     prompt: Annotated[list[str] | None, typer.Option(help="What to ask; may be repeated.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
@@ -119,22 +122,8 @@ def train(
     push_to_hub: Annotated[
         str | None, typer.Option("--push_to_hub", "--push-to-hub", metavar="REPO_ID", help="Upload the result.")
     ] = None,
-    go_on: Annotated[
-        str | None,
-        typer.Option(
-            "--continue",
-            metavar="ASSISTANT",
-            help="Teach the draft of this assistant on answers in --data that its target wrote, into --output.",
-        ),
-    ] = None,
 ) -> None:
     """Train an assistant: answers, draft, head, calibration, evaluation, card. Goes on where it stopped."""
-    if go_on is not None:
-        others = (draft, layers, server, config, stage, push_to_hub)
-        if any(others) or not (data and output):
-            raise typer.BadParameter("--continue takes --data, --output and --target, and nothing else.")
-        _continue(go_on, data, output, target)
-        return
     try:
         from hf_specdecpp.training.command import run
     except ImportError as error:
@@ -193,7 +182,7 @@ def inspect(
     from hf_specdecpp.hub import conversion, inspection
     from hf_specdecpp.models.loading import quiet_loading
 
-    repository = Repository(repo, revision, subfolder)
+    repository = Repository.named(repo, revision, subfolder)
     try:
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)
@@ -236,21 +225,6 @@ def export(
     except (ValueError, OSError, EntryNotFoundError) as error:
         _fail(_about(error, assistant))
     _show_commands(exported, output, _console())
-
-
-def _continue(assistant: str, data: list[str], output: str, target: str | None) -> None:
-    from huggingface_hub.errors import EntryNotFoundError
-
-    from hf_specdecpp.models.loading import quiet_loading
-    from hf_specdecpp.training.continuing import go_on
-
-    try:
-        with quiet_loading():
-            for lesson in go_on(assistant, data, Path(output), target):
-                _console().print(_text(str(lesson)), soft_wrap=True)
-    except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(_about(error, assistant))
-    _console().print(_text(f"Written: {output}"), soft_wrap=True)
 
 
 def _fail(message: str) -> NoReturn:

@@ -50,7 +50,7 @@ def check_mtp(mtp: bool, assistant: str | None) -> None:
 
 
 def parse_names(names: str) -> list[str]:
-    """`"fixed*, svip"` as `["fixed*", "svip"]`."""
+    """`"fixed*, dyspec"` as `["fixed*", "dyspec"]`."""
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
@@ -88,7 +88,8 @@ def settings_from(cls: type[Settings], options: dict[str, Any]) -> Settings:
         ValueError: an option makes no sense.
     """
     parsers = {field.name: field.metadata["parse"] for field in fields(cls) if "parse" in field.metadata}  # type: ignore[arg-type]
-    return cls(**{name: parsers[name](value) if name in parsers else value for name, value in options.items()})
+    given = {name: value for name, value in options.items() if value is not None}
+    return cls(**{name: parsers[name](value) if name in parsers else value for name, value in given.items()})
 
 
 def _flags(field: Field[Any], hint: Any) -> list[str]:
@@ -102,7 +103,7 @@ def _default(field: Field[Any]) -> Any:
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     if default is MISSING:
         return inspect.Parameter.empty
-    if "parse" not in field.metadata:
+    if "parse" not in field.metadata or default is None:
         return default
     parts = default if isinstance(default, list) else [default]
     return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)

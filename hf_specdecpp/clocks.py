@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, median
 
 import torch
+
+TOLD_BY = 3  # turns in which a clock has to move
 
 
 def computing_clock(*devices: torch.device) -> Callable[[], float]:
@@ -26,7 +30,8 @@ def least_times(
     turns: int = 25,
     least: int = 2,
 ) -> dict[int, float]:
-    """Minimum time per action, round-robin.
+    """Minimum time per action, round-robin; where a coarse clock stood still, the mean. Without those that it cannot
+    tell at all.
 
     Args:
         actions: by name.
@@ -38,13 +43,34 @@ def least_times(
     first = list(actions)[:least]
     for name in first:
         actions[name]()  # warm up
-    times: dict[int, float] = {}
+    times: dict[int, list[float]] = {}
     end = time.perf_counter() + budget
-    for _ in range(turns):
+    for turn in range(turns):
         for name, action in actions.items():
             if time.perf_counter() > end and set(first) <= set(times):
-                return times
+                break
             begin = clock()
             action()
-            times[name] = min(times.get(name, float("inf")), clock() - begin)
-    return times
+            times.setdefault(name, []).append(clock() - begin)
+        if turn + 1 >= TOLD_BY and not sum(map(sum, times.values())) > 0.0:
+            return {}  # it stands, and so may the clock of the budget
+    found = {name: first_sensible(min(each), fmean(each)) for name, each in times.items()}
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def typical(times: Sequence[float]) -> float | None:
+    """The median; where a coarse clock stood still in most cases, the mean. `None` if it cannot tell.
+
+    Example: a clock ticks every 10 ms, and a pass takes one. Of 25 passes 22 take 0 s by it, and 3 take 10 ms: 1.2 ms.
+    """
+    return first_sensible(median(times), fmean(times))
+
+
+def first_sensible(*seconds: float) -> float | None:
+    """The first that computations can take: a clock that stands says 0, one that is set back says less."""
+    return next((each for each in seconds if are_sensible([each])), None)
+
+
+def are_sensible(times: Iterable[float]) -> bool:
+    """Whether computations can take these seconds."""
+    return all(0.0 < each < math.inf for each in times)

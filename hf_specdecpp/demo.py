@@ -14,11 +14,11 @@ from rich.text import Text
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant, drafts_by_itself
 from hf_specdecpp.cli_options import check_mtp, parse_layers
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.kinds.known import describe
+from hf_specdecpp.kinds.known import EARLY_EXIT, describe
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.showing import picture
@@ -44,7 +44,7 @@ class Answer:
 def run(
     target: str,
     assistant: str | None = None,
-    layers: str = "4",
+    layers: str | None = None,
     max_new_tokens: int = 64,
     prompts: list[str] | None = None,
     sample: bool = False,
@@ -57,8 +57,9 @@ def run(
 
     Args:
         target: Hub id or folder.
-        assistant: Hub id or folder of an assistant; by default an untrained early exit after `layers`.
-        layers: "4" for the first four layers of the target, or "0,1,2,29" for these.
+        assistant: Hub id or folder of an assistant; by default the target's own multi-token layers draft, or where its
+            checkpoint has none candidates are looked up in the text.
+        layers: an untrained early exit drafts: "4" for the first four layers of the target, or "0,1,2,29" for these.
         max_new_tokens: per answer.
         prompts: asked in turn, three of ours by default.
         sample: draw from the target's distribution (seeded) instead of taking its likeliest tokens.
@@ -86,7 +87,10 @@ def run(
     totals = SpeculationStats()
     seconds = {"plain": 0.0, "assisted": 0.0}
     differing = 0
-    questions = prompts or list(REPEATING if lookup else EXAMPLES)
+    looks_up = lookup or helper.kind.rests_on == "nothing"
+    questions = prompts or list(REPEATING if looks_up else EXAMPLES)
+    if looks_up and not prompts:
+        _print("prompts  ", "  answers that repeat their prompt, which suits lookups; --prompt asks others\n")
     for number, prompt in enumerate(questions, 1):
         _print(f"{number}/{len(questions)}  {prompt}", style="bold cyan")
         inputs = _encode(tokenizer, prompt).to(model.device)
@@ -108,25 +112,26 @@ def run(
     elif tree:
         console.print(f"\nNo tree to show: no round of rule={helper.speculation.rule!r} was worth a candidate.")
     if not differing:
-        _show_next(target, assistant, layers, lookup, mtp)
+        _show_next(target, assistant, layers, helper)
     else:
         _print(f"{differing} answers differ: please report this.", style="bold red")
         raise typer.Exit(1)
 
 
-def _load_assistant(name: str | None, layers: str, model: CausalLM, lookup: bool, mtp: bool) -> SpecDecPPAssistant:
+def _load_assistant(
+    name: str | None, layers: str | None, model: CausalLM, lookup: bool, mtp: bool
+) -> SpecDecPPAssistant:
+    make, note = SpecDecPPAssistant, ""
     if name is not None or mtp:
-        make = SpecDecPPAssistant
         assistant = make.from_mtp(model) if name is None else make.from_pretrained(name, target=model)
         assistant.speculation.lookup |= lookup
-        _print("assistant", f"  {name or describe(assistant.config)}\n")
-        return assistant
-    if lookup:
-        assistant = SpecDecPPAssistant.from_lookup(model)
-        _print("assistant", f"  {describe(assistant.config)}\n")
-        return assistant
-    assistant = SpecDecPPAssistant.from_early_exit(model, parse_layers(layers))
-    _print("assistant", f"  {describe(assistant.config)}, untrained, no head\n")
+    elif lookup:
+        assistant = make.from_lookup(model)
+    elif layers is not None:
+        assistant, note = make.from_early_exit(model, parse_layers(layers)), ", untrained, no head"
+    else:
+        assistant, note = drafts_by_itself(model), " (without --assistant or --layers)"
+    _print("assistant", f"  {name or describe(assistant.config)}{note}\n")
     return assistant
 
 
@@ -180,7 +185,7 @@ def _picture(question: str, plain: Answer, assisted: Answer, stats: SpeculationS
     name = Path(str(model.config.name_or_path)).name
     where = f"{name}, {str(model.dtype)[6:]} on {model.device.type}, {_threads()}"
     gain = f"{plain.seconds / assisted.seconds:.2f} times as fast; {stats.tokens_per_pass:.2f} tokens per target pass"
-    if stats.plain_pass_seconds is not None and stats.same_pass_seconds is not None:
+    if stats.has_products and stats.plain_pass_seconds is not None and stats.same_pass_seconds is not None:
         products = stats.plain_pass_seconds / stats.same_pass_seconds
         gain += f"; the faster CPU products alone would give {products:.2f}"
     made = f"specdecpp demo --svg, {where}; written here as fast as there"
@@ -200,16 +205,14 @@ def _report(stats: SpeculationStats, seconds: dict[str, float], sample: bool) ->
         console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
 
 
-def _show_next(target: str, assistant: str | None, layers: str, lookup: bool, mtp: bool) -> None:
+def _show_next(target: str, assistant: str | None, layers: str | None, helper: SpecDecPPAssistant) -> None:
     """What to type next: it is measured, an assistant is trained where none was given, and how this one is used."""
     if assistant is not None:
         made, ours = f"from_pretrained({assistant!r}, target=model)", f"--assistant {assistant}"
-    elif mtp:
-        made, ours = "from_mtp(model)", "--mtp"
-    elif lookup:
-        made, ours = "from_lookup(model)", "--lookup"
-    else:
+    elif layers is not None and helper.kind is EARLY_EXIT:
         made, ours = f"from_early_exit(model, layers={parse_layers(layers)})", f"--layers {layers}"
+    else:
+        made, ours = f"from_{helper.kind.name}(model)", f"--{helper.kind.name}"
     _print("\nmeasure it", f"  specdecpp bench --target {target} {ours} --quick")
     if assistant is None:
         _print("train one ", f"  specdecpp train --target {target} --data FILE --output DIR")

@@ -22,6 +22,7 @@ from transformers.utils.hub import extract_commit_hash
 
 CHECKPOINT, PICKLE = "model.safetensors", "pytorch_model.bin"  # of weights; only `hub/conversion.py` opens the latter
 INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # of weights in several files
+MOST_CONFIG_BYTES, MOST_LEVELS, MOST_TENSORS = 2**18, 50, 2**11
 
 
 @dataclass
@@ -38,6 +39,21 @@ class Repository:
     revision: str | None = None
     subfolder: str | None = None
     hub_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def named(
+        cls, name: str, revision: str | None = None, subfolder: str | None = None, hub_kwargs: Any = None
+    ) -> Repository:
+        """The same, where `org/repo/folder` may name a folder of a Hub repository."""
+        parts = name.split("/")
+        if subfolder is None and len(parts) > 2 and not {"", ".", "..", "~"} & set(parts) and not Path(name).exists():
+            name, subfolder = "/".join(parts[:2]), "/".join(parts[2:])
+        return cls(name, revision, subfolder, hub_kwargs or {})
+
+    @property
+    def full_name(self) -> str:
+        """The name with the folder, which `named` takes."""
+        return f"{self.name}/{self.subfolder}" if self.subfolder else self.name
 
     @property
     def is_local(self) -> bool:
@@ -59,7 +75,7 @@ class Repository:
                 )
             return path
         place = subfolder or None
-        with found(self.name):
+        with found(self.full_name):
             return Path(
                 hf_hub_download(self.name, filename, subfolder=place, revision=self.revision, **self.hub_kwargs)
             )
@@ -75,7 +91,7 @@ class Repository:
             root = Path(self.name)
         else:
             wanted = ["/".join(part for part in (self.subfolder, pattern) if part) for pattern in patterns]
-            with found(self.name):
+            with found(self.full_name):
                 root = Path(
                     snapshot_download(self.name, revision=self.revision, allow_patterns=wanted, **self.hub_kwargs)
                 )
@@ -102,14 +118,37 @@ def found(name: str) -> Iterator[None]:
         ) from error
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says; `ValueError` if it is none, or nested deeper than those who walk through it can go."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [found]
+    for _ in range(MOST_LEVELS):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [each for values in inner for each in values]
+    if level:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+    return found
+
+
+def read_fields(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """The named fields of a config; errors as below."""
+    found = read_json(path, most_bytes)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__} in the place of named fields. Download it again.")
+    return found
+
+
 def read_json(path: Path, most_bytes: int | None = None) -> Any:
     """Parse a JSON file; `ValueError` if it is none, or larger than `most_bytes`."""
     refuse_pointer(path)
     if most_bytes is not None and path.stat().st_size > most_bytes:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes; a file like it has at most {most_bytes:,}.")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a ValueError
+        return parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # numbers of thousands of digits are a ValueError
         raise ValueError(f"{path} is not valid JSON ({error}). Download or save it again.") from None
 
 
@@ -189,7 +228,17 @@ def _weights_or_index(source: Repository) -> Path | None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, or of those that an index names."""
+    """The tensors of a draft, of a file or of those that an index names; `ValueError` if no draft has so many."""
+    if path.name == INDEX:
+        count = len(read_json(path)["weight_map"]) if shards_of(path) else 0
+    else:
+        with _opened(path) as file:
+            count = len(file.keys())
+    if count > MOST_TENSORS:
+        raise ValueError(
+            f"{path} has {count:,} tensors, and a draft has {MOST_TENSORS:,} at most: it is something else. "
+            "Download it again, or name another repository."
+        )
     return load_shards(path) if path.name == INDEX else load_tensors(path)
 
 
@@ -229,10 +278,19 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
-    """Raise `ValueError` naming the tensors of `path` that hold NaN or infinity."""
+    """Raise `ValueError` naming the tensors of `path` that hold NaN or infinity, or numbers of a quantised model."""
+    small = [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() == 1]
+    if small:
+        raise ValueError(
+            f"{path} holds {str(tensors[small[0]].dtype)[6:]} in {', '.join(small[:9])}. Quantised weights are not "
+            "read here: look for the same in bfloat16."
+        )
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken:
-        raise ValueError(f"{path} holds NaN or infinite values in {', '.join(broken)}, so it cannot be used.")
+        raise ValueError(
+            f"{path} holds NaN or infinite values in {', '.join(broken[:9])}, so it cannot be used. Download it again, "
+            "or ask who made it."
+        )
 
 
 def load_strict(path: Path, expected: Mapping[str, Sequence[int]], hint: str) -> dict[str, Tensor]:
@@ -303,7 +361,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def recall(kind: str, of: dict[str, Any]) -> Any:
     """What was measured earlier on this machine, in another process too (`remember`), or `None`."""
     try:
-        return json.loads(_measured_path(kind, of).read_text(encoding="utf-8"))[kind]
+        return parse_json(_measured_path(kind, of).read_text(encoding="utf-8"))[kind]
     except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
         return None
 

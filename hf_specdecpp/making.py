@@ -21,11 +21,10 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.kinds.kind import Kind, Loading, Made, Parts
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.kinds.known import CONDITIONED, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of, taken_as_is
 from hf_specdecpp.kinds.lookup import NoDraft
 from hf_specdecpp.kinds.ready_made import TakenAsIs
-from hf_specdecpp.learning.learner import Learner
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -70,8 +69,6 @@ class Making(ModelInterface):
         self.stats = SpeculationStats()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
-        self.published: Made | None = None  # before it learned
-        self.learning: tuple[Learner, Made] | None = None  # and what its learner began with
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
 
@@ -107,9 +104,9 @@ class Making(ModelInterface):
         """Load draft, adapter, head and options from a Hub repo or a folder.
 
         Args:
-            repo_or_folder: Hub id or local folder, as written by `save_pretrained` or `specdecpp train`; or an EAGLE-3
-                or DFlash draft that others trained, in the original dialect or that of `speculators`, or a Gemma 4
-                assistant.
+            repo_or_folder: Hub id (`org/repo`, or `org/repo/folder`) or local folder, as written by `save_pretrained`
+                or `specdecpp train`; or an EAGLE-3 or DFlash draft that others trained, in the original dialect or that
+                of `speculators`, or a Gemma 4 assistant.
             target: attach to this model. A draft that rests on the target needs it here or in a later `attach`.
             revision, subfolder: of the assistant's repository.
             dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
@@ -118,8 +115,8 @@ class Making(ModelInterface):
                 object, which is left as and where it is.
             merge: of an early exit, as in `from_early_exit`.
             eagle3: how to read an EAGLE-3 draft of others where its config is silent or wrong: `norm_before_residual`,
-                `norm_output`, `rope_theta`, or `reads`, the target's layers whose outputs it reads, counted from 0.
-                `specdecpp inspect REPO --target ID` finds out.
+                `norm_output`, `rope_theta`, `own_embeddings=False` for the target's, or `reads`, the target's layers
+                whose outputs it reads, counted from 0. `specdecpp inspect REPO --target ID` finds out.
             default: make it the target's default assistant, which calls without one use, too (`attach`).
             hub_kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`: passed to every download.
 
@@ -130,7 +127,7 @@ class Making(ModelInterface):
         """
         hub_kwargs = check_hub_kwargs(hub_kwargs)
         target = None if target is None else causal_lm.base_model(target)
-        repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
+        repository = Repository.named(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
         if eagle3 is not None:
             kind_of(config).override(config, eagle3)
@@ -310,7 +307,7 @@ class Making(ModelInterface):
     ) -> Self:  # fmt: skip
         """`from_draft` with a draft that is taken as it is."""
         if isinstance(draft, str | Path):
-            config = load_config(repository := Repository(str(draft)))
+            config = load_config(repository := Repository.named(str(draft)))
             module = kind.load_module(config, repository)
         else:
             config, module = kind.of_model(draft)

@@ -318,7 +318,7 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     options += ["--sample", "--tree", "--lookup", "--svg", "x.svg", "--mtp"]
     assert run("demo", "--target", "a", *options).exit_code == 0
     assert calls == [
-        ("a", None, "4", 7, None, False, False, False, None, False),
+        ("a", None, None, 7, None, False, False, False, None, False),
         ("a", "b", "0,2", 5, ["c", "d"], True, True, True, Path("x.svg"), True),
     ]
 

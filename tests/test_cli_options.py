@@ -101,7 +101,7 @@ def test_parsing() -> None:
     assert parse_temperatures("0,0.7") == [0.0, 0.7]
     assert parse_sizes("1,4,8") == [1, 4, 8]
     assert parse_sizes("") == []
-    assert parse_names("fixed*, svip") == ["fixed*", "svip"]
+    assert parse_names("fixed*, dyspec") == ["fixed*", "dyspec"]
     assert parse_names("") == []
     with pytest.raises(ValueError, match="--layers 'four' must be a number"):
         parse_layers("four")

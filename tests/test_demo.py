@@ -49,6 +49,18 @@ def test_demo_compares_and_reports(target: str, mode: list[str]) -> None:
     assert "Loading weights" not in result.output
 
 
+@pytest.mark.parametrize("options", [[], ["--lookup"]])
+def test_without_an_assistant_candidates_are_looked_up(target: str, options: list[str]) -> None:
+    """And the prompts, which suit that, are said to do so."""
+    result = CliRunner().invoke(app, ["demo", "--target", target, *options, "--max-new-tokens", "4"])
+    assert result.exit_code == 0, result.output
+    note = "" if options else " (without --assistant or --layers)"
+    assert f"assistant  text that was seen before{note}\n" in result.output
+    assert "prompts    answers that repeat their prompt, which suits lookups; --prompt asks others" in result.output
+    assert f"measure it  specdecpp bench --target {target} --lookup --quick" in result.output
+    assert "SpecDecPPAssistant.from_lookup(model);" in result.output
+
+
 def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that were timed at another moment, here a thousand times too fast, do not decide."""
     seen = []
@@ -58,7 +70,7 @@ def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pyt
     assert result.exit_code == 0, result.output
     [(stats, seconds)] = seen
     assert stats.speedup == pytest.approx(seconds["plain"] / seconds["assisted"], rel=0.5)  # prompts are left out
-    assert stats.same_pass_speedup == pytest.approx(stats.speedup / 2)
+    assert stats.same_pass_seconds == pytest.approx(stats.plain_pass_seconds / 2)
 
 
 def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,19 +10,17 @@ import sys
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from support.distillation_files import prepare
-from support.models import tiny
-from support.repos import save_chat_model, save_model
+from support.models import assistant_of, tiny
+from support.repos import save_model
 from torch import Tensor
 from transformers import Trainer
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.trees.at_once import ending_chances
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -53,56 +51,18 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert statistics[-1].startswith("verdict")
 
 
-def test_learn_from_traffic(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = tiny("llama").float()
-    target = save_model(model, tmp_path / "target")
-    SpecDecPPAssistant.from_early_exit(model, 2).save_pretrained(tmp_path / "assistant")
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text("".join(json.dumps({"prompt": f"w{number} w7 w3"}) + "\n" for number in range(1, 5)))
-    arguments = ["learn_from_traffic.py", target, str(tmp_path / "assistant"), str(requests), str(tmp_path / "new")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    main = runpy.run_path(str(FOLDER / "learn_from_traffic.py"))["main"]
-    main.__globals__.update(LEARN_AFTER=2, SECONDS=0.01)
-    main(*arguments[1:])
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said if line.startswith("request")] == [
-        f"request {i}" for i in (1, 2, 3, 4)
-    ]
-    assert sum("tokens that were held out a first candidate" in line for line in said) == 2
-    assert (tmp_path / "new" / "config.json").exists()
-
-
-def test_learning_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stopped run goes on with what it has, and with given costs seconds are those of the rounds."""
-    target = save_chat_model(tmp_path / "target")
-    SpecDecPPAssistant.from_early_exit(tiny("llama"), 2).save_pretrained(tmp_path / "assistant")
-    file, costs, output = tmp_path / "prompts.jsonl", tmp_path / "costs.json", tmp_path / "found"
-    file.write_text("".join(json.dumps({"prompt": f"w{number} w7 w3"}) + "\n" for number in range(1, 9)))
-    costs.write_text(json.dumps({"draft": 0.0, "verify": [2.0, 2.0]}))
-    sources = [f"--{name}={file}" for name in ("prompts", "code", "published")]
-    sizes = ["--learn=6", "--test=2", "--learn-tokens=6", "--tokens=12", "--published-test=2", "--live=1"]
-    given = ["--costs", str(costs), str(costs), "--seconds", "0.01", f"--output={output}", "--kinds", "Spanish"]
-    module = runpy.run_path(str(FOLDER / "learning_gain.py"))
-    argv = ["learning_gain.py", target, str(tmp_path / "assistant"), *sources, *sizes, *given]
-    monkeypatch.setattr(sys, "argv", argv)
-    module["main"]()
-    table = capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*argv, "chat"])
-    module["main"]()
-    assert table.splitlines()[-1].endswith("0 greedy texts wrong.")
-    assert [line for line in table.splitlines() if line.startswith("| Spanish")] == [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("| Spanish")
-    ]
-    found = json.loads((output / "Spanish-0.json").read_text())
-    assert [row[0] for row in found["learned"]] == ["published", "corrected", "learned", "learned, corrected"]
-    plain, *drafted = found["live"]["greedy"]
-    assert plain[0] == plain[1] > 0
-    assert all(tokens == plain[0] and seconds == 2.0 * passes for tokens, passes, seconds in (plain, *drafted))
-    live = module["Live"](None, None, None)
-    live.assistant = SimpleNamespace(stats=SimpleNamespace(drafted_at=[4, 1]))
-    assert live._reckoned(Costs(draft=0.5, verify=(1.0, 2.0, 4.0)), 6) == 2 * 1.0 + 3 * 2.5 + 5.0
+@pytest.mark.parametrize("kind", ["conditioned", "independent"])
+def test_draft_temperatures(kind: str) -> None:
+    """The distributions along an answer are those of the draft and of the target after the same tokens."""
+    example = runpy.run_path(str(FOLDER / "draft_temperatures.py"))
+    target = tiny("llama").float()
+    drafter, ids = assistant_of(kind, target).ready_drafter(), torch.arange(3, 15)[None]
+    q, p = example["along"](drafter, target, ids, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(p, target(ids).logits[0, 3:-1])
+        if kind == "independent":
+            torch.testing.assert_close(q, drafter.model(ids).logits[0, 3:-1])
+    assert q.shape == p.shape == (8, target.config.vocab_size)
 
 
 def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,14 +140,15 @@ def test_publish_renews_the_speeds_of_a_card(tmp_path: Path) -> None:
     speeds = {"command": "specdecpp bench", "device": "a machine", "dtype": "float32", "rows": [row]}
     (tmp_path / "results.json").write_text(json.dumps({"speeds": speeds}))
     card = tmp_path / "README.md"
-    card.write_text("# Card\n\n## Speed\n\nold\n\n## Training\n\nlast\n")
+    card.write_text("# Card\n\nMakes `generate()` old\n\n## Speed\n\nold\n\n## Training\n\nlast\n")
     renew(tmp_path, card)
     text = card.read_text()
     assert (
         "| s | 0.0 | ours | 7.0 | 2.00 (1.50 to 2.50) | 1.25 (1.00 to 1.50) | 3.00 | 4 |\n\n## Training\n\nlast\n"
         in text
     )
-    assert text.startswith("# Card\n\n## Speed\n\n")
+    assert text.startswith("# Card\n\nDid not make `generate()` of the target faster"), "with the same passes it is not"
+    assert text.split("\n\n")[2] == "## Speed"
     assert "old" not in text
 
 

@@ -61,6 +61,7 @@ TARGETS: dict[str, Callable[[], Built]] = {
     "Granite 4": text(lambda: tiny_of("granitemoehybrid")),
     "Jamba": text(lambda: tiny_of("jamba")),
     "Bamba": text(lambda: tiny_of("bamba")),
+    "Mamba": text(lambda: tiny_of("mamba")),
     "Mamba2": text(lambda: tiny_of("mamba2")),
     "RWKV": text(lambda: tiny_of("rwkv")),
     "MiniMax-01": text(lambda: model_of("minimax")),

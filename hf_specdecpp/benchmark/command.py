@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant, drafts_by_itself
 from hf_specdecpp.benchmark import plots, report
 from hf_specdecpp.benchmark.contestants import (
     PASSES,
@@ -60,6 +60,8 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
         torch.set_num_threads(config.threads)
     config = _quicker(config) if config.quick else config
     target, assistant = load(config)
+    if not (config.assistant or config.layers or config.lookup or config.mtp):
+        console.print(f"Without --assistant or --layers the draft is {describe(assistant.config)}.", soft_wrap=True)
     config = _without_replays(config, kind_of(assistant.config).cannot.get("replays"))
     contestants = choose(_contestants(config, target, assistant), config.contestants)
     questions = _questions(config)
@@ -106,8 +108,10 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
         assistant = SpecDecPPAssistant.from_lookup(target)
     elif config.mtp:
         assistant = SpecDecPPAssistant.from_mtp(target)
-    elif config.assistant is None:
+    elif config.assistant is None and config.layers is not None:
         assistant = SpecDecPPAssistant.from_early_exit(target, config.layers)
+    elif config.assistant is None:
+        assistant = drafts_by_itself(target)
     else:
         assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
     told = {name: value for name in PASSES if (value := getattr(config, name)) is not None}
@@ -189,11 +193,8 @@ def _settings(
 def _digest(assistant: SpecDecPPAssistant) -> str:
     """Of config, adapter and head, which change with every training."""
     digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
-    adapter = assistant.parts.adapter
-    if isinstance(adapter, Path):
-        digest.update((adapter / ADAPTER_FILES[1]).read_bytes())
-    elif adapter is not None:  # it has learned since it was loaded
-        digest.update(b"".join(half.numpy().tobytes() for lora in adapter.loras.values() for half in (lora.a, lora.b)))
+    if assistant.parts.adapter is not None:
+        digest.update((assistant.parts.adapter / ADAPTER_FILES[1]).read_bytes())
     for part in (assistant.head, assistant.parts.module):
         for name, tensor in part.state_dict().items() if part is not None else ():
             digest.update(name.encode() + tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())

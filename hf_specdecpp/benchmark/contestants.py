@@ -157,11 +157,6 @@ def _chains(has_head: bool) -> list[Contestant]:
         Contestant(f"fixed {length}", "fixed", SpeculationConfig(rule="fixed", num_tokens=length), has_head)
         for length in LENGTHS
     ]
-    free = [
-        Contestant("confidence 0.4", "confidence", SpeculationConfig(rule="confidence"), has_head),
-        Contestant("svip 0.3", "svip", SpeculationConfig(rule="svip"), has_head),
-        Contestant("adaedl 0.4", "adaedl", SpeculationConfig(rule="adaedl"), has_head),
-    ]
     judged = []
     for with_head, judge in _judges(has_head):
         for adapt, how in ((False, judge), (True, f"{judge} online")):
@@ -176,13 +171,13 @@ def _chains(has_head: bool) -> list[Contestant]:
             ]
         name = f"throughput ({judge})"
         judged.append(Contestant(name, name, SpeculationConfig(rule="throughput"), with_head))
-    return [*fixed, *free, *judged]
+    return [*fixed, *judged]
 
 
 def without_draft() -> list[Contestant]:
     """Those that need no draft."""
     prompt_lookups = [each for each in _transformers() if each.lookup is not None]
-    return [*BASELINES, *prompt_lookups, _LOOKUP]
+    return [*BASELINES, *prompt_lookups, _lookup()]
 
 
 def _lookups(has_head: bool, can_tree: bool) -> list[Contestant]:
@@ -192,10 +187,13 @@ def _lookups(has_head: bool, can_tree: bool) -> list[Contestant]:
     beside = [Contestant(f"lookup + draft ({judge})", "lookup + draft", both, has_head)]
     if can_tree:
         beside.append(Contestant(f"lookup + trees ({judge})", "lookup + trees", replace(both, tree="dyspec"), has_head))
-    return [_LOOKUP, *beside]
+    return [_lookup(), *beside]
 
 
-_LOOKUP = Contestant("lookup", "lookup", SpeculationConfig(rule="throughput", lookup=True), with_head=False, alone=True)
+def _lookup() -> Contestant:
+    """Made anew, since it keeps an assistant of the target that it was used with."""
+    settings = SpeculationConfig(rule="throughput", lookup=True)
+    return Contestant("lookup", "lookup", settings, with_head=False, alone=True)
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:

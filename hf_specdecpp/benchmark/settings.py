@@ -25,8 +25,9 @@ class BenchmarkConfig:
 
     Args:
         target: Hub id or folder of the model to speed up.
-        assistant: Hub id or folder of its assistant; by default an untrained early exit after `layers`.
-        layers: of the early exit: 4 for the first four, or indices such as 0,1,2,29.
+        assistant: Hub id or folder of its assistant; by default the target's own multi-token layers draft, or where its
+            checkpoint has none candidates are looked up in the text.
+        layers: an untrained early exit drafts: 4 for the first four layers, or indices such as 0,1,2,29.
         lookup: no draft: candidates are looked up in the text, and no assistant is needed.
         mtp: the target's own multi-token layers draft, and no assistant is needed.
         draft: folder of the draft that the assistant's repository names, where that cannot be reached.
@@ -34,7 +35,7 @@ class BenchmarkConfig:
         max_prompts (prompts): the most taken of each set, chosen by `seed`; all by default.
         max_new_tokens (tokens): the longest answer.
         temperatures: every prompt is answered at each of them, such as 0,1; 0 is greedy.
-        contestants: only these: names or patterns such as `fixed*,svip*`; all by default.
+        contestants: only these: names or patterns such as `fixed*,dyspec*`; all by default.
         output: folder of the results; a killed run goes on there.
         dtype: dtype of the target; `"auto"` is what it is stored in.
         device: device of the target; by default an accelerator if there is one.
@@ -58,7 +59,7 @@ class BenchmarkConfig:
 
     target: str
     assistant: str | None = None
-    layers: int | list[int] = _parsed(4, parse_layers)
+    layers: int | list[int] | None = _parsed(None, parse_layers)
     lookup: bool = False
     mtp: bool = False
     draft: str | None = None

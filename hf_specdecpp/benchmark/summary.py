@@ -171,6 +171,8 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     same = [row for row in rows if row["contestant"] == SAME_PASSES.name]
     runs = f"{best['contestant']}, runs at {_speeds(best)}"
     more = _of_products(same[0], best) if same and best["ours"] else ""
+    if rivals := _too_close(others)[1:]:
+        more += f" Too close to tell from it: {_some([row['contestant'] for row in rivals])}."
     if any(row["disturbed"] for row in rows):
         more += " Other load disturbed some of the runs, so repeat this on a quiet machine."
     if best["tokens_per_pass"] < IDLE and gain > LOSES:
@@ -179,17 +181,49 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
         return f"Speculation pays here: the fastest, {runs}.{more}"
     if gain > LOSES:
         return f"Speculation neither pays nor costs here: the fastest, {runs}.{more}"
-    return f"Speculation does not pay here: even the fastest, {runs}.{more} Take a larger target or a cheaper draft."
+    return f"Speculation does not pay here: even the fastest, {runs}.{more}"
+
+
+def _too_close(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest, which comes first, and those whose intervals overlap with its own."""
+    return [row for row in rows if row["interval"][1] >= rows[0]["interval"][0]]
 
 
 def next_step(rows: Sequence[dict[str, Any]], contestants: Sequence[Contestant], assistant: SpecDecPPAssistant) -> str:
-    """How to keep the fastest of ours, by the rows of one set and temperature, fastest first; or what else to try."""
+    """How to keep the fastest of ours, by the rows of one set and temperature, fastest first; or what else to try.
+
+    Of those that are too close to tell the one that made most tokens a second of all prompts.
+    """
     by_name = {each.name: each for each in contestants}
-    ours = ((row["speedup"], by_name[row["contestant"]]) for row in rows)
-    speedup, best = next(((speed, each) for speed, each in ours if each.speculation is not None), (0.0, PLAIN))
-    if best.speculation is None or speedup < PAYS:
-        return "another draft, or none (--lookup): docs/choosing.md"
-    if best.alone:
+    ours = [row for row in rows if by_name[row["contestant"]].speculation is not None]
+    if not ours or ours[0]["speedup"] < PAYS:
+        return _instead(assistant, any(each.alone for each in contestants))
+    best = max(_too_close(ours), key=lambda row: row["tokens_per_second"])
+    rivals = [row["contestant"] for row in _too_close(ours) if row is not best]
+    rivals += ["plain generate()"] if best["interval"][0] <= 1.0 else []
+    more = f"  # {best['contestant']}, too close to tell from {_some(rivals)}: take more prompts (--data FILE)"
+    return _kept(by_name[best["contestant"]], assistant) + (more if rivals else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _instead(assistant: SpecDecPPAssistant, looked_up: bool) -> str:
+    """What to try where nothing of ours pays, but for what was tried."""
+    setup = assistant.setup()
+    if "training" in setup.trainable:
+        return (
+            f"specdecpp train --target {assistant.config.target_id} --data FILE --output DIR, a draft for this target"
+        )
+    if not setup.drafter.places:
+        return "plain generate(), or a draft for this target: --assistant REPO, or specdecpp train"
+    return f"plain generate(), {'' if looked_up else 'lookups (--lookup) '}or another draft for this target"
+
+
+def _kept(best: Contestant, assistant: SpecDecPPAssistant) -> str:
+    """The line of code with which the assistant generates like a contestant."""
+    if best.alone or best.speculation is None:
         return "assistant = SpecDecPPAssistant.from_lookup(model)"
     passes = {name: getattr(assistant.speculation, name) for name in PASSES}
     chosen, usual = asdict(replace(best.speculation, **passes)), asdict(SpeculationConfig())

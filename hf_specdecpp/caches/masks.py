@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
+from types import CodeType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.models.checks import WITHOUT
 
 MASKED = ("sdpa", "eager")  # implementations of attention that take a mask of any shape
 # Config fields of families that attend to a choice of earlier tokens, made over rows or blocks of rows of the cache.
@@ -82,16 +84,40 @@ def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
     return mask.masked_fill_(~seen, torch.finfo(model.dtype).min)
 
 
+def check_windows(target: CausalLM) -> None:
+    """Raise `ValueError` if the target's cache has windows that its masks may not have."""
+    if (reason := unknown_window(target, target.config.get_text_config(decoder=True))) is not None:
+        raise ValueError(
+            f"{type(target).__name__} {reason}. {WITHOUT}. A model that was trained without windows should say so in "
+            "its config (sliding_window=None)."
+        )
+
+
 def unknown_window(target: CausalLM, config: Any) -> str | None:
-    """What about a model's windows may be measured in another way than here: no short test reaches past them."""
-    module = sys.modules[type(inner_decoder(target)).__module__]
+    """What about a model's windows may be measured in another way than here: no short test reaches past them.
+
+    A cache drops what has left a window whether or not the model hides it. Where the model does not, several tokens at
+    once see more than each would by itself. Whether it does is read from the code of its forward.
+    """
     layers = DynamicCache(config=config).layers
+    if not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
+        return None
+    forward = inspect.unwrap(type(inner_decoder(target)).forward)
     for kind, size, maker in WINDOWS:
         windows = {
             layer.sliding_window
             for layer, layer_type in zip(layers, layer_types(config, len(layers)), strict=False)
             if layer_type == kind and isinstance(layer, DynamicSlidingWindowLayer)
         }
-        if windows and (windows != {getattr(config, size, None)} or not hasattr(module, maker)):
-            return f"has {kind.replace('_', ' ')} over {sorted(windows)} tokens whose mask hf_specdecpp does not know"
+        described = f"{kind.replace('_', ' ')} over {sorted(windows)} tokens"
+        if windows and maker not in _names(forward.__code__):
+            return f"has {described} in its cache but not in its mask, so candidates would see more tokens"
+        if windows and windows != {getattr(config, size, None)}:
+            return f"has {described} whose mask hf_specdecpp does not know"
     return None
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function uses, those of the functions in it included."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from hf_specdecpp.caches.static import hold
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
 
@@ -49,6 +50,17 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
         for layer in layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 layer.reset()
+
+
+def stop_recording(cache: Cache) -> None:
+    """Let layers with windows and convolutions drop again what they do not need, once nothing is taken back any more.
+
+    Without that each later turn would keep its whole text.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if getattr(layer, "record_past", False):
+            layer.record_past = False
 
 
 def _surplus(layer: Any, num_tokens: int) -> int:
@@ -143,7 +155,8 @@ _states_go_on: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 def no_way_back(model: CausalLM) -> str | None:
     """Why the recurrent states of a model, if it has any, cannot be taken back and gone on from.
 
-    Tried on the model itself, once: some families read several tokens at once only at the beginning of a text.
+    Tried on the model itself, once: some families read several tokens at once only at the beginning of a text. Where
+    that raises an exception, nothing is known, so it is tried again.
     """
     if not keeps_recurrent_state(model):
         return None
@@ -151,13 +164,13 @@ def no_way_back(model: CausalLM) -> str | None:
         try:
             tolerance = STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
             _states_go_on[model] = model.config.model_type not in BEGIN_ANEW and state_error(model) <= tolerance
-        except Exception:  # noqa: BLE001 - whatever goes wrong in a foreign forward, the model is refused
-            _states_go_on[model] = False
+        except Exception as failure:  # noqa: BLE001 - of a foreign forward, or of a device without memory for now
+            return f"keeps a recurrent state, and trying to take it back failed ({failure!r}); another call tries again"
     if _states_go_on[model]:
         return None
     return (
         "keeps a recurrent state that, in this version of transformers, cannot be taken back when a candidate is "
-        "rejected, or does not go on from there over several tokens at once"
+        "rejected, or does not go on from there over several tokens at once as it does one token at a time"
     )
 
 
@@ -167,23 +180,41 @@ def check_states(target: CausalLM) -> None:
         raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT}.")
 
 
-@torch.no_grad()
 def state_error(model: CausalLM) -> float:
     """How far a model's logits are, over tokens that it reads after taking others back, from those of reading the text
-    at once, relative to how much the logits vary."""
+    at once, relative to how much the logits vary; or if that is more, how far its states are after several tokens at
+    once from those after one token at a time, relative to their size: some families compute these in another way."""
     device = input_device(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with trying(model) as read:
         vocab = num_embeddings(model)
         text = (11 + 7 * torch.arange(14, device=device)[None]) % vocab
         other = (text + 3) % vocab
-        expected = model(input_ids=text, use_cache=False, return_dict=True).logits[0].to(widest(device))
+        expected = read(text, use_cache=False).logits[0].to(widest(device))
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "return_dict": True}
-        model(input_ids=text[:, :5], **inputs)
+        inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
+        read(text[:, :5], **inputs)
+        cache.activate_past_recording()  # of layers with windows
         mark, parts = Mark(cache), []
-        model(input_ids=other[:, :4], **inputs)
+        read(other[:, :4], 5, **inputs)
         mark.back()
-        for begin, end in ((5, 8), (8, 9), (9, 14)):
-            parts.append(model(input_ids=text[:, begin:end], **inputs).logits[0].to(expected))
+        for begin, end in ((5, 8), (8, 9)):
+            parts.append(read(text[:, begin:end], begin, **inputs).logits[0].to(expected))
+        mark = Mark(cache)
+        parts.append(read(text[:, 9:], 9, **inputs).logits[0].to(expected))
+        together = Mark(cache).copies
+        mark.back()
+        for place in range(9, 14):
+            read(text[:, place : place + 1], place, **inputs)
     difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()
-    return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())
+    of_logits = float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())
+    return max(of_logits, _difference(together, Mark(cache).copies))
+
+
+def _difference(states: list[list[Tensor]], others: list[list[Tensor]]) -> float:
+    """The largest relative difference between recurrent states, head by head: one head may differ where most do not."""
+    errors = [0.0]
+    for state, other in zip(chain.from_iterable(states), chain.from_iterable(others), strict=True):
+        heads, theirs = (each.double().flatten(2 if each.dim() > 3 else 1) for each in (state, other))
+        sizes = heads.norm(dim=-1).clamp(min=torch.finfo(state.dtype).tiny)
+        errors.append(float(((heads - theirs).norm(dim=-1) / sizes).max()))
+    return max(errors)

@@ -16,32 +16,34 @@ from hf_specdecpp.models.causal_lm import CACHE_NAMES, CausalLM, cache_among
 WITHOUT = "Leave cache_implementation unset and pass no StaticCache"
 
 
-def prepare_static(
-    target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int
-) -> None:
-    """Make the cache fit for candidates if it is a static one, before anything is read.
-
-    Args:
-        most_in_tree: candidates of the largest tree, 0 where chains are drafted. A tree is not cut to the room that the
-            cache has left, so there will be room for one after the longest text.
-
-    Raises:
-        ValueError: that cannot be done.
-    """
+def check_static(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig) -> None:
+    """Raise `ValueError` if the cache is a static one that cannot be made fit for candidates."""
     cache = cache_among(model_kwargs)
     if not isinstance(cache, StaticCache):
         return
-    if config.cache_implementation is not None:  # made by `generate()` for this text, so nobody else uses it
-        widen(cache, config.max_length - 1, width_of(most_in_tree + 1) if most_in_tree else 0)
     mask = model_kwargs.get("attention_mask")
     read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
     # With the text of earlier turns, of which perhaps nothing but the rows in the cache is left.
     longest = config.max_length + read - input_ids.shape[1]
-    if (reason := _unfit(target, input_ids, cache, longest)) is not None:
+    keeps_windows = config.cache_implementation is None
+    if (reason := _unfit(target, input_ids, cache, longest, keeps_windows)) is not None:
         raise ValueError(f"A static cache cannot be used here: {reason}. {WITHOUT}.")
 
 
-def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int) -> str | None:
+def prepare_static(model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int) -> None:
+    """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused.
+
+    Args:
+        most_in_tree: candidates of the largest tree, 0 where chains are drafted. A tree is not cut to the room that the
+            cache has left, so there will be room for one after the longest text.
+    """
+    cache = cache_among(model_kwargs)
+    # Else the user's own; made by `generate()` for this text, nobody else uses it.
+    if isinstance(cache, StaticCache) and config.cache_implementation is not None:
+        widen(cache, config.max_length - 1, width_of(most_in_tree + 1) if most_in_tree else 0)
+
+
+def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, keeps_windows: bool) -> str | None:
     name = type(target).__name__
     if input_ids.shape[0] > 1:
         return f"the {input_ids.shape[0]} rows of a batch accept different numbers of candidates, and it has one length"
@@ -51,7 +53,7 @@ def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int
         return f"{name} keeps {kept} in it, which cannot be taken back in place when a candidate is rejected"
     if cache.offloading:
         return "it is offloaded, with which assistants were never tried"
-    if StaticSlidingWindowLayer in kinds and num_rows(cache) < longest - 1:
+    if keeps_windows and StaticSlidingWindowLayer in kinds and num_rows(cache) < longest - 1:
         return (
             f"{name} has windows of {num_rows(cache)} tokens in it, the text may grow to {longest}, and what "
             "has left a window cannot come back when a candidate is rejected (the cache that "

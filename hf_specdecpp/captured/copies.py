@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
@@ -14,6 +17,9 @@ from hf_specdecpp.models.cpu_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
 
 GROUPED = "specdecpp_grouped"
+PIECES = ("RMSNorm", "MLP")  # ends of the names of modules that are compiled
+ROTARY = "apply_rotary_pos_emb"  # what the modules of transformers call this function
+FEW = 32  # tokens: more are not captured, and would be compiled for each number of them
 
 
 def grouped_attention(
@@ -35,7 +41,7 @@ def grouped_attention(
     Args:
         query: `[batch, heads, tokens, width]`.
         key, value: `[batch, heads of keys, cached tokens, width]`.
-        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean.
+        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean, or as `for_groups` makes it.
 
     Returns:
         `[batch, tokens, heads, width]`, and no weights.
@@ -45,7 +51,9 @@ def grouped_attention(
     batch, heads, tokens, _ = query.shape
     shared = key.shape[1]
     group = heads // shared
-    mask = attention_mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    mask = attention_mask
+    if mask.shape[2] != group * tokens:
+        mask = mask.repeat(1, 1, group, 1)
     output = F.scaled_dot_product_attention(
         query.reshape(batch, shared, group * tokens, -1), key, value, attn_mask=mask, scale=scaling
     )
@@ -55,16 +63,35 @@ def grouped_attention(
 PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
 NOTES = {"_previous_max_cache_length"}  # that `generate()` leaves at a model, and which decide nothing of a pass
 
+def for_groups(mask: Any, model: CausalLM) -> Any:
+    """A mask, or several by kind of layer, in the form that `grouped_attention` uses without changing it: made once for
+    all layers of a pass.
+
+    Returns:
+        `[batch, 1, group * tokens, cached tokens]`, to be added.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != GROUPED:
+        return mask
+    if isinstance(mask, dict):
+        return {kind: for_groups(each, model) for kind, each in mask.items()}
+    group = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return added.repeat(1, 1, group, 1)
+
+
 AttentionInterface.register(GROUPED, grouped_attention)
 
 
-def for_capture(model: Any, *others: Any) -> Any:
+def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
     """A copy of a model's structure for captured passes; its parameters and buffers are the model's own.
 
     The original keeps its attention and its modules as they are, also while another thread uses it.
 
     Args:
         others: that the model refers to without having registered them, as in `copy_sharing`.
+        fuse: compile its norms, its MLPs and its rotary embedding, each once for all layers: half of the kernels of a
+            pass are theirs. Takes some seconds, when a width is first met.
     """
     copied = copy_sharing(model, *others).eval()
     parts = [copied, *(copied.model for _ in others)]
@@ -72,7 +99,44 @@ def for_capture(model: Any, *others: Any) -> Any:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
             config._attn_implementation = GROUPED
+    if fuse:
+        for module in (each for part in parts for each in part.modules()):
+            _fuse(module)
     return copied
+
+
+def _fuse(module: nn.Module) -> None:
+    """Let one module of a copy run compiled pieces where it reads few tokens, as captured passes do."""
+    forward = type(module).forward
+    if "forward" in vars(module):  # somebody has replaced it
+        return
+    if type(module).__name__.endswith(PIECES):
+
+        def few(self: nn.Module, hidden: Tensor) -> Tensor:
+            is_few = hidden.dim() > 2 and hidden.shape[-2] <= FEW
+            found: Tensor = (_compiled(forward, hidden.shape[1:]) if is_few else forward)(self, hidden)
+            return found
+
+        module.forward = MethodType(few, module)
+    elif ROTARY in getattr(forward, "__code__", _fuse.__code__).co_names and ROTARY in forward.__globals__:
+        rotary = forward.__globals__[ROTARY]
+
+        def turned(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_few = q.shape[-2] <= FEW
+            return (_compiled(rotary, q.shape[1:]) if is_few else rotary)(q, *args, **kwargs)
+
+        own = FunctionType(forward.__code__, {**forward.__globals__, ROTARY: turned}, forward.__name__)
+        own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+        module.forward = MethodType(own, module)
+
+
+@cache
+def _compiled(function: Any, shape: torch.Size) -> Any:
+    """A function compiled for one shape of its argument, under a name of its own: torch.compile counts by its code how
+    often it was compiled, and gives up after eight times, which other shapes and other models may have used up."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{'_'.join(map(str, shape))}")
+    own = FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
+    return torch.compile(own, dynamic=False)
 
 
 def identity(model: CausalLM) -> list[Any]:

@@ -48,7 +48,8 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, 0.0
         self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._graphs: dict[Hashable, Graph] = {}
+        # With their functions, which keep the tensors alive that the graphs read and write.
+        self._graphs: dict[Hashable, tuple[Graph, Callable[[], None]]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -65,30 +66,33 @@ class Graphs:
         Raises:
             CannotCaptureError: the function cannot be captured. `changes` are as they were before.
         """
-        graph = self._graphs.get(key)
-        if graph is None:
+        if key not in self._graphs:
             begin = time.perf_counter()
-            graph = self._graphs[key] = self._capture(function, changes)
+            self._graphs[key] = self._capture(function, changes), function
             self.seconds += time.perf_counter() - begin
-        graph.replay()
+        self._graphs[key][0].replay()
 
     def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> Graph:
         before = [each.clone() for each in changes]
+
+        def restore() -> None:
+            for each, old in zip(changes, before, strict=True):
+                each.copy_(old)
+
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed during a capture may end it
         # Kernels for another device than the current one would run, and the graph would be empty.
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
-            with on_device:
-                return captured(function, self._pool)
+            with on_device, torch.random.fork_rng([self.device] if self._pool is not None else []):
+                return captured(function, restore, self._pool)
         except Exception as error:  # a foreign forward may do anything
             reason = str(error).strip().splitlines() or [""]
             raise CannotCaptureError(f"{type(error).__name__}: {reason[0]}") from error
         finally:
             if collects:
                 gc.enable()
-            for each, old in zip(changes, before, strict=True):
-                each.copy_(old)
+            restore()
 
 
 @cache
@@ -97,13 +101,18 @@ def _side_stream(_device: int) -> Any:
     return torch.cuda.Stream()
 
 
-def captured(function: Callable[[], None], pool: Any) -> Graph:
-    """A CUDA graph of a function, which has run some times before."""
+def captured(function: Callable[[], None], restore: Callable[[], None], pool: Any) -> Graph:
+    """A CUDA graph of a function, which has run some times before.
+
+    Args:
+        restore: takes back what a run has changed, so that the next one finds the room that it expects.
+    """
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
             function()
+            restore()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Of this thread only: what another thread does meanwhile is not captured and does not end the capture.

@@ -20,6 +20,7 @@ class RoomLayer(CacheLayerMixin):
 
     Args:
         length: 0-d int64, tokens that the cache holds: one tensor for all of its layers.
+        rows: holds the rows `[n]` that the pass at hand writes, for all layers.
         room (tokens): the most that the layer can hold.
     """
 
@@ -27,9 +28,9 @@ class RoomLayer(CacheLayerMixin):
     values: Tensor
     is_compileable, is_sliding = True, False
 
-    def __init__(self, length: Tensor, room: int) -> None:
+    def __init__(self, length: Tensor, rows: list[Tensor], room: int) -> None:
         super().__init__()
-        self.length, self.room = length, room
+        self.length, self.rows, self.room = length, rows, room
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         with lasting():
@@ -39,10 +40,10 @@ class RoomLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write after the tokens that are held; all rows, those that hold nothing yet included."""
+        """Write where the pass writes (`RoomCache.begin_pass`); all rows, those that hold nothing yet included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows = torch.arange(key_states.shape[-2], device=key_states.device) + self.length
+        (rows,) = self.rows
         self.keys.index_copy_(2, rows, key_states)
         self.values.index_copy_(2, rows, value_states)
         return self.keys, self.values
@@ -76,8 +77,13 @@ class RoomCache(Cache):
     def __init__(self, num_layers: int, room: int, device: torch.device) -> None:
         with lasting():
             self.length = torch.zeros((), dtype=torch.long, device=device)
-        super().__init__(layers=[RoomLayer(self.length, room) for _ in range(num_layers)])
+        self._rows: list[Tensor] = []
+        super().__init__(layers=[RoomLayer(self.length, self._rows, room) for _ in range(num_layers)])
         self.room = room
+
+    def begin_pass(self, num_tokens: int) -> None:
+        """The next pass writes so many rows after the tokens that are held."""
+        self._rows[:] = [torch.arange(num_tokens, device=self.length.device) + self.length]
 
     @property
     def num_bytes(self) -> int:

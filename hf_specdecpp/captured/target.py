@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hf_specdecpp.captured.copies import for_capture, identity
+from hf_specdecpp.captured.copies import for_capture, for_groups, identity
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
+from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import Prompt, inputs_in_place
 
 # Of each target: what its passes were captured of, and the passes.
@@ -64,6 +65,7 @@ class CapturedTarget:
 
     Args:
         target: whose passes. It is not kept alive by this: its tensors are, until it goes.
+        fuse: compile small pieces, as `for_capture`.
 
     Attributes:
         busy: whether a text is using it.
@@ -72,8 +74,8 @@ class CapturedTarget:
         held (tokens): of the text, in the cache.
     """
 
-    def __init__(self, target: CausalLM) -> None:
-        self.model = for_capture(target)
+    def __init__(self, target: CausalLM, fuse: bool = False) -> None:
+        self.model = for_capture(target, fuse=fuse)
         self.device, self.busy, self.checked, self.held = input_device(target), False, False, 0
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
@@ -81,9 +83,16 @@ class CapturedTarget:
         self._num_layers = num_room_layers(target.config.get_text_config(decoder=True)) or 0
         self._rooms: dict[tuple[int, torch.Size], Room] = {}  # by tokens, and shapes of positions
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
+        self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
+        self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # the states of the latest pass, by what is watched
         self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
         self._positions = torch.Size()
         self.room: Room = None  # type: ignore[assignment]  # until a text begins
+
+    @property
+    def place(self) -> tuple[int, torch.Size]:
+        """Which room the text is in, for the keys of graphs."""
+        return self.room.cache.room, self._positions
 
     @property
     def num_bytes(self) -> int:
@@ -126,16 +135,28 @@ class CapturedTarget:
             self.room.prompt.offset.copy_(smaller.prompt.offset)
         return self.room
 
-    def read(self, tokens: Tensor, tree: tuple[Tensor, Tensor] | None = None, states: tuple[int, ...] = ()) -> Any:
+    def watch(self, reader: StateReader | None) -> None:
+        """Return the states that a draft reads, with the passes of the text that begins."""
+        self._reads = () if reader is None else (reader.reads_final, *reader.reads)
+        if reader is not None and self._reads not in self._watched:
+            seen: dict[int, Tensor] = {}
+            for place, module in enumerate(read_modules(self.model, reader)):
+
+                def see(module: Any, _args: Any, output: Any, place: int = place) -> None:
+                    seen[place] = state_of(module, output)
+
+                module.register_forward_hook(see)
+            self._watched[self._reads] = seen
+
+    def read(self, tokens: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> Any:
         """A pass over `tokens` `[1, n]` after the text.
 
         Args:
             tree: `ancestors` `[width, width]` and `depths` `[width]` of a tree, filled up with dummies; else the tokens
                 are a chain.
-            states: numbers of the states that are returned.
 
         Returns:
-            `logits` `[1, n, vocab]`, and `hidden_states` with those that were chosen. The next pass writes over them.
+            `logits` `[1, n, vocab]`, and the `states` `[1, n, size]` that are watched. The next pass writes over them.
 
         Raises:
             CannotCaptureError: of the first pass; nothing has been read then.
@@ -143,21 +164,18 @@ class CapturedTarget:
         count = tokens.shape[1]
         width = width_of(count)
         room = self.with_room(self.held + width)
-        slot = self._slot(width, tree is not None, states)
+        slot = self._slot(width, tree is not None)
         slot.tokens[:, :count] = tokens
         if tree is not None:
             slot.ancestors.copy_(tree[0])
             slot.depths.copy_(tree[1])
 
         def run() -> None:
-            self._read(room, slot, states)
+            slot.keep(self.forward(room, slot.tokens, slot.ancestors, slot.depths))
 
-        self._run(("read", width, room.cache.room, self._positions, tree is not None, states), run)
-        logits, *chosen = (each[:, :count] for each in slot.outputs)
-        found: list[Any] = [None] * (max(states, default=-1) + 1)
-        for number, state in zip(states, chosen, strict=True):
-            found[number] = state
-        return SimpleNamespace(logits=logits, hidden_states=found)
+        self._run(("read", width, *self.place, tree is not None, self._reads), run)
+        logits, *states = (each[:, :count] for each in slot.outputs)
+        return SimpleNamespace(logits=logits, states=states)
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph. In the middle of a text one that cannot be captured runs as it is."""
@@ -171,21 +189,26 @@ class CapturedTarget:
             self.why_not = f"its pass cannot be captured ({error})"
             return function()
 
-    def _read(self, room: Room, slot: Slot, states: tuple[int, ...]) -> None:
-        """What is captured: from the slot's tokens to its logits and states."""
+    def forward(self, room: Room, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
+        """What is captured: the model's pass over `tokens` `[1, width]` after the text; its arguments as in `Slot`.
+
+        Returns:
+            Logits `[1, width, vocab]`, then the states that are watched.
+        """
         inputs = inputs_in_place(
-            self.model, room.cache.room, slot.ancestors, slot.depths, slot.depths, room.cache.length, room.prompt
+            self.model, room.cache.room, ancestors, depths, depths, room.cache.length, room.prompt
         )
         if self._longest < float("inf"):  # of dummies, which may stand behind the last position that there is
             inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self._longest) - 1)
-        if states:
-            inputs["output_hidden_states"] = list(states)
+        inputs["attention_mask"] = for_groups(inputs["attention_mask"], self.model)
         inputs[self._cache_argument] = room.cache
-        outputs = self.model(input_ids=slot.tokens, use_cache=True, return_dict=True, **inputs)
-        slot.keep([outputs.logits, *(outputs.hidden_states[number] for number in states)])
+        room.cache.begin_pass(tokens.shape[1])
+        outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
+        seen = self._watched.get(self._reads, {})
+        return [outputs.logits, *(seen[place] for place in range(len(seen)))]
 
-    def _slot(self, width: int, is_tree: bool, states: tuple[int, ...]) -> Slot:
-        key = width, is_tree, states
+    def _slot(self, width: int, is_tree: bool) -> Slot:
+        key = width, is_tree, self._reads
         if key not in self._slots:
             with lasting():
                 span = torch.arange(width, device=self.device)
@@ -208,7 +231,7 @@ class CapturedTarget:
         """Move the rows of a path up to the text."""
         room, width = self.room, width_of(len(path))
         rows = self._path_rows(width)
-        key = "path", width, room.cache.room, self._positions
+        key = "path", width, *self.place
 
         def move() -> None:
             source = room.cache.length + rows
@@ -237,10 +260,10 @@ def width_of(num_tokens: int) -> int:
     return 1 << (num_tokens - 1).bit_length()
 
 
-def captured_target(target: CausalLM) -> CapturedTarget:
+def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
     """The captured passes of a target; new ones if it was changed since."""
-    now = identity(target)
+    now = [fuse, *identity(target)]
     known = _known.get(target)
     if known is None or known[0] != now:
-        known = _known[target] = now, CapturedTarget(target)
+        known = _known[target] = now, CapturedTarget(target, fuse)
     return known[1]

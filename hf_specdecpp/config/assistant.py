@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from hf_specdecpp.config.bounds import TOKENS, check_fields
 from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.estimation.estimators import MODES
@@ -15,6 +16,7 @@ from hf_specdecpp.provenance import commit_of
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
+REMOVED = {"learned"}  # fields of earlier versions
 MOST_RANKS = 32  # of siblings: a static tree is made for them, and further ones are hardly ever accepted
 
 
@@ -43,7 +45,6 @@ class SpecDecPPConfig(PretrainedConfig):
             accepted one, as evaluation measured it.
         calibration: for `"sampled"` and for `"greedy"` targets, intercept and slope of the line that log-odds of
             estimates are calibrated by before the first round (`save_pretrained(..., calibration=True)`).
-        learned: how many `"tokens"` of how many `"texts"` the draft has learned from while it was used, if it has.
         speculation: defaults of `SpeculationConfig`.
     """
 
@@ -53,7 +54,7 @@ class SpecDecPPConfig(PretrainedConfig):
     OWN_FIELDS: ClassVar[tuple[str, ...]] = (
         "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
         "draft_revision", "draft_layers", "fusion", "eagle3", "dflash", "adapter", "head", "draft_vocab_size",
-        "vocab_hash", "acceptance_by_rank", "calibration", "learned", "speculation",
+        "vocab_hash", "acceptance_by_rank", "calibration", "speculation",
         "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
 
@@ -74,7 +75,6 @@ class SpecDecPPConfig(PretrainedConfig):
         vocab_hash: str | None = None,
         acceptance_by_rank: dict[str, list[float]] | None = None,
         calibration: dict[str, list[float]] | None = None,
-        learned: dict[str, int] | None = None,
         speculation: dict[str, Any] | None = None,
         vocab_size: int | None = None,
         bos_token_id: int | None = None,
@@ -99,7 +99,6 @@ class SpecDecPPConfig(PretrainedConfig):
         self.vocab_hash = vocab_hash
         self.acceptance_by_rank = acceptance_by_rank or {}
         self.calibration = calibration or {}
-        self.learned = learned or {}
         self.speculation = speculation if speculation is not None else SpeculationConfig().to_dict()
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
@@ -133,16 +132,17 @@ class SpecDecPPConfig(PretrainedConfig):
                 "it could be misread. Upgrade: pip install -U hf-specdecpp"
             )
         theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
-        warn_unknown(sorted(set(config_dict) - theirs - set(cls.OWN_FIELDS)), "config.json")
+        warn_unknown(sorted(set(config_dict) - theirs - set(cls.OWN_FIELDS) - REMOVED), "config.json")
         # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
         own = {name: value for name, value in config_dict.items() if name in cls.OWN_FIELDS}
         check_arguments(cls.__init__, own)
-        for name in ("vocab_size", "draft_vocab_size"):
-            if (count := own.get(name)) is not None and count < 1:
-                raise ValueError(f"{name}={count} must be at least 1: it counts token ids.")
+        counts = dict.fromkeys(("vocab_size", "draft_vocab_size"), TOKENS)
+        check_fields({name: own.get(name) for name in counts}, counts)
         ranks = max(map(len, (own.get("acceptance_by_rank") or {}).values()), default=0)
         if ranks > MOST_RANKS:
-            raise ValueError(f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use.")
+            raise ValueError(
+                f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use. Leave it out."
+            )
         _check_calibration(own.get("calibration") or {})
         config = super().from_dict(own, **kwargs)
         made = config[0] if isinstance(config, tuple) else config  # with `return_unused_kwargs`

@@ -45,10 +45,10 @@ class Costs:
             raise ValueError(f"costs={self.to_dict()} must be finite seconds, none negative: the rule compares them.")
         if not isinstance(self.block, int) or self.block < 1:
             raise ValueError(f"block={self.block!r} must be a whole number of candidates, at least 1.")
-        if not self.verify or self.verify[0] <= 0.0:
+        if not self.verify or min(self.verify) <= 0.0:
             raise ValueError(
-                f"costs: verify={list(self.verify)} must list what target passes over 1, 2, ... tokens take, and the "
-                "first must be positive: the rule compares everything with it."
+                f"costs: verify={list(self.verify)} must list what target passes over 1, 2, ... tokens take, and each "
+                "must be positive: the rule divides by them."
             )
 
     @classmethod

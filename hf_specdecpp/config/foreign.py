@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from hf_specdecpp.config.bounds import ROPE
 
 SPECULATORS = "speculators_model_type"  # marks the dialect of that package
 DEFAULT_THETA = 10000.0  # of the original code, whatever the target's is
@@ -56,7 +58,7 @@ def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None 
         raise ValueError(f"The draft's rotary parameters make no sense: rope_theta={found!r}, {rope}. {cure}")
     if kind in ("mrope", "default") or "mrope_section" in rope:
         rope, kind = {}, "default"  # a draft's positions are those of text
-    return {"rope_type": kind, "rope_theta": found, **rope}
+    return {"rope_type": kind, "rope_theta": found, **{name: rope[name] for name in ROPE if name in rope}}
 
 
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
@@ -64,6 +66,19 @@ def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
     for pattern, here in patterns:
         name = re.sub(pattern, here, name)
     return name
+
+
+def check_depth(named: Iterable[str], depth: int, source: str) -> None:
+    """Raise `ValueError` unless tensors are of as many layers as a config says.
+
+    That is seen before layers are made, which takes time also on no device.
+    """
+    found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
+    if found != set(range(depth)):
+        raise ValueError(
+            f"{source} has tensors of {len(found)} layers, and config.json says {depth} (num_hidden_layers). The two "
+            "do not belong together: download the repository again."
+        )
 
 
 def check_tensors(

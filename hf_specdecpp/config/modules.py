@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hf_specdecpp.config.bounds import CURE
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.files import load_strict
 
@@ -33,6 +34,8 @@ def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: 
         with torch.device("meta"):
             shapes = {key: tensor.shape for key, tensor in kind(**arguments).state_dict().items()}
     tensors = load_strict(path, shapes, hint)
+    if odd := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
+        raise ValueError(f"{path}: {odd[0]} holds {str(tensors[odd[0]].dtype)[6:]}, no floating point numbers. {hint}")
     module = kind(**arguments)
     module.load_state_dict(tensors)
     return module.eval()
@@ -43,5 +46,7 @@ def as_described(name: str) -> Iterator[None]:
     """What goes wrong within is a `ValueError` about the description of a module."""
     try:
         yield
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"No {name} can be built as it is described: {error}") from None
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for numbers that do not go together
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        what = what.removesuffix(CURE).strip(" .")[:600]
+        raise ValueError(f"No {name} can be built as it is described: {what}. {CURE}") from None

@@ -11,7 +11,7 @@ from hf_specdecpp.config.types import check_types
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.shapes import make_shape, size
 
-Rule = Literal["threshold", "throughput", "fixed", "confidence", "svip", "adaedl"]
+Rule = Literal["threshold", "throughput", "fixed"]
 RULES: tuple[str, ...] = get_args(Rule)
 
 CpuProducts = Literal["auto", "off"]
@@ -20,6 +20,9 @@ Graphs = Literal["auto", "off"]
 Tree = Literal["dyspec", "dyspec-exact", "static"]
 TREES: tuple[str, ...] = get_args(Tree)
 MOST_CANDIDATES = 1024  # in a round
+# Settings and rules of earlier versions, which stored configs have.
+REMOVED = {"keep_texts", "confidence_threshold", "svip_threshold", "adaedl_threshold"}
+REMOVED_RULES = ("confidence", "svip", "adaedl")
 
 
 @dataclass
@@ -31,20 +34,12 @@ class SpeculationConfig:
             `"threshold"` (SpecDec++, section 3): once the chance that a candidate was rejected passes `threshold`;
             `"throughput"`: where that maximises tokens a second, with nothing to tune (`docs/throughput.md`); also for
             `tree="dyspec"`;
-            `"fixed"`: after `num_tokens` candidates, which is classic speculative decoding;
-            `"confidence"`: after a candidate whose own draft probability is below `confidence_threshold`
-            (what transformers does by default);
-            `"svip"`: once sqrt(0.15 H(q)) > `svip_threshold`, H being the entropy of q in nats (arXiv 2411.18462);
-            `"adaedl"`: once 1 - sqrt(0.2 H(q)) falls under a bound that follows the acceptance rate and starts at
-            `adaedl_threshold` (arXiv 2410.18351).
+            `"fixed"`: after `num_tokens` candidates, which is classic speculative decoding.
         threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. Larger speculates further.
         num_tokens (candidates): in every round of `rule="fixed"`.
         min_tokens (candidates): the fewest that a round drafts under every other rule (paper: 2). `"throughput"` has no
             such number: it drafts nothing where that is fastest.
         max_tokens (candidates): the most that a round drafts under every rule but `"fixed"` (paper: 20).
-        confidence_threshold (probability): for `rule="confidence"`, in [0, 1]. Larger stops earlier.
-        svip_threshold (sqrt of nats): for `rule="svip"`, in [0, 1]. Larger speculates further.
-        adaedl_threshold (probability): for `rule="adaedl"`, in [0, 1]: where its bound starts. Larger stops earlier.
         costs (seconds): of a round, for `rule="throughput"`, as
             `{"draft": s, "verify": [s1, s2, ...], "overhead": s, "read": s, "branch": s, "start": s, "block": n}`: a
             draft step, target passes over 1, 2, ... tokens, the rest of a round, each token that the draft has yet to
@@ -77,18 +72,16 @@ class SpeculationConfig:
         lookup_tokens (candidates): the most that a chain looks up; in a tree there are `tree_budget` nodes at most.
         lookup_memory (tokens): of earlier answers that are searched, too, which helps where requests resemble one
             another. 0 remembers none. They are kept in memory only (`assistant.memory.answers`).
-        keep_texts (tokens): of the latest texts of attached targets that `assistant.learn()` learns from: the tokens,
-            the states that the draft reads and what the target would have said (`docs/using.md`). 0 keeps none. They
-            are kept in memory only (`assistant.memory.texts`).
         draft_temperature: divides the draft's logits once more, before temperature, top-k and the like and before the
             target's successors are mixed in, where the target samples. Below 1 the draft guesses what is likeliest more
             often, above 1 other tokens. 0.8 is accepted more often than 1 by SmolLM2's published draft
             (`docs/drafts.md`). Greedy decoding does not know it.
         draft_successors: mix the draft's distribution with what an attached target said lately after the same one to
-            three tokens, as far as that is the better guess (`docs/drafts.md`). Texts that repeat themselves or each
-            other gain most, and kinds of text that the draft was not trained for. The table takes 72 bytes a token of
-            the vocabulary and 9.4 MB, in memory only, until `assistant.memory.clear()`. After other texts the draft
-            guesses otherwise, so a seed no longer repeats a sampled text. Unattached targets go without.
+            three tokens, as far as that is the better guess (`docs/drafts.md`). `None` does so in greedy texts, with
+            drafts that read the target's states: there it was measured to gain. `True` does so in sampled texts and
+            with all drafts, too, `False` nowhere. The table takes 72 bytes a token of the vocabulary and 9.4 MB, in
+            memory only, until `assistant.memory.clear()`. After other texts the draft guesses otherwise, so with `True`
+            a seed does not repeat a sampled text. Unattached targets go without.
         verification: of candidates that were drawn, on a target that the assistant is attached to; the output has the
             target's distribution either way (`docs/verification.md`). `"block"`: a chain is accepted as a block (arXiv
             2403.10444), a tree from its leaves to its root (arXiv 2505.12398), which on average accepts more;
@@ -109,9 +102,9 @@ class SpeculationConfig:
             output is the target's own as before; a few candidates fewer are accepted.
         graphs: on CUDA. `"auto"`: the passes of target and draft are captured as CUDA graphs, which a GPU replays as
             one launch each, where that can be done (`stats.uncaptured` says why not); `"off"`: they run as ever.
-        compile: compile the draft's steps, in chains and trees, with `torch.compile`, on CUDA as graphs
-            (`docs/gpu.md`). The first texts take longer. Batches run uncompiled, and so does a draft that cannot be
-            compiled.
+        compile: compile small pieces of what is captured (norms, MLPs, rotary embeddings) with `torch.compile`, each
+            once for all layers: a captured pass takes a third less, and the first text some seconds more
+            (`docs/gpu.md`).
 
     Raises:
         ValueError: a value is outside its range.
@@ -122,9 +115,6 @@ class SpeculationConfig:
     num_tokens: int = 5
     min_tokens: int = 1
     max_tokens: int = 20
-    confidence_threshold: float = 0.4
-    svip_threshold: float = 0.3
-    adaedl_threshold: float = 0.4
     costs: dict[str, Any] | None = None
     track_costs: bool = True
     adapt: bool = True
@@ -136,9 +126,8 @@ class SpeculationConfig:
     lookup: bool = False
     lookup_tokens: int = 40
     lookup_memory: int = 0
-    keep_texts: int = 0
     draft_temperature: float = 1.0
-    draft_successors: bool = False
+    draft_successors: bool | None = None
     verification: Verification = "block"
     cpu_products: CpuProducts = "auto"
     pack_weights: bool = False
@@ -156,10 +145,10 @@ class SpeculationConfig:
         if self.tree is not None and self.tree not in TREES:
             raise ValueError(f"tree={self.tree!r} is not a kind of tree. Choose one of {', '.join(TREES)}, or None.")
         check_types(self)
-        for name in ("threshold", "confidence_threshold", "svip_threshold", "adaedl_threshold"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name}={value!r} must be between 0 and 1: it is compared with a probability.")
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ValueError(
+                f"threshold={self.threshold!r} must be between 0 and 1: it is compared with a probability."
+            )
         for name in ("num_tokens", "min_tokens", "max_tokens", "lookup_tokens"):
             value = getattr(self, name)
             if not 1 <= value <= MOST_CANDIDATES:
@@ -171,9 +160,8 @@ class SpeculationConfig:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}, so no number of candidates "
                 "satisfies both. Lower min_tokens or raise max_tokens."
             )
-        for name in ("lookup_memory", "keep_texts"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name}={value!r} must be a number of tokens, at least 0.")
+        if self.lookup_memory < 0:
+            raise ValueError(f"lookup_memory={self.lookup_memory!r} must be a number of tokens, at least 0.")
         if not 0.1 <= self.draft_temperature <= 10.0:
             raise ValueError(
                 f"draft_temperature={self.draft_temperature!r} must be from 0.1 to 10: it divides the draft's logits."
@@ -210,12 +198,16 @@ class SpeculationConfig:
             drafted = self.num_tokens if self.rule == "fixed" else self.max_tokens
         return max(drafted, looked_up) if self.lookup else drafted
 
+    def mixes(self, greedy: bool, reads_states: bool) -> bool:
+        """Whether a draft is mixed with the target's successors (`draft_successors`) in such texts."""
+        return greedy and reads_states if self.draft_successors is None else self.draft_successors
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
-        """Build from `values`; fields that this version does not know are named in a warning and left out.
+        """Build from `values`; fields that no version knew are named in a warning, and left out as removed ones are.
 
         Raises:
             ValueError: it is not a mapping, or a value is of the wrong type or outside its range.
@@ -223,8 +215,16 @@ class SpeculationConfig:
         if not isinstance(values, dict):
             raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}
-        warn_unknown(sorted(set(values) - known), "speculation")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        warn_unknown(sorted(set(values) - known - REMOVED), "speculation")
+        values = {name: value for name, value in values.items() if name in known}
+        if (rule := values.get("rule")) in REMOVED_RULES:
+            warnings.warn(
+                f'speculation has rule={rule!r}, which this version does not have. "throughput", which needs no '
+                "threshold, takes its place. The texts are the target's either way.",
+                stacklevel=2,
+            )
+            values["rule"] = "throughput"
+        return cls(**values)
 
 
 def warn_unknown(names: list[str], where: str) -> None:

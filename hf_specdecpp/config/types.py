@@ -37,7 +37,7 @@ def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -
     """
     hints = _hints(function)
     if not isinstance(values, dict):
-        raise ValueError(f"{path.rstrip('.')}={_shown(values)} must be a mapping.")
+        raise ValueError(f"{path.rstrip('.')}={shown(values)} must be a mapping.")
     if unknown := sorted(set(values) - set(hints)):
         raise ValueError(f"{path}{unknown[0]} is not known; it may be of a newer version: pip install -U hf-specdecpp")
     _check(values, hints, path)
@@ -46,7 +46,7 @@ def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -
 def _check(values: dict[str, Any], hints: dict[str, Any], path: str) -> None:
     for name, value in values.items():
         if not _is(value, hints[name]):
-            raise ValueError(f"{path}{name}={_shown(value)} must be {_name(hints[name])}.")
+            raise ValueError(f"{path}{name}={shown(value)} must be {_name(hints[name])}.")
 
 
 @cache
@@ -74,7 +74,8 @@ def _is(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for a message: the start of a long one."""
     text = repr(value) if not isinstance(value, int) or abs(value) < LARGEST else "a number of more than 63 bits"
     return text if len(text) <= 200 else f"{text[:200]}..."
 

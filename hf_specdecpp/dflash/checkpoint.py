@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.config.foreign import check_tensors, renamed
+from hf_specdecpp.config.foreign import check_depth, check_tensors, renamed
+from hf_specdecpp.config.modules import as_described
 from hf_specdecpp.dflash.description import read_settings, refuse_relatives
 from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.dflash.settings import DFlashSettings
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, num_embeddings, renew_rotary
-from hf_specdecpp.models.quantised import sizes_of
+from hf_specdecpp.models.quantised import is_quantised, sizes_of
+from hf_specdecpp.models.vocabulary import outside
 
 # What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
 RENAMED = (
@@ -24,6 +26,7 @@ RENAMED = (
     (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
 )
 # Buffers, and what speculators keeps of the target for training.
+OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # of the settings; modules of the draft
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$")
 
 
@@ -37,13 +40,16 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         ValueError: they are of a relative, or a tensor is missing, unknown or of another shape.
     """
     refuse_relatives(raw, tensors)
-    return build(read_settings(raw), tensors, source)
+    names = {renamed(name, RENAMED) for name in tensors}
+    own: dict[str, Any] = {name: f"{part}.weight" in names for name, part in OWN.items()}
+    return build(replace(read_settings(raw), **own), tensors, source)
 
 
 def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
     """The draft with these settings and the tensors of a checkpoint; errors as above."""
     named = {renamed(name, RENAMED): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
-    with torch.device("meta"):
+    check_depth(named, settings.layer["num_hidden_layers"], source)
+    with as_described("DFlash draft"), torch.device("meta"):
         model = DFlashModel(settings)
     check_tensors(named, model.state_dict(), source, "of DFlash ")
     model.load_state_dict(named, assign=True)
@@ -80,6 +86,7 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
     """
     config, settings = target.config.get_text_config(decoder=True), model.settings
     depth, width = config.num_hidden_layers, model.reader.hidden_size
+    known = num_embeddings(target) if model.embed_tokens is None else model.embed_tokens.num_embeddings
     theirs = target.get_input_embeddings().weight.shape[1], sizes_of(target.get_output_embeddings())[0]
     wrong = None
     if not width == theirs[0] == theirs[1] == config.hidden_size:
@@ -90,15 +97,32 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
         wrong = f"was made for {settings.num_target_layers} layers, and there are {depth}"
     elif max(settings.reads) >= depth:
         wrong = f"reads layers {settings.reads}, counted from 0, and there are {depth}"
-    elif settings.mask_token_id >= num_embeddings(target):
-        wrong = f"has the mask token {settings.mask_token_id}, and there are {num_embeddings(target)} embeddings"
+    elif (misfit := outside(settings.layer.get("vocab_size"), target)) is not None:
+        wrong = misfit
+    elif settings.mask_token_id >= known:
+        wrong = f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
     if wrong is not None:
         raise ValueError(
             f"{name} {wrong} in {type(target).__name__}. It takes the target's own embeddings and LM head, so it works "
             "with the target that it was trained for alone: load that one, or a draft of this one."
         )
     move(model, input_device(target), target.dtype)
+    _drop_shared(model, target)
+    settings = model.settings
     if settings.scales_as_target:
         multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
         model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
     model.reader.meet(settings.reads, depth - 1 if settings.reads_normed else None)
+
+
+def _drop_shared(model: DFlashModel, target: CausalLM) -> None:
+    """Leave out what a file holds of its target, as those of `speculators` do: a copy would cost memory for nothing."""
+    theirs = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
+    for name, part in OWN.items():
+        own, shared = getattr(model, part), theirs[name]
+        if own is None or is_quantised(shared) or own.weight.shape != shared.weight.shape:
+            continue
+        if torch.equal(own.weight, shared.weight.to(own.weight)):
+            setattr(model, part, None)
+            dropped: dict[str, Any] = {name: False}
+            model.settings = replace(model.settings, **dropped)

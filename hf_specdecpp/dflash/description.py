@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_specdecpp.config.bounds import LAYER, check_fields
 from hf_specdecpp.config.foreign import SPECULATORS, is_ours, rotary_parameters
-from hf_specdecpp.dflash.settings import DFlashSettings
+from hf_specdecpp.dflash.settings import BOUNDS, NOT_NEGATIVE, DFlashSettings
 
 TRANSFORMERS = "muse_glimmer_assistant"
 COPIED = (
@@ -15,7 +16,12 @@ COPIED = (
     "sliding_window", "use_sliding_window", "max_window_layers",
 )  # fmt: skip
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NUMBERS = {
+    **{name: BOUNDS[name] for name in ("block_size", "mask_token_id", "output_multiplier", "num_target_layers")},
+    **dict.fromkeys(("input_embedding_scale", "final_logit_softcapping"), NOT_NEGATIVE),
+}
 OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
+SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
 INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of this package (specdecpp train)"
 
 
@@ -24,7 +30,8 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
     if is_ours(raw):
         return False
     names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
-    return "dflash_config" in raw or "dflash" in names or "dspark" in names or set(raw) >= OF_TRANSFORMERS
+    is_named = any(name in names for name in ("dflash", "dspark", "domino"))
+    return "dflash_config" in raw or is_named or set(raw) >= OF_TRANSFORMERS
 
 
 def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
@@ -42,6 +49,8 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     if not isinstance(layers, Mapping) or not isinstance(own, Mapping):
         raise ValueError("The config.json of this DFlash draft lacks what describes its layers. Download it again.")
     said = {**raw, **own}
+    check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS)
+    layer = _layer(layers, is_theirs)
     ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
     for name, value in {"block_size": said.get("block_size"), "mask_token_id": said.get("mask_token_id"),
                         **{name: layers.get(name) for name in NEEDED}}.items():  # fmt: skip
@@ -59,9 +68,12 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
             f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) "
             f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {INSTEAD}."
         )
-    causal = False if is_theirs or raw.get("sliding_window_non_causal") else raw.get("is_causal")
+    layer, has_other_windows = _layer(layers, said, is_theirs)
+    causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
+    if causal is None and has_other_windows:
+        causal = False
     return DFlashSettings(
-        layer=_layer(layers, is_theirs),
+        layer=layer,
         reads=[each - is_nested for each in ids],
         block_size=said["block_size"],
         mask_token_id=said["mask_token_id"],
@@ -69,7 +81,7 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         output_multiplier=_number(said, "output_multiplier", 1.0),
         logit_cap=_number(said, "final_logit_softcapping", 0.0) or None,
         scales_as_target=is_theirs,
-        is_causal=None if causal is None else bool(causal),
+        is_causal=causal,
         includes_window=is_theirs,
         samples_anchor=bool(said.get("sample_from_anchor")),
         reads_normed=not is_nested,
@@ -91,38 +103,78 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 def _number(said: Mapping[str, Any], name: str, default: float) -> float:
     value = said.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0.0:
-        raise ValueError(f"The config.json of this DFlash draft has {name}={value!r}, which must be a positive number.")
-    return float(value)
+    return default if value is None else float(value)
 
 
-def _layer(layers: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
-    """The config of the draft's layers."""
+def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
+    """Whether a row of a block sees no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec by
+    another name. `None` where nobody does."""
+    places = {name: raw.get(name) for name in ("is_causal", "causal")}
+    places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
+    said = {name: value for name, value in places.items() if value is not None}
+    if len(set(map(repr, said.values()))) > 1 or not all(isinstance(value, bool) for value in said.values()):
+        raise ValueError(
+            f"The config.json of this DFlash draft has {', '.join(f'{name}={value!r}' for name, value in said.items())}"
+            ", and must say in one way, true or false, whether rows of a block see later rows. Correct it, or ask who "
+            "made it."
+        )
+    return next(iter(said.values()), None)
+
+
+def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
+    """The config of the draft's layers, and whether `use_swa` gives windows to all of them.
+
+    Such rows see later ones unless the config says otherwise (vLLM, for MiMo's drafts).
+
+    Args:
+        said: beside what describes the layers.
+        is_theirs: whether the dialect is that of transformers.
+    """
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
         raise ValueError(
             f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {INSTEAD}."
         )
     layer = {name: layers[name] for name in COPIED if layers.get(name) is not None}
-    if has_windows:
-        layer["use_sliding_window"] = True
-    return {**layer, "rope_parameters": rotary_parameters(layers, f"{INSTEAD}.")}
+    types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
+    some_have = isinstance(types, list) and "sliding_attention" in types
+    all_have = bool(said.get("use_swa")) and not some_have
+    if all_have:
+        if size is None:
+            raise ValueError(
+                "The config.json of this DFlash draft gives its layers windows (use_swa) of no size (swa_window_size, "
+                "or sliding_window). Download it again, or ask who made it."
+            )
+        layer.pop("layer_types", None)
+        layer |= {"use_sliding_window": True, "max_window_layers": 0}
+    if is_theirs or (some_have and size is not None and layer.get("use_sliding_window") is None):
+        layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
+    if size is not None and (all_have or some_have):
+        layer["sliding_window"] = size
+    layer["rope_parameters"] = rotary_parameters(layers, f"{INSTEAD}.")
+    check_fields(layer, LAYER)
+    return layer, all_have
 
 
 def refuse_relatives(raw: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> None:
     """Raise `ValueError` for other drafts, by their config, or by the names of their tensors."""
     names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
     own, held = raw.get("dflash_config") or {}, " ".join(tensors or {})
+    said = {**raw, **own} if isinstance(own, Mapping) else raw
     found = None
     if "dspark" in names or "markov_rank" in raw or "markov_rank" in own or "markov_" in held:
         found = "DSpark, whose candidates depend on one another (a Markov head)"
+    elif "domino" in names or said.get("projector_type") == "domino" or "prefix_gru." in held:
+        found = "Domino, whose candidates depend on one another (a recurrent head over them, prefix_gru)"
     elif "dflash2" in names or "selector_rank" in own or "candidate_selector" in held or "_conv." in held:
         found = "DFlash2, whose candidates are selected one after another"
     elif raw.get(SPECULATORS, "dflash") != "dflash":
         found = f"a {raw[SPECULATORS]} draft of speculators"
     elif "mask_hidden" in held:
         found = "P-EAGLE"
+    elif any(map(said.get, SINKS)) or "attention_sink_bias" in held:
+        found = "a DFlash draft with attention sinks (attention_sink_bias)"
+    elif "mask_embedding" in held:
+        found = "a DFlash draft with an embedding of its own for mask tokens (mask_embedding)"
     if found is not None:
         raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {INSTEAD}.")

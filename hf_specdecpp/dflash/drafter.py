@@ -13,17 +13,18 @@ from hf_specdecpp.dflash.model import DFlashModel, Rows
 from hf_specdecpp.drafting.draft import Beside, Draft
 from hf_specdecpp.drafting.drafter import NO_STATES
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
 
 class DFlashDraft(Draft):
-    """Drafts blocks with a `DFlashModel` that has met its target, whose embeddings and LM head it takes.
+    """Drafts blocks with a `DFlashModel` that has met its target.
 
     Args:
         model: on the target's device, in its dtype.
-        target: whose embeddings and LM head it takes.
+        target: whose embeddings and LM head it takes where it has none of its own.
     """
 
     model: DFlashModel
@@ -32,8 +33,9 @@ class DFlashDraft(Draft):
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
         self.model, self.settings = model, model.settings
         self.block = self.places = model.settings.places
-        self.embeddings, self.head = target.get_input_embeddings(), target.get_output_embeddings()
-        self.num_embeddings = num_embeddings(target)
+        own, head = model.embed_tokens, model.lm_head
+        self.embeddings = target.get_input_embeddings() if own is None else own
+        self.head = target.get_output_embeddings() if head is None else head
         self.beside = Beside(target)
 
     @property
@@ -79,9 +81,9 @@ class DFlashDraft(Draft):
         self.logits(self.model(block, states, 0, Rows(len(self.model.layers)))[0], 1)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The target's bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
+        """The bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
         weight = self.embeddings.weight
-        known = tokens.where(tokens < self.num_embeddings, 0)
+        known = tokens.where(tokens < len(weight), 0)
         return functional.embedding(known.to(weight.device), weight).to(tokens.device)
 
     def block_after(self, anchor: Tensor) -> Tensor:
@@ -95,9 +97,7 @@ class DFlashDraft(Draft):
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[..., vocab_size]` float32 of final states `[..., hidden_size]`; -inf for ids that there are not."""
-        logits = self.head_logits(hidden)
-        missing = vocab_size - logits.shape[-1]
-        return functional.pad(logits, (0, max(missing, 0)), value=float("-inf"))[..., :vocab_size]
+        return as_wide_as(vocab_size, self.head_logits(hidden))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 of the LM head's own ids."""

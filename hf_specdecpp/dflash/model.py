@@ -86,7 +86,7 @@ class Rows:
 
 
 class DFlashModel(PreTrainedModel):
-    """The weights of a draft. Embeddings and LM head are the target's.
+    """The weights of a draft. Embeddings and LM head are the target's, unless it brings its own.
 
     Attributes:
         settings: of it.
@@ -104,6 +104,9 @@ class DFlashModel(PreTrainedModel):
         self.layers: Any = nn.ModuleList(layers)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        vocab_size, size = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(vocab_size, size) if settings.own_embeddings else None
+        self.lm_head = nn.Linear(size, vocab_size, bias=False) if settings.own_head else None
         slides = [kind == "sliding_attention" for kind in config.layer_types or []]
         reach = None if config.sliding_window is None else config.sliding_window - (not settings.includes_window)
         causal = [is_sliding if settings.is_causal is None else settings.is_causal for is_sliding in slides]

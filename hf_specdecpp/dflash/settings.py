@@ -5,8 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
+
+from hf_specdecpp.config.bounds import CURE, OF_TARGET, POSITIVE, TOKENS, Bounds, check_fields, check_layers
+
+MOST_ROWS = 128  # of a block, which a pass has in every round; 16 are usual
+NOT_NEGATIVE = (0.0, 2.0**31)
+BOUNDS: dict[str, Bounds] = {
+    "reads": [OF_TARGET],
+    "block_size": range(1, MOST_ROWS + 1),
+    "mask_token_id": range(TOKENS.stop),
+    "embedding_scale": NOT_NEGATIVE,
+    "output_multiplier": NOT_NEGATIVE,
+    "logit_cap": POSITIVE,
+    "num_target_layers": range(1, OF_TARGET.stop + 1),
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,7 @@ class DFlashSettings:
         samples_anchor: whether the row of the last token proposes the first candidate, so that no row is unused.
         reads_normed: whether the output of the target's last layer is read after the target's final norm.
         num_target_layers: of the target that it was made for, if that is known.
+        own_embeddings, own_head: whether it brings these or takes the target's.
 
     Raises:
         ValueError: numbers that make no sense.
@@ -48,14 +62,16 @@ class DFlashSettings:
     samples_anchor: bool = False
     reads_normed: bool = True
     num_target_layers: int | None = None
+    own_embeddings: bool = False
+    own_head: bool = False
 
     def __post_init__(self) -> None:
-        if not self.reads or any(type(read) is not int or read < 0 for read in self.reads):
-            raise ValueError(f"A DFlash draft that reads layers {self.reads} makes no sense: they are counted from 0.")
-        if self.places < 1 or self.mask_token_id < 0:
+        check_fields({name: getattr(self, name) for name in BOUNDS}, BOUNDS)
+        check_layers(self.layer)
+        if not self.reads or self.places < 1:
             raise ValueError(
-                f"A DFlash draft with block_size={self.block_size} and mask_token_id={self.mask_token_id} proposes "
-                "nothing: a block has at least 2 rows, and ids are not negative."
+                f"A DFlash draft with block_size={self.block_size} that reads layers {self.reads} proposes nothing: a "
+                f"block has at least 2 rows, made of outputs of the target. {CURE}"
             )
 
     @property
@@ -64,22 +80,8 @@ class DFlashSettings:
         return self.block_size - (not self.samples_anchor)
 
     def layer_config(self) -> Qwen3Config:
-        """The transformers config of its layers.
-
-        Raises:
-            ValueError: it makes no sense.
-        """
-        try:
-            config = Qwen3Config(**self.layer)
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            raise ValueError(f"No DFlash draft can be built as its config describes it: {error}") from None
-        kinds = set(config.layer_types or []) - {"full_attention", "sliding_attention"}
-        if kinds or len(config.layer_types or []) != config.num_hidden_layers:
-            raise ValueError(
-                f"layer_types={config.layer_types} must say 'full_attention' or 'sliding_attention' for each of "
-                f"{config.num_hidden_layers} layers."
-            )
-        return config
+        """The transformers config of its layers."""
+        return Qwen3Config(**self.layer)
 
     def to_config(self) -> dict[str, Any]:
         """The arguments that make the same settings; JSON-able."""

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.copies import for_capture, identity
+from hf_specdecpp.captured.copies import for_capture, for_groups, identity
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.session import ModelReading
@@ -40,9 +40,19 @@ def read(
     span = torch.arange(tokens.shape[1], device=tokens.device)
     depths = span.minimum(last)  # dummies need no position that the tokens do not
     inputs = inputs_in_place(drafter.model, cache.room, span <= span[:, None], depths, depths, cache.length)
-    hidden = drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0].index_select(0, last)[0]
+    hidden = hidden_states(drafter, cache, tokens, states, inputs).index_select(0, last)
     cache.length.add_(last[0] + 1)
-    return drafter.logits(hidden, vocab_size), hidden
+    # Products of a vector are slower on a GPU than those of a matrix of one row.
+    return drafter.logits(hidden, vocab_size)[0], hidden[0]
+
+
+def hidden_states(
+    drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
+) -> Tensor:
+    """`[n, hidden_size]` of a captured pass over `tokens` `[1, n]` with these masks and positions."""
+    cache.begin_pass(tokens.shape[1])
+    inputs["attention_mask"] = for_groups(inputs["attention_mask"], drafter.model)
+    return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0]
 
 
 @dataclass
@@ -67,10 +77,12 @@ class CapturedSteps:
 
     Args:
         drafter: whose steps. A copy of its modules makes them, which shares its tensors.
+        fuse: compile small pieces, as `for_capture`.
     """
 
-    def __init__(self, drafter: DraftModel) -> None:
-        self.num_layers, self._captured_for = num_room_layers(drafter.text_config), identity(drafter.model)
+    def __init__(self, drafter: DraftModel, fuse: bool = False) -> None:
+        self.num_layers = num_room_layers(drafter.text_config)
+        self._captured_for = [fuse, *identity(drafter.model)]
         self.works = True  # whether nothing has spoken against capturing this draft so far
         self.device = drafter.device
         self._graphs = graphs.Graphs(self.device)
@@ -79,11 +91,11 @@ class CapturedSteps:
         self._last = torch.arange(SEVERAL, device=self.device)
         if (reason := _why_not(drafter)) is not None:
             self._give_up(drafter, reason)
-        self.drafter: Any = for_capture(drafter, drafter.model) if self.works else drafter
+        self.drafter: Any = for_capture(drafter, drafter.model, fuse=fuse) if self.works else drafter
 
-    def fits(self, drafter: DraftModel) -> bool:
+    def fits(self, drafter: DraftModel, fuse: bool) -> bool:
         """Whether the draft is what the steps are captured of."""
-        return self._captured_for == identity(drafter.model)
+        return self._captured_for == [fuse, *identity(drafter.model)]
 
     def lease(self, num_tokens: int, user: object) -> RoomCache:
         """An empty cache with room for so many tokens, until `user` is no more."""
@@ -220,6 +232,10 @@ class CapturedSession(ModelReading):
         self._length += tokens.shape[1]
         self._own_states = {0: hidden}
         return logits, hidden
+
+    def take_all(self) -> tuple[Tensor, Tensor | None]:
+        """All tokens `[1, n]` that are still to be read, and the states that are read with them."""
+        return self._take([])
 
     def with_room(self, num_tokens: int) -> RoomCache:
         """The cache, or a larger one that holds the same, with room for so many tokens."""

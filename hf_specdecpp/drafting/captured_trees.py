@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting.captured import CapturedSession
+from hf_specdecpp.drafting.captured import CapturedSession, hidden_states
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.models.causal_lm import upload
 from hf_specdecpp.trees.attention import inputs_in_place
@@ -42,7 +42,7 @@ def read_level(
     room = ancestors.shape[1]
     num_prefix = cache.length - counts[0]
     inputs = inputs_in_place(drafter.model, cache.room, ancestors, depths[:room], depths[room:], num_prefix)
-    hidden = drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0]
+    hidden = hidden_states(drafter, cache, tokens, states, inputs)
     cache.length.add_(counts[1])
     return drafter.logits(hidden, vocab_size), hidden
 

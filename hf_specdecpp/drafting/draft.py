@@ -39,11 +39,6 @@ class Beside:
             )
         self._target, self._place = weakref.ref(target), (target.dtype, input_device(target))
 
-    @property
-    def target(self) -> CausalLM | None:
-        """The target, while there is one."""
-        return self._target()
-
     def check(self) -> None:
         """Raise `ValueError` if the target has been moved since."""
         target = self._target()
@@ -130,8 +125,8 @@ class Draft:
     def renew(self) -> None:
         """Bring copies of the target's weights up to date: it may be in training."""
 
-    def capture_steps(self, wanted: bool) -> None:
-        """Capture its steps as CUDA graphs where that can be done, or no longer."""
+    def capture_steps(self, wanted: bool, fuse: bool) -> None:
+        """Capture its steps as CUDA graphs where that can be done, with small pieces compiled, or no longer."""
 
     def describe(self) -> dict[str, Any]:
         """All that decides what drafting costs, beside the model; JSON-able."""

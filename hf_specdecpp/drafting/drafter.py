@@ -63,12 +63,12 @@ class Drafter(DraftModel, Draft):
                 "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
             )
 
-    def capture_steps(self, wanted: bool) -> None:
+    def capture_steps(self, wanted: bool, fuse: bool) -> None:
         if not wanted or not graphs.can_capture(self.device):
             self.steps = None
-        elif self.steps is None or not self.steps.fits(self):
+        elif self.steps is None or not self.steps.fits(self, fuse):
             self.steps = None  # the steps copy what they are captured of
-            self.steps = CapturedSteps(self)
+            self.steps = CapturedSteps(self, fuse)
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -6,16 +6,11 @@ submitted whatever the rule says. No rule can take a candidate back. (`docs/spec
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
-
-SVIP_GAMMA = 0.15
-ADAEDL_GAMMA = 0.2
 
 
 class StoppingRule:
@@ -86,57 +81,3 @@ class Threshold(StoppingRule):
     def update(self, num_drafted: int, num_accepted: int) -> None:
         if self.rates is not None:
             self.rates.observe(self.estimates, num_drafted, num_accepted)
-
-
-class Confidence(StoppingRule):
-    """Stop after a candidate that the draft itself finds unlikely (transformers' dynamic speculation)."""
-
-    def __init__(self, config: SpeculationConfig) -> None:
-        super().__init__(config.max_tokens)
-        self.min_tokens, self.least = config.min_tokens, config.confidence_threshold
-
-    def signal(self, step: DraftStep) -> Tensor:
-        return step.q_of_token
-
-    def stops(self, signal: float | None) -> bool:
-        return signal is not None and signal < self.least
-
-
-class SVIP(StoppingRule):
-    """Stop when the entropy of q says that the candidate was a guess: sqrt(0.15 H(q)) > bound."""
-
-    def __init__(self, config: SpeculationConfig) -> None:
-        super().__init__(config.max_tokens)
-        self.min_tokens, self.bound = config.min_tokens, config.svip_threshold
-
-    def signal(self, step: DraftStep) -> Tensor:
-        return step.entropy
-
-    def stops(self, signal: float | None) -> bool:
-        return signal is not None and math.sqrt(SVIP_GAMMA * max(signal, 0.0)) > self.bound
-
-
-class AdaEDL(StoppingRule):
-    """Stop when 1 - sqrt(0.2 H(q)), a lower bound on the acceptance probability, falls under lambda.
-
-    lambda follows the acceptance rate: it falls while more than 90 % of the candidates are accepted and rises otherwise
-    (exponential averages with the paper's 0.5 for the rate, 0.9 for lambda, steps of 0.01).
-    """
-
-    def __init__(self, config: SpeculationConfig) -> None:
-        super().__init__(config.max_tokens)
-        self.min_tokens, self.bound = config.min_tokens, config.adaedl_threshold
-        self.acceptance_rate = 0.9
-
-    def signal(self, step: DraftStep) -> Tensor:
-        return step.entropy
-
-    def stops(self, signal: float | None) -> bool:
-        return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound
-
-    def update(self, num_drafted: int, num_accepted: int) -> None:
-        if num_drafted == 0:
-            return
-        self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * num_accepted / num_drafted
-        moved = self.bound + (0.01 if self.acceptance_rate < 0.9 else -0.01)
-        self.bound = min(max(0.9 * self.bound + 0.1 * moved, 0.0), 1.0)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.config.foreign import check_tensors, renamed
+from hf_specdecpp.config.foreign import check_depth, check_tensors, renamed
 from hf_specdecpp.config.modules import as_described
-from hf_specdecpp.eagle3.description import TRAIN, Description
+from hf_specdecpp.eagle3.description import TRAIN, Description, of_type
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import NUM_USUAL, Eagle3Settings
 from hf_specdecpp.models.causal_lm import renew_rotary
@@ -31,6 +31,7 @@ RENAMED = (
     (r"^(layers|embed_tokens)\.", r"decoder.\1."),
     (r"^(fc|fc_norm|input_norm)\.", r"reader.\1."),
 )  # fmt: skip
+EMBEDDINGS = "decoder.embed_tokens.weight"
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
@@ -65,7 +66,7 @@ def _named(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
 
 def settings_of(description: Description, named: Mapping[str, Tensor]) -> Eagle3Settings:
     """The settings that config and tensors agree on; where a config may be silent, tensors say it."""
-    layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
+    layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
     size, vocab_size = description.state_size, description.layer["vocab_size"]
     num_reads = 0
     if description.reads_states:
@@ -82,7 +83,8 @@ def settings_of(description: Description, named: Mapping[str, Tensor]) -> Eagle3
         "fc_norm": description.flags["fc_norm"] or "reader.fc_norm.0.weight" in named,
     }
     count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
-    layer = {**description.layer, "num_hidden_layers": count}
+    kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
+    layer = {**of_type(description.layer, kind), "num_hidden_layers": count}
     if types := layer.get("layer_types"):
         layer["layer_types"] = types[:count]
     return Eagle3Settings(
@@ -93,16 +95,21 @@ def settings_of(description: Description, named: Mapping[str, Tensor]) -> Eagle3
         num_reads=num_reads,
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
         fc_bias="reader.fc.bias" in named,
-        own_embeddings="decoder.embed_tokens.weight" in named,
+        own_embeddings=description.own_embeddings and EMBEDDINGS in named,
         own_head=head is not None or draft_vocab_size not in (None, vocab_size),
         **flags,
     )
 
 
 def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
-    """The draft with these settings and the tensors of a checkpoint; errors as above."""
-    named = _named(tensors, source)
+    """The draft with these settings and the tensors of a checkpoint; errors as above.
+
+    What the settings leave out may be left over: fc beside `use_aux_hidden_state: false`, and embeddings.
+    """
+    used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
+    named = {name: tensor for name, tensor in _named(tensors, source).items() if used.get(name, True)}
     token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
+    check_depth(named, settings.layer["num_hidden_layers"], source)
     with as_described("EAGLE-3 draft"), torch.device("meta"):
         model = Eagle3Model(settings)
     check_tensors(named, model.state_dict(), source, "", original)
@@ -151,7 +158,7 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
             f"of {count}. They must be distinct and below vocab_size={vocab_size}: the file is damaged, download it "
             "again."
         )
-    return None if torch.equal(ids, torch.arange(vocab_size)) else ids
+    return None if count == vocab_size and torch.equal(ids, torch.arange(count)) else ids
 
 
 def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:

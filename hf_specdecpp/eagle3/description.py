@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_specdecpp.config.bounds import LAYER, SIZE, TOKENS, check_fields
 from hf_specdecpp.config.foreign import (
     DEFAULT_THETA,
     SPECULATORS,
@@ -23,7 +24,6 @@ COPIED = (
 )  # fmt: skip
 COPIED_OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
@@ -31,7 +31,10 @@ TRAIN = "Train a draft of this package for the target (specdecpp train), or look
 
 @dataclass(frozen=True)
 class Overrides:
-    """What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those there."""
+    """What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those there.
+
+    `own_embeddings=False` takes the target's where the file has some.
+    """
 
     norm_before_residual: bool
     norm_before_fc: bool
@@ -39,6 +42,7 @@ class Overrides:
     norm_output: bool
     rope_theta: float
     reads: list[int]
+    own_embeddings: bool
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Description:
     """What a checkpoint's config says, before its tensors are looked at.
 
     Attributes:
-        layer: as in `Eagle3Settings`, without the number of layers, which tensors tell.
+        layer: as in `Eagle3Settings`, without the number of layers, which tensors tell, and perhaps of the other type.
         ids: of the target's layers, as they stand there; `None` for the usual ones.
         reads: the layers that these mean, where somebody says so, or where the dialect does.
         reads_states: whether outputs of layers are read, or the final state alone.
@@ -54,6 +58,7 @@ class Description:
         state_size: of the target.
         draft_vocab_size: `None` for all tokens.
         target_id: the target that it names, if it does.
+        own_embeddings: whether the file's are used, if it has some.
     """
 
     layer: dict[str, Any]
@@ -64,6 +69,7 @@ class Description:
     state_size: int
     draft_vocab_size: int | None
     target_id: str | None
+    own_embeddings: bool = True
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
@@ -88,8 +94,7 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     """What a `config.json` says.
 
     Args:
-        overrides: of its values: those of `FLAGS`, `rope_theta`, and `reads`, the target's layers whose outputs are
-            read, counted from 0.
+        overrides: of its values (`Overrides`).
 
     Raises:
         ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
@@ -119,7 +124,7 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
         reads = [each - 1 for each in ids]
     return Description(
-        layer=_layer(inner, "qwen3" if is_nested else "llama", overrides.get("rope_theta")),
+        layer=_layer(inner, _layer_type(raw, inner), overrides.get("rope_theta")),
         ids=ids,
         reads=reads,
         reads_states=eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False,
@@ -127,6 +132,7 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
         state_size=raw.get("target_hidden_size") or inner["hidden_size"],
         draft_vocab_size=raw.get("draft_vocab_size"),
         target_id=target_of(raw),
+        own_embeddings=overrides.get("own_embeddings", True),
     )
 
 
@@ -148,36 +154,56 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _check_sizes(raw: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> None:
-    """Raise `ValueError` for sizes that are missing or none."""
+    """Raise `ValueError` for sizes that are missing or out of bounds."""
     if missing := [name for name in NEEDED if inner.get(name) is None]:
         raise ValueError(
             f"The config.json is of an EAGLE-3 draft, but {where} lacks {', '.join(missing)}, so its tensors cannot be "
             "checked. Download it again."
         )
-    sizes = {name: inner.get(name) for name in SIZES}
-    sizes |= {name: raw.get(name) for name in ("target_hidden_size", "draft_vocab_size")}
-    for name, size in sizes.items():
-        if size is not None and not (type(size) is int and 1 <= size < 2**31):
-            raise ValueError(f"{name}={str(size)[:50]!r} of config.json must be a whole number above 0.")
+    check_fields({name: inner.get(name) for name in NEEDED}, LAYER)
+    bounds = {"target_hidden_size": SIZE, "draft_vocab_size": TOKENS}
+    check_fields({name: raw.get(name) for name in bounds}, bounds)
 
 
-def _layer(inner: Mapping[str, Any], default: str, theta: float | None) -> dict[str, Any]:
-    """The config of the draft's layers."""
-    kind = inner.get("model_type") or default
-    if kind not in LAYER_CONFIGS:
+def _layer_type(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
+    """Of the draft's layers. Where a flat config's architecture is a Llama's, its `model_type` may be the target's."""
+    kind = inner.get("model_type") or ("qwen3" if SPECULATORS in raw else "llama")
+    names = " ".join(map(str, _listed(raw.get("architectures"))))
+    if isinstance(kind, str) and kind not in LAYER_CONFIGS and inner is raw and "llama" in names.lower():
+        kind = "llama"
+    if kind not in tuple(LAYER_CONFIGS):
         raise ValueError(
             f"The draft has layers of type {kind!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
             f"{TRAIN}."
         )
-    copied = COPIED + (COPIED_OF_QWEN3 if kind == "qwen3" else ())
-    layer = {name: inner[name] for name in copied if inner.get(name) is not None}
-    if kind == "llama" and "sliding_attention" in _listed(inner.get("layer_types")):
+    return str(kind)
+
+
+def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The config of layers that are of this type, as their tensors say.
+
+    Raises:
+        ValueError: layers of Llama with a window.
+    """
+    if kind == "qwen3":
+        return {**layer, "model_type": kind}
+    if "sliding_attention" in _listed(layer.get("layer_types")):
         raise ValueError(
             "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
             f"so it would see too much. {TRAIN}."
         )
+    return {name: value for name, value in layer.items() if name not in COPIED_OF_QWEN3} | {"model_type": kind}
+
+
+def _layer(inner: Mapping[str, Any], kind: str, theta: float | None) -> dict[str, Any]:
+    """The config of the draft's layers."""
+    is_its_own = inner.get("model_type") in (None, *LAYER_CONFIGS)  # else windows are the target's, too
+    copied = COPIED + (COPIED_OF_QWEN3 if is_its_own else ())
+    layer = {name: inner[name] for name in copied if inner.get(name) is not None}
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
-    return {"model_type": kind, **layer, "rope_parameters": rotary_parameters(inner, cure, theta)}
+    layer["rope_parameters"] = rotary_parameters(inner, cure, theta)
+    check_fields(layer, LAYER)
+    return {"model_type": kind, **layer}
 
 
 def _refuse_relatives(raw: Mapping[str, Any], inner: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:

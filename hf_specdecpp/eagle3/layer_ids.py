@@ -31,7 +31,8 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
     if ids is None:
         if depth < 4:
             raise ValueError(
-                f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones."
+                f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones. Say "
+                "which, counted from 0: eagle3={'reads': [...]}."
             )
         return [usual_reads(depth)]
     after, before = list(ids), [each - 1 for each in ids]

@@ -9,7 +9,7 @@ from hf_specdecpp.eagle3.layer_ids import meanings
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.self_check import TEXT, choose
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
-from hf_specdecpp.models.vocabulary import tokenizer_of
+from hf_specdecpp.models.vocabulary import outside, tokenizer_of
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -53,6 +53,8 @@ def _check_fits(model: Eagle3Model, target: CausalLM, name: str) -> None:
             f"{name} proposes token ids up to {largest}, and {type(target).__name__} has {config.vocab_size}. It was "
             "trained for a target with another tokenizer."
         )
+    if (wrong := outside(settings.layer["vocab_size"], target)) is not None:
+        raise ValueError(f"{name} {wrong} in {type(target).__name__}. It was trained for another target.")
     if settings.layer["vocab_size"] != config.vocab_size:
         logger.warning(
             f"{name} was made for {settings.layer['vocab_size']} token ids, and the target has {config.vocab_size}. "

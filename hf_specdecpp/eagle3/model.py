@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,10 +142,6 @@ class Eagle3Model(PreTrainedModel):
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
         self.settings = replace(self.settings, reads=list(reads))
         self.reader.reads = list(reads)
-
-    def copied(self) -> Eagle3Model:
-        """A copy that drafts for the same target, whose embeddings and LM head are not copied."""
-        return copy.deepcopy(self, {id(module): module for module in self._targets})
 
     def get_decoder(self, *_: Any, **__: Any) -> Any:
         return self.decoder

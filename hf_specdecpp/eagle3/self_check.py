@@ -15,7 +15,7 @@ from hf_specdecpp.eagle3.checkpoint import build, tensors_of
 from hf_specdecpp.eagle3.drafter import Eagle3Drafter
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import Eagle3Settings
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, trying
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 
@@ -51,15 +51,14 @@ class Heard:
         text: `[1, n]` token ids.
     """
 
-    @torch.no_grad()
     def __init__(self, target: CausalLM, text: Tensor) -> None:
         config, reader, everything = target.config.get_text_config(decoder=True), Reader(target), StateReader()
         everything.reads = list(range(config.num_hidden_layers))
-        with TargetStates(target, everything) as caught:
+        self.target, self.width = target, target.config.get_text_config().vocab_size
+        with trying(target), TargetStates(target, everything) as caught:
             final = reader.hidden_states(text.to(input_device(target)))
             states: Any = caught.take()
-        self.target, self.width = target, target.config.get_text_config().vocab_size
-        self.chosen = reader.logits(final, self.width).argmax(-1)[0]
+            self.chosen = reader.logits(final, self.width).argmax(-1)[0]
         self.text, self.states = text.to(states.device), states.split(config.hidden_size, dim=-1)
 
     @torch.no_grad()
@@ -90,6 +89,8 @@ def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[
     for theta in dict.fromkeys((DEFAULT_THETA, targets_own)):
         if theta not in (None, settings.layer["rope_parameters"]["rope_theta"]):
             yield f"rope_theta {theta:.0f}", {"rope_theta": float(theta)}
+    if settings.own_embeddings and settings.state_size == settings.layer["hidden_size"]:
+        yield "the target's embeddings", {"own_embeddings": False}  # some exporters write random ones
     for flag in ("norm_before_residual", "norm_output"):
         value = not getattr(settings, flag)
         yield f"{flag} {str(value).lower()}", {flag: value}

@@ -7,8 +7,17 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from hf_specdecpp.config.bounds import DEPTH, OF_TARGET, SIZE, TOKENS, Bounds, check_fields, check_layers
+
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
+BOUNDS: dict[str, Bounds] = {
+    "state_size": SIZE,
+    "reads": [OF_TARGET],
+    "layer_ids": [range(OF_TARGET.stop + 1)],
+    "num_reads": range(DEPTH.stop),
+    "draft_vocab_size": TOKENS,
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,11 @@ class Eagle3Settings:
     own_head: bool = True
 
     def __post_init__(self) -> None:
-        if (found := self.layer.get("model_type")) not in LAYER_CONFIGS:
+        check_fields({name: getattr(self, name) for name in BOUNDS}, BOUNDS)
+        check_layers(self._arguments())
+        if self.layer.get("vocab_size") is None:
+            raise ValueError("layer.vocab_size is missing, so it is not known how many tokens the draft was made for.")
+        if (found := self.layer.get("model_type")) not in tuple(LAYER_CONFIGS):
             raise ValueError(f"A draft with layers of type {found!r} is not known; there are 'llama' and 'qwen3'.")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
@@ -64,8 +77,8 @@ class Eagle3Settings:
                 f"What the draft reads of the target ({self.num_reads} x {self.state_size}) is as wide as its own "
                 f"state ({self.layer['hidden_size']}), so they cannot be told apart. Read another number of layers."
             )
-        named = self.reads or self.layer_ids or [0] * NUM_USUAL
-        if self.num_reads and (len(named) != self.num_reads or any(layer < 0 for layer in named)):
+        named = self.reads or self.layer_ids or [0] * (NUM_USUAL if self.num_reads else 0)
+        if len(named) != self.num_reads:
             name = "reads" if self.reads else "eagle_aux_hidden_state_layer_ids"
             raise ValueError(
                 f"{name}={self.reads or self.layer_ids} must name {self.num_reads} layers of the target, since the "
@@ -80,8 +93,10 @@ class Eagle3Settings:
 
     def layer_config(self) -> Any:
         """The transformers config of the draft's layers."""
-        arguments = {name: value for name, value in self.layer.items() if name != "model_type"}
-        return LAYER_CONFIGS[self.layer["model_type"]](**arguments)
+        return LAYER_CONFIGS[self.layer["model_type"]](**self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: value for name, value in self.layer.items() if name != "model_type"}
 
     def to_config(self) -> dict[str, Any]:
         """The arguments that make the same settings; JSON-able."""

@@ -46,6 +46,7 @@ class AcceptanceRates:
         judged: how many candidates; old ones fade.
         line: the intercept and the slope now: log-odds are calibrated to intercept + slope * log-odds, before what is
             learned of each bin is added.
+        shift: by bin, what calibration adds to the log-odds of an estimate.
         acceptance: `[bins]`, chance that a candidate in each bin is accepted once the target got to it.
         following: `[bins + 1, bins]`, probabilities of the next bin given the last. The last row: of a first verdict.
     """
@@ -122,7 +123,19 @@ class AcceptanceRates:
     def calibrated(self, estimate: float) -> float:
         """The chance that a candidate with this estimate is accepted."""
         estimate = min(max(estimate, 1e-4), 1.0 - 1e-4)
-        return 1.0 / (1.0 + (1.0 - estimate) / estimate * math.exp(-self._shift[bin_of(estimate)]))
+        return 1.0 / (1.0 + (1.0 - estimate) / estimate * math.exp(-self.shift[bin_of(estimate)]))
+
+    def expected_tokens(self, most: int) -> Floats:
+        """`[most + 1]` tokens of rounds with always 0, 1, ... candidates.
+
+        Example: with an acceptance of 0.5 whatever the estimates say, 1, 1.5, 1.75, 1.875, ...
+        """
+        tokens = [1.0]
+        survives = self.following[NO_VERDICT] * self.acceptance
+        for _ in range(most):
+            tokens.append(tokens[-1] + float(survives.sum()))
+            survives = survives @ self.following[:NO_VERDICT] * self.acceptance
+        return np.array(tokens)
 
     def fit(self) -> None:
         """Turn counts into probabilities; where counts are small, they are shrunk towards those of all bins."""
@@ -133,7 +146,7 @@ class AcceptanceRates:
         expected = _sigmoid(self.line[0] + self.line[1] * estimated)
         self.acceptance = (self.accepted + PRIOR_COUNT * expected) / (judged + PRIOR_COUNT)
         # What to add to the log-odds of an estimate, by bin.
-        self._shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
+        self.shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
         usual = (judged + PRIOR_COUNT * PRIOR_PROBS) / (judged.sum() + PRIOR_COUNT)
         rows = self.transitions.sum(1, keepdims=True)
         self.following = (self.transitions + PRIOR_COUNT * usual) / (rows + PRIOR_COUNT)

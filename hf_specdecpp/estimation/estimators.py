@@ -48,7 +48,7 @@ class DraftStep:
 
     @property
     def q_of_token(self) -> Tensor:
-        return self.q[self.token]
+        return self.q.gather(0, self.token[None])[0]  # an index of a device would be read
 
     @property
     def entropy(self) -> Tensor:

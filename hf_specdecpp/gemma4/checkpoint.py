@@ -8,17 +8,55 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_specdecpp.config.foreign import check_tensors, is_ours, mapping
+from hf_specdecpp.config.bounds import (
+    ACTIVATIONS,
+    DEPTH,
+    FULL,
+    HEAD_SIZE,
+    HEADS,
+    LAYER,
+    ROPE,
+    SIZE,
+    SLIDING,
+    TOKENS,
+    Bounds,
+    check_fields,
+    check_layers,
+)
+from hf_specdecpp.config.foreign import check_depth, check_tensors, is_ours, mapping
+from hf_specdecpp.config.modules import as_described
+from hf_specdecpp.config.types import shown
 from hf_specdecpp.gemma4.shared_rows import heads_of, sources
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device, move, num_processes, renew_rotary
 from hf_specdecpp.models.early_exit import layer_stack
 
 HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
+
+OWN: dict[str, Bounds] = {
+    "backbone_hidden_size": SIZE,
+    "num_centroids": TOKENS,
+    "centroid_intermediate_top_k": TOKENS,
+    "use_ordered_embeddings": bool,
+    "tie_word_embeddings": bool,
+}
+# Of its layers. Those of one kind may have heads of their own, as the newest versions write it or as older ones do.
+HEADS_OF_LAYER: dict[str, Bounds] = {"head_dim": HEAD_SIZE, "num_key_value_heads": HEADS}
+TEXT: dict[str, Bounds] = {
+    **LAYER,
+    "hidden_activation": ACTIVATIONS,
+    "rope_parameters": {FULL: ROPE, SLIDING: ROPE},
+    "num_kv_shared_layers": range(DEPTH.stop),
+    "global_head_dim": HEAD_SIZE,
+    "num_global_key_value_heads": HEADS,
+    "per_layer_config": {str(layer): HEADS_OF_LAYER for layer in range(DEPTH.stop)},
+    "use_bidirectional_attention": frozenset({"all", "vision"}),
+    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), range(TOKENS.stop)),
+    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "tie_word_embeddings"), bool),
+}
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
@@ -27,8 +65,10 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
 
 
 def vocab_size_of(raw: Mapping[str, Any]) -> int | None:
-    """Of the draft and its target, if the config says it."""
-    return mapping(raw, "text_config").get("vocab_size")
+    """Of the draft and its target, if the config says it; `ValueError` if it is no number."""
+    size = mapping(raw, "text_config").get("vocab_size")
+    check_fields({"vocab_size": size}, TEXT)
+    return size
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> CausalLM:
@@ -47,20 +87,19 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
             f"{source} is a {kind!r}, a class of transformers that version {transformers.__version__} does not have. "
             "Install a newer one: pip install -U transformers."
         )
-    try:
-        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
+    with as_described("Gemma 4 assistant"):
+        config = CONFIG_MAPPING[kind].from_dict(_known(kind, raw))
         _check_clusters(config)
+        check_depth(tensors, config.text_config.num_hidden_layers, source)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except (StrictDataclassError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"No Gemma 4 assistant can be built as the config of {source} says: {error}") from None
     model.model.embed_tokens = None  # it reads the target's: its own are its LM head
     named, expected = dict(tensors), model.state_dict()
     embeddings = named.pop(EMBEDDINGS, None)
     if config.tie_word_embeddings and embeddings is not None:
         named[HEAD] = embeddings
     if (wanted := expected.pop(ORDER, None)) is not None:
-        _check_order(named.get(ORDER), wanted.numel(), source)
+        named[ORDER] = _checked_order(named.get(ORDER), wanted, source)
     floating = {name: tensor for name, tensor in named.items() if wanted is None or name != ORDER}
     check_tensors(floating, expected, source, "of Gemma 4 assistants ")
     model.load_state_dict(named, assign=True)
@@ -70,6 +109,20 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     model.model.first_kv_shared_layer_idx = None
     renew_rotary(model, torch.device("cpu"))
     return model.eval().requires_grad_(False)
+
+
+def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of an assistant. transformers would act upon more: `attn_implementation` can name code."""
+    text = dict(mapping(raw, "text_config"))
+    if (named := text.get("model_type")) not in (None, usual := f"{kind.removesuffix('_assistant')}_text"):
+        raise ValueError(f"text_config.model_type={shown(named)} must be {usual!r}, as a {kind} has it.")
+    if isinstance(differing := text.get("per_layer_config"), Mapping):
+        text["per_layer_config"] = {str(layer): values for layer, values in differing.items()}
+    own = {name: raw[name] for name in OWN if raw.get(name) is not None}
+    layers = {name: text[name] for name in TEXT if text.get(name) is not None}
+    check_fields(own, OWN)
+    check_layers(layers, "text_config.", TEXT)
+    return {**own, "text_config": {"model_type": usual, **layers}}
 
 
 def _check_clusters(config: Any) -> None:
@@ -82,15 +135,20 @@ def _check_clusters(config: Any) -> None:
         )
 
 
-def _check_order(order: Tensor | None, count: int, source: str) -> None:
-    """Raise `ValueError` unless a file lists each of so many token ids once, cluster by cluster."""
-    every = torch.arange(count)
-    if order is None or order.is_floating_point() or not torch.equal(order.flatten().cpu().sort().values, every):
-        found = "is missing" if order is None else f"holds {order.numel()} numbers"
-        raise ValueError(
-            f"{source}: {ORDER} {found}, and must list each of {count} token ids once, so that a cluster says which "
-            "tokens are its own. Download the repository again."
+def _checked_order(order: Tensor | None, wanted: Tensor, source: str) -> Tensor:
+    """The order of clusters, if it lists each of so many token ids once; else `ValueError`."""
+    ids = None if order is None or order.is_floating_point() or order.shape != wanted.shape else order.cpu().long()
+    if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
+        found = (
+            "is missing"
+            if order is None
+            else f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
         )
+        raise ValueError(
+            f"{source}: {ORDER} {found}, and must list each of {len(wanted)} token ids once, so that a cluster says "
+            "which tokens are its own. Download the repository again."
+        )
+    return ids
 
 
 def meet(model: CausalLM, target: CausalLM, name: str) -> None:

@@ -12,7 +12,8 @@ from hf_specdecpp.drafting.draft import Beside, Draft
 from hf_specdecpp.drafting.drafter import NO_STATES
 from hf_specdecpp.drafting.reading import Reading, TargetText
 from hf_specdecpp.gemma4.shared_rows import SharedRows, check_readable, heads_of, rows_of, sources
-from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -35,7 +36,7 @@ class Gemma4Draft(Draft):
         found = sources(target.config.get_text_config(decoder=True))
         self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
         self.heads = {layer.self_attn.layer_type: heads_of(layer.self_attn) for layer in model.model.layers}
-        self.embeddings, self.num_embeddings = target.get_input_embeddings(), num_embeddings(target)
+        self.embeddings = target.get_input_embeddings()
         self.beside = Beside(target)
         self.reader = StateReader()  # the target's final state alone
         self.reader.reads = []
@@ -75,8 +76,8 @@ class Gemma4Draft(Draft):
     def embedding_size(self) -> int:
         return self.reader.embedding_size
 
-    def chain_session(self, vocab_size: int) -> SharedReading:  # noqa: ARG002 - the two have the same tokens
-        return SharedReading(self)
+    def chain_session(self, vocab_size: int) -> SharedReading:
+        return SharedReading(self, vocab_size)
 
     def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
         self.beside.check()
@@ -91,7 +92,7 @@ class Gemma4Draft(Draft):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
-        known = tokens.where(tokens < self.num_embeddings, 0)
+        known = tokens.where(tokens < len(self.embeddings.weight), 0)
         embeddings: Tensor = self.embeddings(known.to(self.embeddings.weight.device))
         return embeddings.to(tokens.device)
 
@@ -114,7 +115,7 @@ class Gemma4Draft(Draft):
             states: `[1, n, embedding_size]`, before them.
 
         Returns:
-            Logits `[n, vocab_size]` float32, the states `[n, hidden_size]` that they are of, and `[n, embedding_size]`
+            Logits `[n, vocab]` float32, the states `[n, hidden_size]` that they are of, and `[n, embedding_size]`
             those that a further step reads.
         """
         inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
@@ -146,11 +147,14 @@ class SharedReading(Reading):
     Example: the text "a b c" is verified, and the target has read "a b". The first step reads c with the target's state
     at b, and gives d; the second reads d with the first one's state. Both attend to the target's rows of "a b", and
     both stand at the position of c.
+
+    Args:
+        vocab_size: width of the target's logits.
     """
 
-    def __init__(self, draft: Gemma4Draft) -> None:
+    def __init__(self, draft: Gemma4Draft, vocab_size: int) -> None:
         super().__init__()
-        self.draft, self.embed = draft, draft.embed
+        self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
         self._length = 0
         self._text: TargetText | None = None
         self._seen: SharedRows | None = None  # in this round
@@ -196,4 +200,4 @@ class SharedReading(Reading):
         logits, hidden, further = draft.run(tokens.to(draft.device), states.to(draft.device, draft.dtype), self._seen)
         self._states.update(zip(nodes, further, strict=True))
         self.passes, self.unread = self.passes + 1, 0
-        return logits, hidden
+        return as_wide_as(self.vocab_size, logits), hidden

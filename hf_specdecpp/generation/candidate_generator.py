@@ -17,14 +17,14 @@ from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain, Drafting, at_once, drafted_alone, drafting, point_mass, stepper
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
-from hf_specdecpp.learning.kept import Keeper
 from hf_specdecpp.lookup.looking_up import LookingUp
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
@@ -68,7 +68,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         waits: whether rounds still have no candidates, since what the passes of this text cost is measured in the text
             itself (`plan_rounds`): they are captured, or over a static cache.
         times: of its rounds, where the costs follow them.
-        keeper: keeps the text for the draft to learn from, if it is asked to.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
 
     Raises:
@@ -102,12 +101,17 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         greedy = not generation_config.do_sample
         temperature = 1.0 if greedy else setup.speculation.draft_temperature
         self.successors: Successors | None = None
-        if setup.speculation.draft_successors and target is not None and setup.drafter.places:
+        captures = setup.speculation.graphs == "auto" and target is not None and setup.rows == 1
+        captures = captures and graphs.can_capture(input_device(target))
+        # Rounds that are captured whole are faster than what the target said lately makes others.
+        unasked = captures and setup.speculation.draft_successors is None
+        mixes = setup.speculation.mixes(greedy, setup.drafter.reads is not None) and not unasked
+        if mixes and target is not None and setup.drafter.places:
             self.successors = setup.memory.recall_successors(target, self.vocab_size, setup.drafter.device)
             self.draft_processing = MixedProcessing(self.draft_processing, self.successors, greedy, temperature)
         elif temperature != 1.0:
             self.draft_processing = self.draft_processing.cooled(temperature)
-        self.stats = SpeculationStats(suspect=setup.drafter.suspect)
+        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target))
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         draws = setup.drafter.places > 0
@@ -117,6 +121,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             check_tree(target, "target")
             setup.drafter.check_tree()
         self.products = products or setup.products(target)
+        own = set() if target is None else set(target.modules())
+        self.stats.has_products = any(layer in own for layer, _ in self.products.layers)
         self.rule: StoppingRule | None = None
         self.trees = self._tree_drafting() if draws_trees else None
         self.plan: ThroughputState | TreeThroughput | None = None
@@ -125,23 +131,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._target, self._generation_config = target, generation_config
         measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
         # Passes that are captured, or over a static cache, are measured in the text itself.
-        wants = setup.speculation.graphs == "auto" and target is not None
-        captures = wants and graphs.can_capture(input_device(target))
-        self.waits = measures and setup.rows == 1 and (captures or generation_config.cache_implementation == "static")
+        self.waits = measures and (captures or (setup.rows == 1 and generation_config.cache_implementation == "static"))
         if not self.waits:
             self.plan_rounds()
-        keeps = setup.speculation.keep_texts > 0 and target is not None
-        self.keeper = Keeper(setup.drafter.reads is not None) if keeps else None
         self._attention_mask = attention_mask
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0
         self._num_accepted = 0
         self._chain = Chain([], [])
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether something is made of the target's logits before processors."""
-        return self.keeper is not None or self.successors is not None
 
     def _tree_drafting(self) -> TreeDrafting:
         setup, estimator = self.setup, self.setup.head or DraftProbability()
@@ -298,6 +295,47 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.rule is not None:
             self.rule.update(drawn, accepted_of_drawn)
 
+    def read_prompt(self, input_ids: Tensor, states: Tensor | None) -> tuple[Any, Tensor, Tensor | None]:
+        """The session, all that it has to read of a text `[1, length]`, and the target's states there, at once."""
+        self.session.begin_round(*self._read_as_round(input_ids, states))
+        tokens, states = self.session.take_all()  # type: ignore[attr-defined]  # of a captured draft
+        return self.session, tokens, states
+
+    def _read_as_round(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, int, Tensor | None]:
+        new_tokens, states = self._read(input_ids, states)
+        return new_tokens, 0, states
+
+    def has_positions(self, input_ids: Tensor, count: int) -> bool:
+        """Whether both models have positions for so many candidates after a text `[1, length]`."""
+        longest = self._draft_max_length if self._target is None else longest_text(self._target)
+        return input_ids.shape[1] + count <= min(self._draft_max_length, longest)
+
+    @property
+    def estimator(self) -> Estimator:
+        """What judges candidates."""
+        return self.setup.head or DraftProbability()
+
+    def learned_rates(self) -> AcceptanceRates:
+        """What rounds of this target, drawn in this way, have said of estimates."""
+        setup = self.setup
+        owner = setup.drafter if self._target is None else self._target
+        return setup.memory.recall(setup.speculation, owner, self.estimator, self._generation_config).rates
+
+    def note_captured(self, candidates: list[int], estimates: list[float], accepted: int, steps: int) -> None:
+        """Learn what became of a round that is over: its candidates, what they were judged by, how many stand."""
+        self.stats.draft_passes += steps
+        self.stats.record_round(len(candidates), accepted)
+        if isinstance(self.rule, Threshold):
+            self.rule.estimates = estimates
+            self.rule.update(len(candidates), accepted)
+        elif estimates:  # which only `rule="throughput"` asks for beside it
+            self.learned_rates().observe(estimates, len(candidates), accepted)
+
+    def begin_again(self) -> None:
+        """The draft has read nothing yet."""
+        self.session = self.setup.drafter.chain_session(self.vocab_size)
+        self._seen_length = 0
+
     def end_round(self, length: int, width: int) -> None:
         """Take note that a round is over, for the costs of those to come.
 
@@ -309,25 +347,18 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.times.end(length, width)
 
     def finish(self) -> None:
-        """Learn, at the end of a generation, what its rounds cost."""
+        """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
         if self.plan is not None and self.times is not None:
-            self.plan.learn(self.times)
+            try:
+                self.plan.learn(self.times)
+            except Exception as error:  # noqa: BLE001
+                logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
-    def remember(self, text: Tensor, states: Tensor | None) -> None:
-        """Keep what was generated, for later lookups or for the draft to learn from, if there shall be any.
-
-        Args:
-            text: `[1, length]`, of which the answer is the end.
-            states: of the last round, as in `draft`.
-        """
-        config, memory = self.setup.speculation, self.setup.memory
+    def remember(self, text: Tensor) -> None:
+        """Keep the answer for later lookups, if there shall be any: the end of the text `[1, length]`."""
+        config = self.setup.speculation
         if config.lookup and config.lookup_memory and self.stats.generated:
-            memory.answers.add(text[0, -self.stats.generated :].tolist())
-        if self.keeper is not None:
-            self._read(text, states)
-            memory.texts.most = config.keep_texts
-            if (kept := self.keeper.text()) is not None:
-                memory.texts.add(kept)
+            self.setup.memory.answers.add(text[0, -self.stats.generated :].tolist())
 
     def _time_round(self, input_ids: Tensor) -> None:
         if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
@@ -346,14 +377,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             mask = self._attention_mask[0, -states.shape[1] :].bool()
             states = states[:, mask.to(states.device)] if bool(mask.any()) else states
         new_tokens = self._new_tokens(input_ids)
-        if self.keeper is not None:
-            self.keeper.read(new_tokens, states)
         return new_tokens, states
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> None:
         length = input_ids.shape[1]
         new_tokens, states = self._read(input_ids, states)
-        self.session.begin_round(new_tokens, self._num_accepted, states)
+        # A stop string may have cut the text among the candidates; a row of a batch may go on after it.
+        num_accepted = min(self._num_accepted, new_tokens.shape[1] - 1)
+        self.session.begin_round(new_tokens, num_accepted, states)
         if self.lookup is not None:
             room = self._text_room(length) if max_tokens is None else min(self._text_room(length), max_tokens)
             unread = self.session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together

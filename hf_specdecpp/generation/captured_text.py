@@ -17,7 +17,7 @@ from hf_specdecpp.captured.rooms import why_not_rooms
 from hf_specdecpp.captured.target import CapturedTarget, captured_target, width_of
 from hf_specdecpp.generation.prefix import Prefix, try_pass
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
-from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.checks import HALF_TREE_TOLERANCE, TREE_TOLERANCE
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -37,14 +37,14 @@ class CapturedText:
     Args:
         prefix: the text so far, which the growing cache holds but for its last token.
         passes: of the target, which no other text is using.
-        states: what is read of the target.
+        reader: says which of the target's states the draft reads.
     """
 
     pending, mark, static = 0, None, None
 
-    def __init__(self, prefix: Prefix, passes: CapturedTarget, states: TargetStates) -> None:
-        self.passes, self.width = passes, 0
-        self._prefix, self._numbers = prefix, states.numbers
+    def __init__(self, prefix: Prefix, passes: CapturedTarget, reader: StateReader | None) -> None:
+        self.passes, self.width, self._prefix = passes, 0, prefix
+        passes.watch(reader)
         passes.begin(prefix.cache, prefix.rows, prefix.shown, prefix.position)
 
     @property
@@ -74,7 +74,7 @@ class CapturedText:
 
     def forward(self, **inputs: Any) -> Any:
         """A pass (`CapturedTarget.read`), with logits that later passes leave alone."""
-        outputs = self.passes.read(inputs["tokens"], inputs.get("tree"), self._numbers)
+        outputs = self.passes.read(inputs["tokens"], inputs.get("tree"))
         outputs.logits = outputs.logits.clone()
         return outputs
 
@@ -82,6 +82,10 @@ class CapturedText:
         """Keep what was emitted of a pass, as in `Prefix`."""
         moves = path is not None and num_in_place(path.rows[:kept]) < kept
         self.passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
+
+    def forget(self, count: int) -> None:
+        """At the end of a text: its last `count` tokens, which were read, are not part of it."""
+        self.passes.held -= count
 
     def read_pending(self, input_ids: Tensor) -> None:
         """Nothing is ever pending."""
@@ -104,16 +108,16 @@ class CapturedText:
 
 
 def captured_text(
-    target: CausalLM, prefix: Prefix, states: TargetStates, config: GenerationConfig, input_ids: Tensor
+    target: CausalLM, prefix: Prefix, reader: StateReader | None, config: GenerationConfig, input_ids: Tensor, fuse: bool
 ) -> CapturedText | str:
     """The text after its prompt, to be continued with captured passes, or why it cannot be.
 
     A target's first pass is compared with one of its own: what its forward does beside attention, positions and masks
     is not known.
     """
-    if (reason := _why_not(target, prefix, states, config)) is not None:
+    if (reason := _why_not(target, prefix, config)) is not None:
         return reason
-    passes = captured_target(target)
+    passes = captured_target(target, fuse)
     if passes.why_not is not None:
         return passes.why_not
     with _choosing:
@@ -121,7 +125,7 @@ def captured_text(
             return "another text is using the captured passes of this target"
         passes.busy = True
     try:
-        text = CapturedText(prefix, passes, states)
+        text = CapturedText(prefix, passes, reader)
         if not passes.checked:
             passes.why_not = _difference(target, prefix, text, input_ids)
             passes.checked = passes.why_not is None
@@ -151,7 +155,7 @@ def _difference(target: CausalLM, prefix: Prefix, text: CapturedText, input_ids:
     return f"a captured pass is off by {error:.2g} of the spread of its logits (rounding explains {tolerance:g})"
 
 
-def _why_not(target: CausalLM, prefix: Prefix, states: TargetStates, config: GenerationConfig) -> str | None:
+def _why_not(target: CausalLM, prefix: Prefix, config: GenerationConfig) -> str | None:
     """What is known of a target or a call, before anything is tried, that rules out captured passes."""
     device, text_config = input_device(target), target.config.get_text_config(decoder=True)
     devices = {each.device for each in target.parameters()}
@@ -169,8 +173,6 @@ def _why_not(target: CausalLM, prefix: Prefix, states: TargetStates, config: Gen
     reason = counts_rows(text_config) or unknown_window(target, text_config) or why_not_rooms(prefix.cache)
     if reason is not None:
         return reason
-    if states.need_hooks:
-        return "the draft reads states that only hooks catch"
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
     given = {name for name, value in prefix.model_kwargs.items() if value is not None and value is not prefix.cache}

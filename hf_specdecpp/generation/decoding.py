@@ -19,14 +19,16 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.caches.paths import PathRows
+from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured_text import CapturedText, captured_text
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix, try_pass
+from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
-from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
@@ -62,7 +64,6 @@ class AssistedDecoding:
         model_kwargs: dict[str, Any],
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
-        self.forward: Callable[..., Any] = target
         self.states = TargetStates(target, generator.setup.drafter.reads)
         self.prefix: Prefix | CapturedText = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
@@ -70,7 +71,9 @@ class AssistedDecoding:
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         # Those before processors, where anyone asks for them.
-        self.keeps_logits = self.records.keeps_logits or generator.keeps_logits
+        self.keeps_logits = self.records.keeps_logits or generator.successors is not None
+        self._whole: RoundsOfText | None = None  # where a round is two launches
+        self._drafts = True
         self.criteria = stopping_criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -84,9 +87,10 @@ class AssistedDecoding:
         except BaseException:
             self._give_back().roll_back()
             raise
-        self._give_back()
+        finally:
+            self._give_back().end()
         self.generator.finish()
-        self.generator.remember(input_ids, self.states.found)
+        self.generator.remember(input_ids)
         if self.streamer is not None:
             self.streamer.end()
         return self._output(input_ids)
@@ -109,9 +113,11 @@ class AssistedDecoding:
         setup, prefix = self.generator.setup, self.prefix
         if setup.speculation.graphs == "off" or not isinstance(prefix, Prefix):
             return
-        text = captured_text(self.target, prefix, self.states, self.config, input_ids)
+        text = captured_text(
+            self.target, prefix, setup.drafter.reads, self.config, input_ids, setup.speculation.compile
+        )
         if isinstance(text, CapturedText):
-            self.prefix, self.forward = text, text.forward
+            self.prefix = text
         else:
             self.stats.uncaptured = text
 
@@ -119,20 +125,28 @@ class AssistedDecoding:
         """The text in the cache that `generate()` returns."""
         if isinstance(self.prefix, CapturedText):
             self.stats.graphs, self.stats.graph_seconds, self.stats.graph_bytes = self.prefix.spent
-            self.stats.uncaptured = self.prefix.passes.why_not
+            self.stats.uncaptured = self.stats.uncaptured or self.prefix.passes.why_not
+            if self._whole is not None:
+                self.stats.graphs += len(self._whole.graphs)
+                self.stats.graph_seconds += self._whole.graphs.seconds
+                self._whole = None  # which refers to this
             self.prefix = self.prefix.give_back()
         return self.prefix
 
     def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:
         """Rounds until the text ends."""
         with self.generator.products:
+            whole = rounds_of(self) if not finished else ""
+            self._whole = None if isinstance(whole, str) else whole
             while not finished:
-                self._plan(input_ids)
+                if self._whole is None:
+                    self._plan(input_ids)
                 begin = time.perf_counter()
                 spent = self.stats.draft_seconds + self.stats.target_seconds
                 length = input_ids.shape[1]
                 input_ids, finished = self._round(input_ids)
-                self.generator.end_round(length, self.prefix.width)
+                if self._whole is None:
+                    self.generator.end_round(length, self.prefix.width)
                 spent = self.stats.draft_seconds + self.stats.target_seconds - spent
                 self.stats.overhead_seconds += time.perf_counter() - begin - spent
             self.prefix.read_pending(input_ids)
@@ -143,7 +157,8 @@ class AssistedDecoding:
         prefix: Any = self.prefix  # which is not captured yet
         outputs = self.states.catch(self.target._prefill, input_ids, self.config, prefix.model_kwargs)
         cache = cache_among(outputs)
-        check_cache(cache)
+        check_prompt(outputs)
+        check_numbers(self.target, outputs.logits, self.prefix.model_kwargs.get("attention_mask"))
         if self.generator.trees is not None:
             prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
@@ -153,10 +168,15 @@ class AssistedDecoding:
 
     def _round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """Draft, one target pass, verify, emit."""
+        if self._whole is not None:
+            try:
+                return self._whole.round(input_ids)
+            except CannotCaptureError as error:
+                self._go_on_uncaptured(str(error))
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        most = 0 if self.prefix.pending >= MOST_PENDING else self._room(input_ids)
+        most = 0 if self.prefix.pending >= MOST_PENDING or not self._drafts else self._room(input_ids)
         chain = self._draft(input_ids, most)
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
@@ -168,7 +188,11 @@ class AssistedDecoding:
 
     def _read(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
-        outputs = self.states.catch(self.forward, **inputs, return_dict=True)
+        if isinstance(self.prefix, CapturedText):
+            outputs = self.prefix.forward(**inputs)
+            self.states.give(outputs.states)
+            return outputs
+        outputs = self.states.catch(self.target, **inputs, return_dict=True)
         if self.prefix.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, :count].clone()
@@ -370,8 +394,6 @@ class AssistedDecoding:
         new_ids, *on_device = upload(known, input_ids.device)
         input_ids = torch.cat((input_ids, new_ids), dim=1)
         kept, finished = self._first_stop(input_ids, before, emitted, scores, raw)
-        if self.generator.keeper is not None:
-            self.generator.keeper.say(raw[:kept])
         input_ids = input_ids[:, : before + kept]
         self.records.add_states(outputs, kept, count, path, again=self.prefix.pending)
         self._settle(outputs, kept, count, None if path is None else PathRows(path, *on_device))
@@ -379,6 +401,28 @@ class AssistedDecoding:
         if self.streamer is not None:
             self.streamer.put(input_ids[:, before:].cpu())
         return input_ids, finished
+
+    def emit_read(self, input_ids: Tensor, emitted: list[int]) -> tuple[Tensor, bool]:
+        """Emit what stands of a round that is over on the device, where both models have read all of it."""
+        before = input_ids.shape[1]
+        (new_ids,) = upload([torch.tensor([emitted])], input_ids.device)
+        input_ids = torch.cat((input_ids, new_ids), dim=1)
+        nothing = torch.empty(0, 0)
+        kept, finished = self._first_stop(input_ids, before, emitted, nothing, nothing)
+        if isinstance(self.prefix, CapturedText):
+            self.prefix.forget(len(emitted) - kept)
+        self.stats.generated += kept
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([emitted[:kept]]))
+        return input_ids[:, : before + kept], finished
+
+    def _go_on_uncaptured(self, reason: str) -> None:
+        """Make the other rounds step by step. The draft begins anew if it can; what it would have to read of the target
+        is gone after a round."""
+        self.stats.uncaptured = f"a round cannot be captured ({reason})"
+        self._drafts, self._whole = not self.stats.rounds, None
+        if self._drafts:
+            self.generator.begin_again()
 
     def _settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
         """Keep what the draft reads of the pass, and leave the cache at what was emitted."""
@@ -415,7 +459,7 @@ class AssistedDecoding:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
         config, products = self.generator.setup.speculation, self.generator.products
         seconds = pass_seconds(
-            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, []), forward=self.forward
+            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, [])
         )
         self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
 

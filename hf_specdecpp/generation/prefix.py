@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import GenerationMixin, StaticCache
 
 from hf_specdecpp.caches.paths import PathRows, keep_path
-from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back
+from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back, stop_recording
 from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.caches.static import StaticRows, most_in, width_of
-from hf_specdecpp.generation.refusals import LateRefusalError
+from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
@@ -101,14 +101,27 @@ class Prefix:
         return min((room for room in rooms if room is not None), default=None)
 
     def check_rows(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> None:
-        """Raise `LateRefusalError` if the prompt `[1, length]` has put other rows than its tokens' into the cache."""
+        """Raise `LateRefusalError` if the target cannot be told where tokens stand, or if the prompt `[1, length]` has
+        put other rows than its tokens' into the cache."""
+        if not gives_positions(self.target, input_ids, self.model_kwargs):
+            raise LateRefusalError(
+                f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
+                "cannot be given to it. Draft chains (tree=None)."
+            )
         mask = self.model_kwargs.get("attention_mask")
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
-        if (rows := cache.get_seq_length()) != num_tokens:
+        if (rows := cache.get_seq_length()) == num_tokens:
+            return
+        if self.num_settled >= num_tokens:
             raise LateRefusalError(
-                f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
-                "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
+                f"The cache held {self.num_settled} tokens already, and the prompt has {num_tokens}, so the prompt's "
+                "last token has been read twice, and the places in a token tree are not known. Give a cache without "
+                f"that token, cache.crop({num_tokens - 1 - self.num_settled}), or draft chains (tree=None)."
             )
+        raise LateRefusalError(
+            f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
+            "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
+        )
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tokens, has_mask: bool = False) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
@@ -225,6 +238,11 @@ class Prefix:
             self.mark.back()
         elif self.cache is not None:
             roll_back(self.cache, self.num_settled)
+
+    def end(self) -> None:
+        """Nothing is taken back any more, and the cache may be carried on by anyone."""
+        if self.cache is not None:
+            stop_recording(self.cache)
 
 
 def try_pass(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
 from hf_specdecpp.caches.rope import frequency_changes
-from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among
 from hf_specdecpp.models.checks import check_cache
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
@@ -23,6 +23,10 @@ BATCH_KWARGS = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "output_attentions",
     "output_hidden_states", "cache_position",
 }  # fmt: skip
+
+
+NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() once a sequence."
+NO_POSITIONS = "this target takes no positions of its own for each row, which rows of different length need"
 
 
 class LateRefusalError(ValueError):
@@ -105,7 +109,53 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
             "The target keeps its image in cross-attention layers, whose cache cannot be rolled back when a candidate "
             "is rejected. Generate without assistant_model= where the prompt has an image."
         )
+    others = [name for name, value in model_kwargs.items() if name not in CACHE_NAMES and _is_state(value)]
+    if others:
+        raise ValueError(
+            f"{', '.join(others)}: beside its cache the target goes through a state that cannot be taken back when a "
+            "candidate is rejected. Generate without assistant_model=."
+        )
     check_cache(cache_among(model_kwargs))
+
+
+def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
+    """Raise `LateRefusalError` where padding has made logits NaN, as eager attention with windows does.
+
+    Plain generation may recover once the padding has left the windows. That depends on which rows a cache still has,
+    since 0 times NaN is NaN, and a cache that can be taken back has more of them.
+
+    Args:
+        logits: `[rows, n, vocab]`, of the prompts.
+        mask: `[rows, length]`, or `None` where nothing is padded.
+    """
+    if mask is None or bool(mask.all()):
+        return
+    spoilt = [row for row, own in enumerate(logits) if bool(own[-1].isnan().any())]
+    if padded := [row for row in spoilt if not bool(mask[row].all())]:
+        which = "This prompt" if len(logits) == 1 else f"Row {padded[0]} of this batch"
+        other = "leave the padding out" if len(logits) == 1 else "call generate() once a sequence"
+        raise LateRefusalError(
+            f"{which} begins with padding, and {type(target).__name__} computes NaN in it with "
+            f"attn_implementation={target.config._attn_implementation!r}: plain generate() gives a wrong text, too. "
+            f'Load the target with attn_implementation="sdpa", or {other}.'
+        )
+def _is_state(value: object) -> bool:
+    """Whether an argument of a forward changes from pass to pass: another cache, or a stream of what is read."""
+    return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
+
+
+def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a forward can be told where tokens stand: some families leave positions to their own counting."""
+    inputs = target.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+    return inputs.get("position_ids") is not None
+
+
+def check_prompt(outputs: Any) -> None:
+    """Raise `LateRefusalError` unless the prompt's pass has made a cache that can be rolled back."""
+    try:
+        check_cache(cache_among(outputs))
+    except ValueError as reason:
+        raise LateRefusalError(str(reason)) from reason
 
 
 def check_batch(
@@ -137,10 +187,10 @@ def check_batch(
         reason = "trees are verified for one sequence at a time: set tree=None"
     elif config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
-    elif others := sorted(set(model_kwargs) - BATCH_KWARGS):
+    elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
-        reason = "this target takes no positions of its own for each row, which rows of different length need"
+        reason = NO_POSITIONS
     elif cache.get_seq_length() > 0 and any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         reason = "a cache with windows that is carried on has dropped tokens, and the rows need them"
     elif (unfit := _unfit_for_length(target, criteria)) is not None:
@@ -150,7 +200,12 @@ def check_batch(
     elif (unfit := _unfit_for_rows(target, cache)) is not None:
         reason = f"{type(target).__name__} {unfit}, so rows of different length cannot share its cache"
     if reason is not None:
-        raise ValueError(f"A batch of sequences cannot be assisted here: {reason}. Call generate() once a sequence.")
+        raise ValueError(NO_BATCH.format(reason))
+
+
+def _is_given(value: object) -> bool:
+    """Whether an argument says anything: transformers makes an empty one where a prompt has no image."""
+    return value is not None and not (isinstance(value, Mapping) and not value)
 
 
 def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
@@ -179,6 +234,8 @@ def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:
         return reason
     if others := other_layers(cache.layers):
         return f"keeps {others} in its cache"
+    if config.model_type == "git":
+        return "widens its mask by an image's rows, whether its cache has them or not"
     kinds = set(layer_types(config, config.num_hidden_layers))
     if "chunked_attention" in kinds:
         return "attends in chunks of the cache"

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
+from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -18,7 +18,7 @@ from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, can_be_packed, large_layers
 from hf_specdecpp.models.int8_products import is_available, quantise
 from hf_specdecpp.models.vocabulary import special_ids
 from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, given_costs, lag_of
@@ -44,6 +44,7 @@ class DraftSetup:
         rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
         rows: sequences in the batch, which share the target's passes.
         vocab_size: width of the target's logits, where no target says it.
+        trainable: what could be trained and is not, of "training" (the draft) and "head".
     """
 
     drafter: Draft
@@ -55,6 +56,24 @@ class DraftSetup:
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     rows: int = 1
     vocab_size: int | None = None
+    trainable: frozenset[str] = frozenset()
+
+    def remedies(self, target: CausalLM | None) -> frozenset[str]:
+        """What could still be done for the speed (`SpeculationStats.verdict`): `trainable`; "draft", where nothing
+        drafts; and settings that are not used and could be, of "throughput", "int8_draft" and "pack_weights".
+        """
+        if target is None:
+            return self.trainable
+        config, drafter, shared = self.speculation, self.drafter, set(target.modules())
+        large = [] if drafter.is_captured else large_layers(drafter.parts)
+        packs = config.cpu_products == "auto" and any(map(can_be_packed, large_layers([target])))
+        is_open = {
+            "draft": not drafter.places,
+            "throughput": config.rule != "throughput",
+            "int8_draft": not config.int8_draft and is_available() and any(layer not in shared for layer in large),
+            "pack_weights": not config.pack_weights and packs,
+        }
+        return self.trainable | {name for name, value in is_open.items() if value}
 
     def products(self, target: CausalLM | None) -> FasterProducts:
         """The context in which target and draft compute as `cpu_products`, `pack_weights` and `int8_draft` say.
@@ -130,9 +149,7 @@ def make_rule(
         return Throughput(estimator, plan or ThroughputState(given_costs(config), config.max_tokens, lag_of(estimator)))
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
-    if config.rule == "threshold":
-        return Threshold(config, estimator, rates)
-    return {"confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL}[config.rule](config)
+    return Threshold(config, estimator, rates)
 
 
 def rule_of(

@@ -14,6 +14,7 @@ PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
 # Of two calls the larger, since they count what there is by now; and the first that is given.
 LATEST, REASONS = ("state_bytes", "graphs", "graph_seconds", "graph_bytes"), ("suspect", "refusal", "uncaptured")
+FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
 
 
 @dataclass
@@ -54,6 +55,8 @@ class SpeculationStats:
         complete: False on an unattached target, where transformers does not report the last round and the
             target's times.
         refusal: why a target's default assistant was left out of a call, which was a plain one.
+        remedies: what could still be done for its speed, of `DraftSetup.remedies`.
+        has_products: whether any layer computes otherwise than in plain `generate()`.
     """
 
     rounds: int = 0
@@ -89,6 +92,8 @@ class SpeculationStats:
     suspect: str | None = None
     refusal: str | None = None
     uncaptured: str | None = None
+    remedies: frozenset[str] = frozenset()
+    has_products: bool = True
 
     @classmethod
     def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:
@@ -195,7 +200,7 @@ class SpeculationStats:
     @property
     def same_pass_speedup(self) -> float | None:
         """The same relative to plain `generate()` on the assistant's own passes: what speculation itself gains."""
-        return self._speed_over(self.same_pass_seconds)
+        return self._speed_over(self.same_pass_seconds if self.has_products else self.plain_pass_seconds)
 
     def _speed_over(self, pass_seconds: float | None) -> float | None:
         spent = self.draft_seconds + self.target_seconds + self.overhead_seconds
@@ -243,57 +248,76 @@ class SpeculationStats:
                 f"{self.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
                 f"measured{attach}."
             )
-        gain, passes = self.same_pass_speedup, self.speedup / self.same_pass_speedup
-        faster_passes = not LOSES < passes < PAYS
-        plain = "plain generate() with the same passes" if faster_passes else "plain generate()"
-        products = f" {_share_of_passes(passes, self.speedup)}" if faster_passes else ""
-        if 2 * self.idle_rounds > self.rounds and gain < PAYS:
-            return (
-                f"Speculating does not pay here, so the rule stopped: {self.idle_rounds} of {self.rounds} passes "
-                f"without candidates, about {gain:.2f} times the speed of {plain}.{products}"
-            )
-        if not self.accepted:
-            # Whatever the measured times say: they vary on a busy machine.
-            return f"It does not pay: none of the {self.drafted} candidates was accepted.{products}"
+        # A round takes at least a pass, so what was counted bounds what was timed, which varies on a busy machine.
+        gain = min(self.same_pass_speedup, _ratio(self.generated - self.plain_passes, self.rounds))
+        return self._judged(gain, self.speedup / self.same_pass_speedup)
+
+    def _judged(self, gain: float, passes: float) -> str:
+        """What speculation gains, relative to plain `generate()` with the same passes, and what these passes do."""
+        speed, differ = gain * passes, not LOSES < passes < PAYS
+        products = f" {_of_products(gain, passes)}" if differ else ""
+        if differ and not gain >= PAYS > speed:
+            ratio, plain = gain, "plain generate() with the same passes"
+        else:  # also where slower products take back what speculation gains
+            ratio, plain = speed, "plain generate()"
+        if min(gain, speed, ratio) >= PAYS:
+            tokens = f"{self.tokens_per_pass:.2f} tokens per target pass"
+            return f"It pays: about {ratio:.2f} times the speed of {plain}, {tokens}.{products}"
+        how = f"about as fast as {plain}" if ratio > LOSES else f"about {ratio:.2f} times the speed of {plain}"
+        if 2 * self.idle_rounds > self.rounds:
+            by_rule = not {"throughput", "draft"} & self.remedies
+            why = "Speculating does not pay here, so rule='throughput' stopped" if by_rule else "Little was drafted"
+            return f"{why}: {self.idle_rounds} of {self.rounds} passes without candidates, {how}.{products}"
+        if not self.accepted:  # whatever the times say
+            none = "the only candidate was not" if self.drafted == 1 else f"none of {self.drafted} candidates was"
+            return f"It does not pay: {none} accepted.{products} {self._better_draft()}"
         if gain >= PAYS:
-            return (
-                f"It pays: about {gain:.2f} times the speed of {plain}, {self.tokens_per_pass:.2f} tokens per target "
-                f"pass.{products}"
-            )
-        how = "about as fast as" if gain > LOSES else f"it runs at about {gain:.2f} times the speed of"
-        return f"It does not pay: {how} {plain}.{products} {self._why_not()}"
+            return f"It does not pay: {how}.{products}"
+        return f"It does not pay: {how}.{products} {self._why_not()}"
 
     def _why_not(self) -> str:
-        unit = self.rounds * (self.same_pass_seconds or 1.0)
+        """What a round costs and gives, and what to do about what costs most."""
+        unit = self.rounds * ((self.same_pass_seconds if self.has_products else self.plain_pass_seconds) or 1.0)
         draft, verify, overhead = (
             seconds / unit for seconds in (self.draft_seconds, self.target_seconds, self.overhead_seconds)
         )
         reason = (
             f"A round costs {draft + verify + overhead:.2f} passes over one token (drafting {draft:.2f}, verifying "
             f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + self.accepted / self.rounds:.2f} tokens: "
-            f"{self.acceptance_rate:.0%} of the candidates are accepted. "
+            f"{self.acceptance_rate:.0%} of the candidates are accepted."
         )
-        if self.acceptance_rate < 0.5:
-            return reason + "The draft is not good enough for this target: train it and a head, or draft fewer tokens."
-        per_candidate = draft * self.rounds / max(self.drafted, 1)
-        if per_candidate > 0.4:
-            return reason + (
-                f"The draft is too slow: one of its tokens costs {per_candidate:.2f} target passes. In float32 on a "
-                "CPU SpeculationConfig(int8_draft=True) helps."
-            )
-        if verify > 1.5:
-            return reason + (
-                "Verifying several tokens at once is expensive on this device: draft fewer tokens. In float32 on a CPU "
-                "SpeculationConfig(pack_weights=True) helps."
-            )
-        return reason + "The target is too fast for the overhead of a round: assistants pay with larger targets."
+        # Most nodes of a tree are discarded however good the draft is: there the first level counts.
+        first = _ratio(sum(self.accepted_at[:1]), self.rounds - self.idle_rounds)
+        if (first if self.tree_depths else self.acceptance_rate) < 0.5:
+            return f"{reason} {self._better_draft()}"
+        dearest = max(draft, verify - 1.0, overhead)
+        if dearest == overhead:
+            return f"{reason} The target is too fast for the overhead of a round: assistants pay with larger targets."
+        if dearest == draft:
+            slow = f"one of its tokens costs {draft * self.rounds / self.drafted:.2f} target passes"
+            ways = self._told(int8_draft="SpeculationConfig(int8_draft=True) makes it faster")
+            return f"{reason} The draft is too slow: {slow}.{ways}"
+        ways = self._told(throughput=FEWER, pack_weights="SpeculationConfig(pack_weights=True) makes it cheaper")
+        return f"{reason} Verifying several tokens at once is expensive on this device.{ways}"
+
+    def _better_draft(self) -> str:
+        """That the draft is not good enough, and what the assistant does not do about it yet."""
+        parts = [what for name, what in (("training", "it"), ("head", "a head")) if name in self.remedies]
+        train = f" Train {' and '.join(parts)}: specdecpp train." if parts else ""
+        others = self._told(throughput=FEWER, draft="A draft proposes candidates where nothing is found")
+        other = train + others or " Another one may be, or one that is trained on texts like these."
+        return f"The {'text' if 'draft' in self.remedies else 'draft'} is not good enough for this target.{other}"
+
+    def _told(self, **ways: str) -> str:
+        """Sentences on the remedies that the assistant does not use yet."""
+        return "".join(f" {way}." for name, way in ways.items() if name in self.remedies)
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         if not isinstance(other, SpeculationStats):
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "rows", *LATEST, *REASONS):
+            if item.name not in ("last_tree", "rows", "remedies", "has_products", *LATEST, *REASONS):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
         for name in LATEST:
@@ -301,6 +325,7 @@ class SpeculationStats:
         total.complete = self.complete and other.complete
         for name in REASONS:
             setattr(total, name, getattr(self, name) or getattr(other, name))
+        total.remedies, total.has_products = other.remedies, self.has_products or other.has_products
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))
         return total
@@ -358,13 +383,12 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 
 
-def _share_of_passes(passes: float, speedup: float) -> str:
+def _of_products(gain: float, passes: float) -> str:
     """What the CPU products alone give, and whether that is most of the speed of products and speculation together."""
-    most = ", most of which comes from the products" if passes >= PAYS and passes * passes > speedup else ""
-    slower = "; the next text leaves its passes over one token to PyTorch" if passes < LOSES else ""
+    most = ", most of which comes from the products" if passes >= PAYS and 1.0 < gain < passes else ""
     return (
         f"The CPU products alone run at {passes:.2f} times the speed of plain generate() as it is, with speculation "
-        f"it is {speedup:.2f} times{most}{slower}."
+        f"it is {gain * passes:.2f} times{most}."
     )
 
 

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single
@@ -34,8 +35,10 @@ from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Families whose token types may mark the prompt as a prefix in which every token sees every other.
-PREFIX_ATTENTION = {"paligemma", "hrm_text"}
+# Families whose prompt is a prefix in which every token sees every other, and those whose token types may say so.
+PREFIX_ATTENTION, PREFIX_BY_TYPES = {"paligemma"}, {"hrm_text"}
+# Families that note where the first pass ended.
+COUNT_FROM_PROMPT = {"glm_image", "unlimited_ocr"}
 # Where configs name the tokens that an image, a video or a sound is put in the place of.
 PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")]
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
@@ -188,6 +191,7 @@ def check_loop(ready: Callable[[], object]) -> None:
     ready()
     target, config, model_kwargs = (loop.f_locals[name] for name in ("self", "generation_config", "model_kwargs"))
     check_target(target)
+    check_windows(target)
     check_lossless(config)
     if config.output_hidden_states or config.output_attentions:
         raise ValueError(
@@ -232,10 +236,16 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
             "generation leaves too short after short prompts, and gets wrong after padding that is read in chunks. "
             + ATTACH
         )
-    if target.config.model_type in PREFIX_ATTENTION and model_kwargs.get("token_type_ids") is not None:
+    kind = target.config.model_type
+    if kind in PREFIX_ATTENTION or (kind in PREFIX_BY_TYPES and model_kwargs.get("token_type_ids") is not None):
         raise ValueError(
             f"{type(target).__name__} reads its prompt in both directions, and in transformers' assisted generation "
             "the first candidates would be part of the prompt. " + ATTACH
+        )
+    if kind in COUNT_FROM_PROMPT:
+        raise ValueError(
+            f"{type(target).__name__} counts places and windows from where the prompt ends, and in transformers' "
+            "assisted generation the first candidates would be part of the prompt. " + ATTACH
         )
     if target.device.type == "meta":
         raise ValueError(

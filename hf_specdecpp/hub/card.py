@@ -12,11 +12,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import Repository
 from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.provenance import public_name
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 NONE = "–"
+PAYS = 1.03  # below that speeds count as equal
+OTHERS = ("plain", "transformers", "prompt lookup")  # contestants of a benchmark that do not use the assistant
 THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
 
 
@@ -32,7 +35,8 @@ def make_card(
             `rollouts`, `distillation`, `head_metrics`, `calibration`, `learning_curve`, `baseline`, `speed`,
             `provenance`; of those that were not made, `None`.
     """
-    bases = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
+    ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
+    bases = [Repository.named(name).name for name in ids]
     data = ModelCardData(
         library_name="hf_specdecpp",
         base_model=bases or None,
@@ -53,10 +57,64 @@ def make_card(
             "tables": [(name, at, report, _rows(report)) for name, at, report in _reports(training["evaluation"])],
             "comparison": _comparison(training["evaluation"], baseline["evaluation"]) if baseline else [],
         }
-    shown["draft"] = describe(config)
+    shown |= {
+        "draft": describe(config),
+        "opening": opening((training or {}).get("speed")),
+        "unhelped": unhelped(training),
+    }
     return ModelCard.from_template(
         data, template_path=str(TEMPLATE), config=config, head=head, training=training, number=number, **shown
     )
+
+
+def opening(speed: dict[str, Any] | None) -> str:
+    """What the assistant does for the speed, by what `specdecpp bench --card` measured of all prompts."""
+    by = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/))"
+    rows = speed["rows"] if speed else []
+    mode = [(row["set"], row["temperature"]) for row in rows][:1]
+    ours = [row for row in rows if not row["contestant"].startswith(OTHERS) and row["contestant"] != "lookup"]
+    ours = [row for row in ours if (row["set"], row["temperature"]) in mode]
+    if not ours:
+        return (
+            f"Drafts for `generate()` of the target without changing one token of what it says\n{by}.\n"
+            "How fast that is has not been measured: `specdecpp bench` does."
+        )
+    best = max(ours, key=lambda row: row["speedup"])
+    pairs = ((best["speedup"], best["interval"]), (best["same_passes"], best["same_passes_interval"]))
+    plain, same = (f"{value:.2f} ({low:.2f} to {high:.2f})" for value, (low, high) in pairs)
+    pays = all(value >= PAYS and low > 1.0 for value, (low, _) in pairs)
+    how = f"{best['contestant']}; {best['set']}, temperature {best['temperature']:g}"
+    return (
+        f"{'Makes' if pays else 'Did not make'} `generate()` of the target faster without changing one token of what "
+        f"it says\n{by}.\n[Measured](#speed): {plain} times the speed of plain `generate()` and {same} times that "
+        f"with the same passes, at best ({how})."
+    )
+
+
+def unhelped(training: dict[str, Any] | None) -> list[str]:
+    """Sentences on what training did not make better, on the held-out prompts."""
+    if training is None:
+        return []
+    found, drafted = [], training["distillation"] or {}
+    if "after" in drafted:
+        before, after = (drafted[when]["all"]["acceptance"] for when in ("before", "after"))
+        trained = {share: value for share, value in drafted.get("shares", {}).items() if float(share)}
+        most = max(trained.values(), default=after)
+        if most <= max(before, drafted.get("shares", {}).get("0.00", before)):
+            found.append(
+                "Training did not help the draft: a candidate is accepted with probability "
+                f"{number(max(before, after))} without it, with it at most {number(most)}."
+            )
+    judged = next(iter(training["evaluation"]["sets"]["heldout"].values()))["estimators"]
+    head, own = judged["head"], judged["draft probability"]
+    is_better = head["auc"] > own["auc"] or head["binary_kl"] < own["binary_kl"]
+    if not is_better or round(head["auc"], 2) <= 0.5:
+        found.append(
+            f"Training did not help the head: its AUC is {number(head['auc'])} and its binary KL "
+            f"{number(head['binary_kl'])}, those of the draft's own probability are {number(own['auc'])} and "
+            f"{number(own['binary_kl'])}."
+        )
+    return found
 
 
 def number(value: float | None, digits: int = 3, percent: bool = False) -> str:

@@ -20,11 +20,10 @@ from hf_specdecpp import files as repository
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
-from hf_specdecpp.files import CHECKPOINT, PICKLE
+from hf_specdecpp.files import CHECKPOINT, MOST_CONFIG_BYTES, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import recognise
-from hf_specdecpp.models.adapters import MOST_CONFIG_BYTES
 from hf_specdecpp.version import __version__
 
 PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # what to download
@@ -95,7 +94,7 @@ def _convert_draft(kind: Kind, folder: Path, out: Path) -> None:
         )
     tensors = {name: tensor.detach().clone() for name, tensor in _load_pickle(path).items()}  # some share memory
     repository.check_finite(tensors, path)
-    kind.check_foreign(repository.read_json(folder / CONFIG), tensors, str(path))
+    kind.check_foreign(repository.read_fields(folder / CONFIG), tensors, str(path))
     out.mkdir(parents=True, exist_ok=True)
     repository.save_tensors(tensors, out / CHECKPOINT)
     repository.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)

@@ -121,8 +121,6 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
         file.content = f"{path.stat().st_size:,} bytes, {read()}"
     except (ValueError, OSError) as error:
         file.problem = str(error).replace(f"{folder}{os.sep}", "")
-    except (TypeError, AttributeError) as error:
-        file.problem = f"A value is of the wrong kind ({error}), so it cannot be used. Save the assistant again."
 
 
 def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:

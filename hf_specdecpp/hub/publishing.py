@@ -20,7 +20,7 @@ from hf_specdecpp.hub.card import THIS_REPO, make_card
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.kinds.known import kind_of
-from hf_specdecpp.models.adapters import ADAPTER_FILES, Adapter, write_adapter
+from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.version import __version__
 
@@ -77,20 +77,16 @@ def save(contents: Contents, folder: Path) -> None:
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:
-        _save_adapter(parts.adapter, folder / ADAPTER_FOLDER)
+        _copy_adapter(parts.adapter, folder / ADAPTER_FOLDER)
     # Last: a folder with a config is a complete one.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
         save_text(str(make_card(config, contents.head)), folder / CARD)
 
 
-def _save_adapter(source: Path | Adapter, place: Path) -> None:
-    """Write an adapter, or copy its files. PEFT notes where the model was read from; a folder of this machine stays
-    unnamed."""
+def _copy_adapter(source: Path, place: Path) -> None:
+    """Copy an adapter's files. PEFT notes where the model was read from; a folder of this machine stays unnamed."""
     place.mkdir(exist_ok=True)
-    if isinstance(source, Adapter):
-        write_adapter(source, place)
-        source = place
     config_name, weights_name = ADAPTER_FILES
     config = read_json(source / config_name)
     base = config.get("base_model_name_or_path")

@@ -19,10 +19,10 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.modules import as_described, read_module
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
-from hf_specdecpp.files import Repository, check_sound, load_strict, read_json
+from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, check_sound, load_strict, read_json
 from hf_specdecpp.kinds.kind import Kind, Parts
 from hf_specdecpp.kinds.known import draft_name, kind_of, recognise
-from hf_specdecpp.models.adapters import ADAPTER_FILES, MOST_CONFIG_BYTES
+from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 
 CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
@@ -93,7 +93,10 @@ def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead
     """
     if config.head is None:
         raise ValueError(f"{repository.name!r} has no acceptance head, says its {CONFIG}. Load one that has.")
-    hint = f"It does not belong to the head that {CONFIG} describes, trained for draft {draft_name(config)}."
+    hint = (
+        f"It does not belong to the head that {CONFIG} describes, trained for draft {draft_name(config)}. "
+        "Download or save both again."
+    )
     return read_head(config.head, repository.file(HEAD), hint)
 
 
@@ -112,7 +115,7 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
     Raises:
         ValueError: the file is damaged or holds another number of ids.
     """
-    hint = f"{CONFIG} promises {config.draft_vocab_size} token ids."
+    hint = f"{CONFIG} promises {config.draft_vocab_size} token ids. Download or save both again."
     path = repository.file(DRAFT_VOCAB)
     token_ids = load_strict(path, {"token_ids": [config.draft_vocab_size or 0]}, hint)["token_ids"]
     if token_ids.dtype not in (torch.int64, torch.int32):

@@ -149,5 +149,5 @@ def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
     Raises:
         ValueError: the arguments make no sense, or the file is damaged or does not fit them.
     """
-    hint = "It does not belong to the fusion that config.json describes."
+    hint = "It does not belong to the fusion that config.json describes: download or save both again."
     return read_module(Fusion, "fusion", arguments, path, hint)

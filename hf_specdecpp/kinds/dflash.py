@@ -18,7 +18,7 @@ from hf_specdecpp.dflash.description import looks_like_one, read_settings
 from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.dflash.model import DFlashModel
 from hf_specdecpp.dflash.settings import DFlashSettings
-from hf_specdecpp.files import Repository, load_tensors, save_tensors
+from hf_specdecpp.files import Repository, read_weights, save_tensors
 from hf_specdecpp.kinds.kind import Feat, Parts
 from hf_specdecpp.kinds.ready_made import TakenAsIs
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -38,8 +38,6 @@ class DFlash(TakenAsIs):
     drafts_blocks = True
     cannot: ClassVar[Mapping[Feat, str]] = {
         "replays": "a recorded text has one q a place, but a block's depends on where the round began",
-        "learning": "a block is taught by places that a chain or tree does not visit. Train a conditioned "
-        "draft, which learns",
         "late verdicts": "judges the state at a candidate, which a block does not read",
         "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
         "stays untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made one: "
@@ -80,7 +78,7 @@ class DFlash(TakenAsIs):
         with as_described("DFlash draft"):
             check_arguments(DFlashSettings, arguments)
             settings = DFlashSettings(**arguments)
-        return build(settings, load_tensors(path), str(path))
+        return build(settings, read_weights(path), str(path))
 
     def tensors_of(
         self, module: Any, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None

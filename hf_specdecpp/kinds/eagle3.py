@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,17 +27,15 @@ from hf_specdecpp.files import (
     PICKLE,
     Repository,
     find_weights,
-    load_tensors,
-    read_json,
+    read_fields,
     read_weights,
     save_tensors,
     save_text,
 )
 from hf_specdecpp.kinds.conditioned import Conditioned
-from hf_specdecpp.kinds.kind import Feat, Made, Parts, SelfCheck
+from hf_specdecpp.kinds.kind import Feat, Parts, SelfCheck
 from hf_specdecpp.kinds.ready_made import ReadyMade, is_model
-from hf_specdecpp.learning.taught import LOSS, UNROLL, LayerStudent
-from hf_specdecpp.models.causal_lm import CausalLM, move
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving.commands import eagle3_commands
 from hf_specdecpp.serving.destination import Destination, Exported
@@ -54,7 +50,6 @@ class Eagle3(ReadyMade):
     title = "EAGLE-3"
     module_files = (WEIGHTS,)
     can_be_misread = True
-    learning_rate = 1e-4
     own_layer = True
     cannot: ClassVar[Mapping[Feat, str]] = {
         **Conditioned.cannot,
@@ -86,7 +81,7 @@ class Eagle3(ReadyMade):
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> Eagle3Model:
         if config.draft_id is not None:
-            description = read_description(read_json(path.parent / "config.json"), config.eagle3)
+            description = read_description(read_fields(path.parent / "config.json"), config.eagle3)
             return read_model(description, read_weights(path), str(path))
         if config.eagle3 is None:
             raise ValueError("The config describes an EAGLE-3 draft and not its settings. Save the assistant again.")
@@ -96,7 +91,7 @@ class Eagle3(ReadyMade):
         with as_described("EAGLE-3 draft"):
             check_arguments(Eagle3Settings, arguments)
             settings = Eagle3Settings(**arguments)
-        return build(settings, load_tensors(path), str(path))
+        return build(settings, read_weights(path), str(path))
 
     def tensors_of(
         self, module: Any, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
@@ -117,9 +112,9 @@ class Eagle3(ReadyMade):
         source.file("config.json")
         if (path := find_weights(source)) is None:
             raise ValueError(
-                f"{source.name!r} has no {CHECKPOINT}. EAGLE's own repositories have {PICKLE}, a pickle, which could "
-                "run code and is never opened here. Convert it once, tensors only: "
-                f"specdecpp inspect {source.name} --convert FOLDER. Then load FOLDER."
+                f"{source.full_name!r} has no {CHECKPOINT}. EAGLE's own repositories have {PICKLE}, a pickle, which "
+                "could run code and is never opened here. Convert it once, tensors only: "
+                f"specdecpp inspect {source.full_name} --convert FOLDER. Then load FOLDER."
             )
         return self.read_module(config, path)
 
@@ -136,18 +131,6 @@ class Eagle3(ReadyMade):
         drafter = Eagle3Drafter(parts.module, target)
         drafter.suspect = None if config.draft_id is None else self.describe(config)
         return drafter
-
-    def student(self, drafter: Eagle3Drafter) -> Any:
-        model = drafter.model.copied()
-        move(model, drafter.device, torch.promote_types(drafter.dtype, torch.float32))
-        return LayerStudent(_beside_target_of(drafter, model), UNROLL, LOSS)
-
-    def taught(self, before: Made, student: Any) -> Made:
-        model = student.model.copied().requires_grad_(False)
-        move(model, before.drafter.device, before.drafter.dtype)
-        config = copy.deepcopy(before.config)
-        config.draft_id = config.draft_revision = None  # it is no longer the one that others trained
-        return Made(config, replace(before.parts, module=model), _beside_target_of(before.drafter, model))
 
     def facts(self, module: Any) -> dict[str, str]:
         return _facts(module.settings)
@@ -186,14 +169,6 @@ class Eagle3(ReadyMade):
         return Exported(eagle3_commands(to), notes(model.settings, reads, depth))
 
 
-def _beside_target_of(drafter: Eagle3Drafter, model: Eagle3Model) -> Eagle3Drafter:
-    """A draft with other weights for the same target."""
-    target = drafter.beside.target
-    if target is None:
-        raise ValueError("The target that this draft was attached to is gone. Attach the assistant to one.")
-    return Eagle3Drafter(model, target)
-
-
 def _facts(settings: Eagle3Settings) -> dict[str, str]:
     """What a draft is, in words."""
     layer, ids, count = settings.layer, settings.layer_ids, settings.draft_vocab_size
@@ -211,7 +186,7 @@ def _facts(settings: Eagle3Settings) -> dict[str, str]:
         "draft": f"EAGLE-3, {layer['num_hidden_layers']} x {layer['model_type']}, {layer['hidden_size']} wide",
         "reads of the target": reads,
         "flags": ", ".join(flags) or "none",
-        "rope_theta": f"{layer['rope_parameters']['rope_theta']:g}",
+        "rope_theta": f"{settings.layer_config().rope_parameters['rope_theta']:g}",
         "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
         "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
     }

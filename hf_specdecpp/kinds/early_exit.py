@@ -6,8 +6,7 @@ from typing import ClassVar, Literal
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.kinds.adapted import Adapted
-from hf_specdecpp.kinds.kind import Loading, Parts
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit, per_layer
@@ -17,7 +16,7 @@ from hf_specdecpp.serving.destination import Destination, Exported
 from hf_specdecpp.serving.plain_model import write_plain_model
 
 
-class EarlyExit(Adapted):
+class EarlyExit(Kind):
     """Layers of the target, which share its tensors."""
 
     name = "early_exit"

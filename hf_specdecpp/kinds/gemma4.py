@@ -24,8 +24,6 @@ class Gemma4(TakenAsIs):
     served_by = "engines that serve such assistants read its own repository"
     cannot = {
         "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
-        "learning": "a Gemma 4 assistant reads the target's cache, which is not kept. Train a conditioned "
-        "draft, which learns",
         "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",
     }
 

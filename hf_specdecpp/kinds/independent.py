@@ -7,15 +7,14 @@ from typing import ClassVar, Literal
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.kinds.adapted import Adapted
-from hf_specdecpp.kinds.kind import Loading, Parts
+from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.serving.destination import Destination, Exported
 from hf_specdecpp.serving.plain_model import write_plain_model
 
 
-class Independent(Adapted):
+class Independent(Kind):
     """A model of its own; an adapter is merged into one that is given by name."""
 
     name = "independent"

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.files import Repository, save_tensors
-from hf_specdecpp.learning.taught import Taught
-from hf_specdecpp.models.adapters import Adapter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.serving.destination import Destination, Exported
 
-Feat = Literal["replays", "training", "learning", "stays untrained", "late verdicts", "draft vocabulary"]
+Feat = Literal["replays", "training", "stays untrained", "late verdicts", "draft vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -26,25 +24,16 @@ class Parts:
     """What an assistant has of a draft, beside its config.
 
     Attributes:
-        adapter: folder of its PEFT adapter, or one in memory.
+        adapter: folder of its PEFT adapter.
         draft_vocab: `[n]` token ids that it may propose; `None` for all.
         module: what else was trained of it (`Kind.module_files`).
         merge: merge the adapter into the weights, or into copies of them.
     """
 
-    adapter: Path | Adapter | None = None
+    adapter: Path | None = None
     draft_vocab: Tensor | None = None
     module: Any = None
     merge: bool = True
-
-
-@dataclass(frozen=True)
-class Made:
-    """A draft, and all that an assistant has of it."""
-
-    config: SpecDecPPConfig
-    parts: Parts
-    drafter: Any
 
 
 @dataclass(frozen=True)
@@ -90,9 +79,8 @@ class Kind:
         foreign_files: patterns of the files of a repository that others trained such a draft in.
         can_be_misread: whether what others trained may mean several drafts, so that `self_check` is of use.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once),
-            `"training"`, `"learning"` (from the texts that it drafts for), `"stays untrained"`, `"late verdicts"` (a
-            head that judges a candidate after the draft has read it), `"draft vocabulary"`.
-        learning_rate: of what changes while it learns from the texts that it drafts for.
+            `"training"`, `"stays untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has
+            read it), `"draft vocabulary"`.
     """
 
     name: ClassVar[str]
@@ -103,7 +91,6 @@ class Kind:
     foreign_files: ClassVar[tuple[str, ...]] = ()
     can_be_misread: ClassVar[bool] = False
     cannot: ClassVar[Mapping[Feat, str]] = {}
-    learning_rate: ClassVar[float] = 8e-4
 
     def owns(self, raw: Mapping[str, Any]) -> bool:
         """Whether a `config.json` describes this kind."""
@@ -212,23 +199,6 @@ class Kind:
     def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Draft:
         """The draft, made of the target that the assistant is attached to."""
         raise NotImplementedError(f"{self.name} is a model of its own.")
-
-    def student(self, drafter: Any) -> Taught:
-        """The draft as it is taught from kept texts: a copy, of which `requires_grad` says what changes.
-
-        Raises:
-            ValueError: this one cannot be taught, with the reason.
-        """
-        raise NotImplementedError(f"{self.name} does not learn.")
-
-    def taught(self, before: Made, student: Any) -> Made:
-        """A draft that has learned.
-
-        Args:
-            before: it learned, which stays as it is.
-            student: `student(before.drafter)`, after steps.
-        """
-        raise NotImplementedError(f"{self.name} does not learn.")
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the draft into `to.folder` in a form that other engines serve.

@@ -21,7 +21,6 @@ class Lookup(Kind):
     rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "nothing"
     cannot = {
         "replays": "a recorded text has a q a place, and where nothing drafts there is none",
-        "learning": "there is no draft; earlier answers are searched with lookup_memory",
         "stays untrained": "there is nothing to train where all candidates are looked up",
     }
 

@@ -30,8 +30,6 @@ class Mtp(ReadyMade):
         "replays": Conditioned.cannot["replays"],
         "training": "multi-token layers are those of the target's checkpoint: take them as they are (from_mtp), or "
         "train with draft: eagle3",
-        "learning": "multi-token layers are kept as the target's checkpoint has them. Train a conditioned "
-        "draft, which learns",
         "late verdicts": Conditioned.cannot["late verdicts"],
     }
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository, find_weights, read_json, read_weights
+from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository, find_weights, read_fields, read_weights
 from hf_specdecpp.kinds.kind import Kind, Loading, Parts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
@@ -34,19 +34,10 @@ class ReadyMade(Kind):
 
         Args:
             more: of its fields.
-
-        Raises:
-            ValueError: the draft is in a folder of a repository of the Hub.
         """
-        if source.subfolder and not source.is_local:
-            raise ValueError(
-                f"The {self.title} draft is in the folder {source.subfolder!r} of {source.name!r}, which an assistant "
-                f"could not name. Download it (hf download {source.name} --include '{source.subfolder}/*' --local-dir "
-                "FOLDER), then load its folder."
-            )
         return SpecDecPPConfig(
             draft_kind=self.name,
-            draft_id=str(Path(source.name, source.subfolder or "")) if source.is_local else source.name,
+            draft_id=source.full_name,
             draft_revision=commit,
             speculation=SpeculationConfig(rule="throughput").to_dict(),
             **more,
@@ -78,7 +69,7 @@ class ReadyMade(Kind):
             draft: where it is, in the place of what the config names.
         """
         named, pinned = (config.draft_id, config.draft_revision) if draft is None else (str(draft), None)
-        return Repository(str(named), pinned, None, repository.hub_kwargs)
+        return Repository.named(str(named), pinned, None, repository.hub_kwargs)
 
     def pinned(self, config: SpecDecPPConfig) -> str:
         """The draft and its commit, for messages."""
@@ -125,7 +116,7 @@ class TakenAsIs(ReadyMade):
             )
 
     def read_module(self, config: SpecDecPPConfig, path: Path) -> nn.Module:  # noqa: ARG002
-        return self.read_model(read_json(path.parent / "config.json"), read_weights(path), str(path))
+        return self.read_model(read_fields(path.parent / "config.json"), read_weights(path), str(path))
 
     def load_module(
         self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None
@@ -137,8 +128,8 @@ class TakenAsIs(ReadyMade):
         source.file("config.json")
         if (path := find_weights(source)) is None:
             raise ValueError(
-                f"{source.name!r} has neither {CHECKPOINT} nor {INDEX}, and nothing but safetensors is opened here: a "
-                "pickle could run code. Ask its author for safetensors."
+                f"{source.full_name!r} has neither {CHECKPOINT} nor {INDEX}, and nothing but safetensors is opened "
+                "here: a pickle could run code. Ask its author for safetensors."
             )
         return self.read_module(config, path)
 
@@ -162,10 +153,9 @@ def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None
     try:
-        raw = read_json(Repository(str(name)).file("config.json"))
+        return read_fields(Repository.named(str(name)).file("config.json"))
     except (OSError, ValueError):
         return None
-    return raw if isinstance(raw, dict) else None
 
 
 def pinned(config: SpecDecPPConfig) -> str:

@@ -7,10 +7,9 @@ model is written to: two small matrices for each module are read and checked, an
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_specdecpp.files import load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.files import MOST_CONFIG_BYTES, load_tensors, read_json
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import copy_sharing
 from hf_specdecpp.models.quantised import is_quantised
@@ -36,8 +35,8 @@ FIELDS = {
 }  # fmt: skip
 # Ways to begin training that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
+AGAIN = "Download or save it again."
 STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
-MOST_CONFIG_BYTES = 2**18
 
 
 @dataclass
@@ -47,21 +46,15 @@ class Lora:
     Attributes:
         a: `[rank, in]`, for an embedding `[rank, number of tokens]`.
         b: `[out, rank]`.
-        of_embedding: whether the module is an embedding table.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
-    of_embedding: bool = False
 
     def to(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and scaling * B."""
         return self.a.to(device, dtype), self.scaling * self.b.to(device, dtype)
-
-    def scaled(self) -> Lora:
-        """The same with the scaling in B, on the CPU in float32."""
-        return Lora(*self.to(torch.device("cpu"), torch.float32), 1.0, self.of_embedding)
 
 
 @dataclass
@@ -96,8 +89,8 @@ class LoraLinear(nn.Module):
         return output + self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))).to(output.dtype)
 
 
-def add_adapter(model: CausalLM, source: Path | Adapter, merge: bool) -> CausalLM:
-    """A copy of the model, sharing its tensors, with an adapter for inference: in memory, or that of a folder.
+def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
+    """A copy of the model, sharing its tensors, with the adapter of `folder` for inference.
 
     With `merge` the weights that the adapter changes are new ones. Without it the adapter stays beside them: slower,
     but no copies. Embeddings and the LM head are merged in either case, quantised layers in neither.
@@ -110,7 +103,7 @@ def add_adapter(model: CausalLM, source: Path | Adapter, merge: bool) -> CausalL
             "The draft already has a PEFT adapter, and a second one on top would not be what it was trained as. Merge "
             "the first: model.merge_and_unload()."
         )
-    adapter, folder = (source, "memory") if isinstance(source, Adapter) else (read_adapter(source), source)
+    adapter = read_adapter(folder)
     _check_fit(adapter, model, folder)
     adapted = copy_sharing(model)
     head = adapted.get_output_embeddings()
@@ -132,42 +125,6 @@ def add_adapter(model: CausalLM, source: Path | Adapter, merge: bool) -> CausalL
     return adapted.eval()
 
 
-def joined(first: Adapter, second: Adapter) -> Adapter:
-    """One adapter that does what both do: of each module the ranks are put one after the other."""
-    loras = dict(first.loras)
-    for name, lora in second.loras.items():
-        own = lora.scaled()
-        if (before := loras.get(name)) is not None:
-            before = before.scaled()
-            own = Lora(torch.cat((before.a, own.a)), torch.cat((before.b, own.b), dim=1), 1.0)
-        loras[name] = own
-    return Adapter(_config_of(loras, first.config.get("base_model_name_or_path")), loras, first.others)
-
-
-def write_adapter(adapter: Adapter, folder: Path) -> None:
-    """Write an adapter as PEFT does."""
-    tensors = dict(adapter.others)
-    for name, lora in adapter.loras.items():
-        stored = f"base_model.model.{name}.lora_"
-        a, b = ("embedding_A", "embedding_B") if lora.of_embedding else ("A.weight", "B.weight")
-        tensors |= {stored + a: lora.a.contiguous(), stored + b: lora.scaled().b.contiguous()}
-    config = _config_of(adapter.loras, adapter.config.get("base_model_name_or_path"))
-    save_tensors(tensors, folder / ADAPTER_FILES[1])
-    save_text(json.dumps(config, indent=2) + "\n", folder / ADAPTER_FILES[0])
-
-
-def _config_of(loras: dict[str, Lora], base: str | None) -> dict[str, Any]:
-    """The `adapter_config.json` of modules whose scaling is in B."""
-    ranks = {name: lora.a.shape[0] for name, lora in loras.items()}
-    most = max(ranks.values())
-    other = {name: rank for name, rank in ranks.items() if rank != most}
-    return {
-        "peft_type": "LORA", "r": most, "lora_alpha": most, "rank_pattern": other, "alpha_pattern": other,
-        "target_modules": sorted(loras), "bias": "none", "base_model_name_or_path": base, "task_type": "CAUSAL_LM",
-        "inference_mode": True,
-    }  # fmt: skip
-
-
 def read_adapter(folder: Path) -> Adapter:
     """The adapter of `folder`.
 
@@ -177,15 +134,13 @@ def read_adapter(folder: Path) -> Adapter:
     config = read_adapter_config(folder / ADAPTER_FILES[0])
     path = folder / ADAPTER_FILES[1]
     halves: dict[str, dict[str, Tensor]] = {}
-    others, tables = {}, set[str]()
+    others = {}
     for stored, tensor in load_tensors(path).items():
         if match := STORED_NAME.fullmatch(stored):
             halves.setdefault(match[1], {})[match[2] or match[3]] = tensor
-            tables |= {match[1]} if match[3] else set()
         else:
             others[stored] = tensor
-    loras = {name: _pair(name, half, config, path) for name, half in halves.items()}
-    return Adapter(config, {name: replace(lora, of_embedding=name in tables) for name, lora in loras.items()}, others)
+    return Adapter(config, {name: _pair(name, half, config, path) for name, half in halves.items()}, others)
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
@@ -197,7 +152,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only.")
+        raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only. Name another.")
     odd = {name: value for name, value in config.items() if name not in FIELDS and value}
     for name, harmless in (("bias", ("none", None)), ("init_lora_weights", HARMLESS_INITS)):
         if config.get(name) not in harmless:
@@ -225,21 +180,23 @@ def _check_numbers(config: dict[str, Any], path: Path) -> None:
         ("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")
     ))  # fmt: skip
     if not all(type(rank) is int and rank > 0 for rank in ranks):
-        raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1.")
+        raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1. {AGAIN}")
     if not all(type(alpha) in (int, float) and abs(alpha) < 2**31 for alpha in alphas):
-        raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number.")
+        raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number. {AGAIN}")
 
 
 def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path) -> Lora:
     """The two matrices of a module, with their scaling."""
     shapes = {which: list(tensor.shape) for which, tensor in half.items()}
     if set(half) != {"A", "B"} or not half["A"].dim() == half["B"].dim() == 2 or shapes["A"][0] != shapes["B"][1]:
-        raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. Download or save it again.")
+        raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. {AGAIN}")
     a, b, rank = half["A"], half["B"], shapes["A"][0]
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise ValueError(f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers.")
+        raise ValueError(
+            f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers. {AGAIN}"
+        )
     if rank not in (config.get("r", 8), *(config.get("rank_pattern") or {}).values()):
-        raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}.")
+        raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}. {AGAIN}")
     alpha = config.get("lora_alpha", 8)
     alphas = config.get("alpha_pattern") or {}
     if fitting := [key for key in _suffixes(name) if key in alphas]:
@@ -247,7 +204,7 @@ def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path
     return Lora(a, b, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def _check_fit(adapter: Adapter, model: CausalLM, folder: Path | str) -> None:
+def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
     """Raise `ValueError` unless every tensor has its place, and no module that the adapter is for lacks its own."""
     modules = dict(model.named_modules())
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}

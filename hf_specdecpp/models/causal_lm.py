@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,8 +20,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 # methods for generation nor that its attributes are what they are, so a checker is told nothing about it.
 CausalLM: TypeAlias = Any
 
-# Decoders whose positions come from a table cannot run past its end; rotary ones merely get worse.
-LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt"})
+# Decoders whose positions come from a table cannot run past its end; others, rotary ones for instance, merely get
+# worse. What such tables are called: embeddings, and buffers with a row or a column for each position.
+POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embeds_layer")
+POSITION_BUFFERS = ("position_ids", "embed_positions", "pos_encoding")
 # What models and `generate()` call their cache: "cache" from transformers 5.24 on.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 CACHE = next(name for name in CACHE_NAMES if name in {item.name for item in fields(GenerateDecoderOnlyOutput)})
@@ -67,7 +70,7 @@ def inner_decoder(model: CausalLM) -> CausalLM:
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
         return model.base_model
-    return decoder.model if hasattr(decoder, "lm_head") else decoder
+    return getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
@@ -75,9 +78,54 @@ def has_compiled_forward(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None) is not None
 
 
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether torch.compile sees through a call of the module, wherever that comes from."""
+    wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
+    in_place = module._compiled_call_impl is not None  # `module.compile()`
+    return wrapped or in_place or has_compiled_forward(module)
+
+
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """What tells a forward, if it can be told, where tokens `[batch, n]` stand, the first of them at `first`."""
+    if not takes_positions(model):
+        return {}
+    places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+    return {"position_ids": places.expand(len(tokens), -1)}
+
+
+@contextmanager
+def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
+    """A model of somebody's, to be tried on a few tokens as `generate()` runs it: in eval mode, told where they stand.
+
+    Without positions a model may take those of the last text: after an image, Qwen's keep how far they are off.
+    Afterwards all is as it was: which modules train, what passes have left on them, and torch's generators.
+
+    Yields:
+        What makes a pass over tokens `[batch, n]`, of which the first stands at `first`, with further arguments.
+    """
+    modules, device = list(model.modules()), input_device(model)
+    training = [module for module in modules if module.training]
+    left = [(vars(module), name, value) for module in modules for name, value in vars(module).items()
+            if value is None or isinstance(value, Tensor)]  # fmt: skip
+
+    def read(tokens: Tensor, first: int = 0, **inputs: Any) -> Any:
+        return model(input_ids=tokens, **{**positions_of(model, tokens, first), **inputs}, return_dict=True)
+
+    try:
+        for module in training:
+            module.training = False  # past `train()`, which some modules override
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield read
+    finally:
+        for module in training:
+            module.training = True
+        for attributes, name, value in left:
+            attributes[name] = value
 
 
 def cache_argument(model: CausalLM) -> str:
@@ -154,6 +202,18 @@ def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
 
 def longest_text(*models: CausalLM) -> float:
     """The most tokens that all of the models can read; infinite where no positions come from a table."""
-    configs = [model.config.get_text_config(decoder=True) for model in models]
-    limits = [config.max_position_embeddings for config in configs if config.model_type in LEARNED_POSITIONS]
-    return min(limits, default=float("inf"))
+    return min((rows for model in models for rows in _position_rows(inner_decoder(model))), default=float("inf"))
+
+
+def _position_rows(decoder: nn.Module) -> Iterator[int]:
+    """How many tokens each table of positions has rows for.
+
+    Example: BART's has 514 for 512 tokens (`offset`), and RoBERTa's 514, the first of them for padding and before it.
+    """
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            yield module.num_embeddings - getattr(module, "offset", padding + 1)
+    for name, buffer in decoder.named_buffers():
+        if (leaf := name.rpartition(".")[2]) in POSITION_BUFFERS:
+            yield buffer.shape[-1 if leaf == "position_ids" else 0]

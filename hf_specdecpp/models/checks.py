@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-from transformers.cache_utils import (
-    Cache,
-    EncoderDecoderCache,
-    QuantizedCache,
-)
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache, EncoderDecoderCache, QuantizedCache
 
 from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
 from hf_specdecpp.models.quantised import quantised_activations
@@ -42,9 +39,16 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
         )
     if not recurrent and keeps_recurrent_state(target):
         return "keeps a recurrent state, which cannot be rolled back when a candidate is rejected"
-    takes_cache = cache_argument(target) in inspect.signature(type(target).forward).parameters
-    if not takes_cache or not target._supports_default_dynamic_cache():
+    parameters = inspect.signature(type(target).forward).parameters
+    if cache_argument(target) not in parameters or not target._supports_default_dynamic_cache():
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
+    if others := [name for name in parameters if name.endswith("_cache") and not name.startswith("use_")]:
+        return f"keeps {', '.join(others)} beside its cache, which cannot be taken back when a candidate is rejected"
+    # A method that an attached assistant has put there says whether the class had one of its own.
+    loops = ((each, vars(each).get("_sample")) for each in type(target).__mro__)
+    owners = (each for each, loop in loops if loop is not None and getattr(loop, "is_own", True))
+    if next(owners) is not GenerationMixin:
+        return "generates with a loop of its own (_sample), which assisted generation would not run"
     if config.model_type == "prophetnet":
         return "reads one token at a time once it has a cache, so it cannot verify several at once"
     if config.model_type == "blt":
@@ -58,8 +62,8 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
             f"attends to the index_topk={chosen} tokens that an indexer chooses, and in transformers the choice "
             "depends on how many tokens a pass reads, so a longer text would be another one"
         )
-    if config.model_type == "moshi":  # the only one whose cache slides while its mask is `create_causal_mask`'s
-        return "has an attention window in its cache but not in its mask, so candidates would see more tokens"
+    if config.model_type == "cpmant":
+        return "reads the tokens of a pass in both directions, so candidates would see those that follow them"
     width = config.get_text_config().vocab_size
     if (predicted := getattr(target.get_output_embeddings(), "out_features", width)) < width:
         return f"predicts {predicted} of its {width} tokens, so candidates cannot be compared with it"

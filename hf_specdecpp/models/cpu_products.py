@@ -17,9 +17,10 @@ token and a pass over several, which verification has anyway.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import RLock, local
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -31,7 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models import int8_products
-from hf_specdecpp.models.causal_lm import has_compiled_forward
+from hf_specdecpp.models.causal_lm import has_compiled_call
 from hf_specdecpp.models.products import Ways, filled_up, onednn, pack
 
 Forward = Callable[[Tensor], Tensor]
@@ -47,8 +48,24 @@ class Part(NamedTuple):
     ways: Ways
 
 
+class _Here(local):
+    """What layers multiply with in this thread: the last of the contexts that it is in counts."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Mapping[nn.Linear, Forward]] = [{}]
+
+
+_here = _Here()
+# In how many contexts layers are, in all threads, and how many of them group attention; changed under the lock.
+_uses: Counter[nn.Linear] = Counter()
+_groups: Counter[str] = Counter()
+_lock = RLock()
+
+
 class FasterProducts:
     """A context in which models on a CPU use the products that are fastest for them here. It can be entered again.
+
+    In other threads the models compute as ever, or as in contexts that these have entered.
 
     Of linear layers ordinary float32 ones on a CPU take part. Inside autocast, with gradients or for another dtype they
     compute as ever, hooks run as ever, and layers of compiled, parametrised or quantised modules, or whose forward
@@ -70,12 +87,13 @@ class FasterProducts:
         target: nn.Module | None = None,
         int8: PackedWeights | None = None,
     ) -> None:
-        self.layers: list[tuple[nn.Linear, Forward]] = []
+        self.layers: dict[nn.Linear, Forward] = {}
         if int8 is not None:
             shared = set() if target is None else set(target.modules())
             own = (layer for layer in linear_layers(draft) if layer not in shared)
-            large = (layer for layer in own if int8_products.pays(layer) and can_be_packed(layer))
-            self.layers += [(layer, _int8_forward(layer, int8.current(layer.weight))) for layer in large]
+            for layer in own:
+                if int8_products.pays(layer) and can_be_packed(layer):
+                    self.layers[layer] = _int8_forward(layer, int8.current(layer.weight))
         seen: set[nn.Module] = set()
         for modules, ways in parts:
             for layer in large_layers(modules, seen):
@@ -83,24 +101,48 @@ class FasterProducts:
                 if packed is not None and "packed" in ways.products and can_be_packed(layer):
                     copy = packed.current(layer.weight)
                 if not ways.are_own:
-                    self.layers.append((layer, _forward(layer, ways, copy)))
+                    self.layers.setdefault(layer, _forward(layer, ways, copy))
         models = [module for modules, _ in parts for module in modules]
         # Attention that comes and goes would compile a compiled model again.
-        self.groups_attention = any(map(_on_cpu, models)) and not any(map(_is_compiled, models))
+        self.groups_attention = any(map(_on_cpu, models)) and not any(map(_recompiles, models))
 
     def __enter__(self) -> None:
-        if self.groups_attention and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention
-        for layer, forward in self.layers:
-            vars(layer).setdefault("forward", forward)
+        with _lock:
+            if self.groups_attention:
+                _groups["sdpa"] += 1
+                if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
+                    ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # the same bits for whoever else calls it
+            for layer in self.layers:
+                _uses[layer] += 1
+                vars(layer).setdefault("forward", MethodType(_multiply, layer))
+        _here.contexts.append(self.layers)
 
     def __exit__(self, *_: object) -> None:
-        for layer, forward in self.layers:
-            if vars(layer).get("forward") is forward:  # another thread may have been here
-                del vars(layer)["forward"]
-        if ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
-            with suppress(KeyError):  # likewise
-                del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override, which leaves transformers' own
+        _here.contexts.pop()
+        with _lock:
+            for layer in self.layers:
+                _uses[layer] -= 1
+                if not _uses[layer]:
+                    del _uses[layer]
+                    if _is_routed(layer):
+                        del vars(layer)["forward"]
+            if self.groups_attention:
+                _groups["sdpa"] -= 1
+                if not _groups["sdpa"] and ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
+                    del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override, which leaves transformers' own
+
+
+def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of a layer that some thread multiplies faster: in this one perhaps as ever."""
+    here = _here.contexts[-1].get(layer)
+    return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
+
+
+_multiply.__name__ = "forward"  # by which pickle finds it: a pickle that another thread makes has the layer's own
+
+
+def _is_routed(layer: nn.Module) -> bool:
+    return getattr(vars(layer).get("forward"), "__func__", None) is _multiply
 
 
 def grouped_attention(
@@ -143,8 +185,9 @@ def grouped_attention(
 
 def products_of(model: nn.Module) -> dict[str, int]:
     """How many of its linear layers use which product now: `{"own": 2, "packed": 210}`. Costs depend on it."""
-    replaced = (vars(layer).get("forward") for layer in model.modules() if type(layer) is nn.Linear)
-    return dict(sorted(Counter(getattr(forward, "product", "own") for forward in replaced).items()))
+    layers = (layer for layer in model.modules() if type(layer) is nn.Linear)
+    forwards = (_here.contexts[-1].get(layer) if _is_routed(layer) else None for layer in layers)
+    return dict(sorted(Counter(getattr(forward, "product", "own") for forward in forwards).items()))
 
 
 class PackedWeights:
@@ -237,21 +280,19 @@ def linear_layers(models: Iterable[nn.Module], seen: set[nn.Module] | None = Non
 
 
 def _ordinary(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Linear]:
-    if module in seen or _is_compiled(module):
+    if module in seen or _recompiles(module):
         return
     seen.add(module)
-    if type(module) is nn.Linear and "forward" not in vars(module) and _is_ordinary(module.weight):
+    is_own = "forward" not in vars(module) or _is_routed(module)
+    if type(module) is nn.Linear and is_own and _is_ordinary(module.weight):
         yield module
     for child in module.children():
         yield from _ordinary(child, seen)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile sees through it: a forward that comes and goes would compile it again each time."""
-    wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
-    in_place = module._compiled_call_impl is not None  # `module.compile()`
-    in_place |= "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
-    return wrapped or in_place or has_compiled_forward(module)
+def _recompiles(module: nn.Module) -> bool:
+    """Whether a forward that comes and goes would have it compiled again each time."""
+    return has_compiled_call(module) or "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
 
 
 def _on_cpu(model: nn.Module) -> bool:

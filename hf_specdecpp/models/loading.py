@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_specdecpp.files import found
+from hf_specdecpp.files import Repository, found, read_json
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
 
 
@@ -71,10 +71,27 @@ def load_model(
     if not Path(name).is_dir():
         with found(str(name)):
             validate_repo_id(str(name))
+    _refuse_kernels(Repository(str(name), revision, None, hub_kwargs))
     model: CausalLM = AutoModelForCausalLM.from_pretrained(
         str(name), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **hub_kwargs
     )
     return model.to(device).eval()
+
+
+def _refuse_kernels(source: Repository) -> None:
+    """Raise `ValueError` where a config names code on the Hub that computes attention or experts: it would be run."""
+    try:
+        parts: list[Any] = [read_json(source.file("config.json"))]
+    except (OSError, ValueError):  # transformers says what is wrong
+        return
+    for part in parts:  # it grows
+        parts += [inner for inner in (part.values() if isinstance(part, dict) else ()) if isinstance(inner, dict)]
+        for field, value in part.items() if isinstance(part, dict) else ():
+            if "_implementation" in field and "/" in str(value):
+                raise ValueError(
+                    f"The config.json of {source.name!r} has {field}={value!r}, code that transformers would fetch and "
+                    "run. If you trust it, load the model yourself, and give the object in the place of its name."
+                )
 
 
 def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) -> PreTrainedTokenizerBase:

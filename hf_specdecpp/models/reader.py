@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, inner_decoder, longest_text, num_embeddings
+from hf_specdecpp.models.causal_lm import (
+    CausalLM,
+    cache_argument,
+    inner_decoder,
+    longest_text,
+    num_embeddings,
+    positions_of,
+    trying,
+)
 from hf_specdecpp.models.quantised import sizes_of
 
 
@@ -46,6 +54,7 @@ class Reader(nn.Module):
         divisors = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
         self._divisor = next((each for name in divisors if (each := getattr(self.text_config, name, None))), None)
         self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
+        self._longest = longest_text(model)
         self._check_logits()
 
     @property
@@ -67,7 +76,7 @@ class Reader(nn.Module):
     @property
     def max_length(self) -> float:
         """Longest sequence that the model can read."""
-        return longest_text(self.model)
+        return self._longest
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
         """Input embeddings `[..., embedding_size]` of token ids `[...]`, on their device; unknown ids count as 0."""
@@ -104,11 +113,7 @@ class Reader(nn.Module):
         The model's own are cut or padded to `vocab_size`, which is the width of the target's logits; ids that the
         model does not have get -inf, so that their probability is zero.
         """
-        logits = self._own_logits(hidden)
-        missing = vocab_size - logits.shape[-1]
-        if missing > 0:
-            return nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits[..., :vocab_size]
+        return as_wide_as(vocab_size, self._own_logits(hidden))
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         return self._head_logits(self._head(), hidden)
@@ -118,8 +123,12 @@ class Reader(nn.Module):
 
     def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
         """The model's own route from hidden state to logits: the head, then what some families do to its output."""
-        one = hidden.dim() == 1 and type(head) is not nn.Linear  # bitsandbytes' layers take matrices only
-        logits = head(hidden[None])[0] if one else head(hidden)
+        if type(head) is nn.Linear:  # Mamba 2 in half precision keeps its residual stream in float32
+            logits = head(hidden.to(head.weight.dtype))
+        elif hidden.dim() == 1:  # bitsandbytes' layers take matrices only
+            logits = head(hidden[None])[0]
+        else:
+            logits = head(hidden)
         if self._scale is not None:
             logits = logits * self._scale
         if self._divisor is not None:
@@ -132,19 +141,27 @@ class Reader(nn.Module):
         """Replace ids beyond the embedding table: a draft then guesses badly, but its guesses are verified."""
         return token_ids.where(token_ids < num_embeddings(self.model), 0)
 
-    @torch.inference_mode()
     def _check_logits(self) -> None:
         """Compare the route above with the model's own forward on one token."""
         probe = torch.zeros((1, 1), dtype=torch.long, device=self.device)
-        expected, hidden = self.model(probe).logits[0, -1].float(), self.hidden_states(probe)[0, -1]
-        if hidden.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"The LM head of {type(self.model).__name__} reads vectors of {self.hidden_size} numbers and its "
-                f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not know. "
-                "Use another model."
-            )
-        actual = self._head_logits(self._head(), hidden)[: len(expected)]  # Inkling drops rows that pad its head
-        actual = actual.to(expected.device)  # a spread model returns it to where it began
+        with trying(self.model) as read:
+            try:
+                expected = read(probe).logits[0, -1].float()
+                hidden = self._decode(None, input_ids=probe, **positions_of(self._decoder, probe))[0, -1]
+            except Exception as failure:  # models whose input is more than a text fail in ways of their own
+                raise ValueError(
+                    f"{type(self.model).__name__} does not read a token by itself ({type(failure).__name__}: "
+                    f"{failure}), so it cannot draft. Use another model."
+                ) from failure
+            if hidden.shape[-1] != self.hidden_size:
+                raise ValueError(
+                    f"The LM head of {type(self.model).__name__} reads vectors of {self.hidden_size} numbers and its "
+                    f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not "
+                    "know. Use another model."
+                )
+            actual = self._head_logits(self._head(), hidden)
+        # Inkling drops rows that pad its head, and a spread model returns logits to where it began.
+        actual = actual[: len(expected)].to(expected.device)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
         error = float((actual - expected).abs().max())
         if not error <= tolerance * max(1.0, float(expected.abs().max())):
@@ -155,6 +172,15 @@ class Reader(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Reader:
         return super()._apply(fn, recurse) if self.owns_model else self
+
+
+def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
+    """Logits `[..., vocab_size]` of a draft whose own vocabulary is wider or narrower: -inf for ids that it lacks.
+
+    A target's width may change at any time (`resize_token_embeddings`).
+    """
+    missing = vocab_size - logits.shape[-1]
+    return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
 
 
 def check_head_of(model: CausalLM) -> None:

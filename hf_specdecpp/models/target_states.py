@@ -16,7 +16,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_call, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 
 # A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
@@ -52,10 +52,11 @@ class StateReader(nn.Module):
 class TargetStates:
     """Catches the states that a draft reads out of the target's own passes, and keeps them for its next round.
 
-    A prompt, which may be read in several passes (chunked prefill), is caught by hooks, which keep references to what
-    the decoder and its layers return, and change nothing. Later passes return the states themselves, compiled or not,
-    if the pass over the prompt returned the very ones that the hooks saw. Elsewhere hooks go on, past which compiled
-    forwards run. Where a user has compiled the target without hooks, what it returns is believed.
+    They are caught by hooks, which keep references to what the decoder and its layers return, and change nothing.
+    Compiled forwards run past hooks, so they are asked to return the states: after a prompt, which may be read in
+    several passes (chunked prefill), if its pass returned the very ones that the hooks saw. Where a user has compiled
+    the target without hooks, what it returns is believed. Others are not asked: transformers would leave hooks of its
+    own in the target for good, with which it cannot be pickled.
 
     Used as a context, it catches by hooks. It is entered around the passes over one text: logits processors may call
     the target, too, and passes of other threads are left out.
@@ -89,8 +90,9 @@ class TargetStates:
                     f"The draft reads layers {missing} of its target, and {type(target).__name__} has {len(stack)}, "
                     "counted from 0. It was trained for another target."
                 )
-            self._modules = [decoder] * reader.reads_final + [stack[read] for read in reader.reads]
-            if RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {}):
+            self._modules = read_modules(target, reader)
+            returns = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
+            if returns and any(map(has_compiled_call, target.modules())):
                 self._numbers = state_numbers(reader, len(stack))
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
@@ -100,10 +102,9 @@ class TargetStates:
         """Whether states are read that only hooks catch, as far as is known."""
         return bool(self._modules) and not self.are_returned
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Which of the states that a forward returns are read; none where hooks catch them."""
-        return tuple(self._numbers) if self.are_returned else ()
+    def give(self, states: list[Tensor]) -> None:
+        """The states `[1, n, size]` of a pass that was captured, in the order in which they are put together."""
+        self._caught = [[each] for each in states]
 
     def asked_for(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """A forward's arguments with which it returns the states, and what users ask of it themselves."""
@@ -183,6 +184,24 @@ class TargetStates:
         return torch.cat(parts, dim=-1)
 
 
+def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
+    """The modules of a target whose outputs a draft reads, in the order in which they are put together."""
+    decoder = inner_decoder(target)
+    stack = layer_stack(decoder, target)[1]
+    return [decoder] * reader.reads_final + [stack[read] for read in reader.reads]
+
+
+def state_of(module: nn.Module, output: Any) -> Tensor:
+    """The states `[rows, n, size]` among what a module returns."""
+    states: Tensor = output if isinstance(output, Tensor) else output[0]
+    if states.dim() != 3:
+        raise ValueError(
+            f"{type(module).__name__} returns {states.dim()}-dimensional states, several for each token, which no "
+            "draft can be conditioned on. Read other layers, or use an early exit or an independent draft."
+        )
+    return states
+
+
 def state_numbers(reader: StateReader, num_layers: int) -> list[int]:
     """The numbers of a reader's states among those that a forward returns: 0 are the embeddings, and after the last
     layer it returns the final state. Empty if the last layer's own output is read, which it does not return."""
@@ -195,12 +214,6 @@ def _keeper(caught: list[Tensor], thread: int) -> Any:
     def keep(module: nn.Module, _args: Any, output: Any) -> None:
         if get_ident() != thread:  # another generation of the same model
             return
-        states = output if isinstance(output, Tensor) else output[0]
-        if states.dim() != 3:
-            raise ValueError(
-                f"{type(module).__name__} returns {states.dim()}-dimensional states, several for each token, which no "
-                "draft can be conditioned on. Read other layers, or use an early exit or an independent draft."
-            )
-        caught.append(states)
+        caught.append(state_of(module, output))
 
     return keep

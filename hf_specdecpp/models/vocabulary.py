@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_tokenizer
 
+PADDING = 1024  # rows of a table of tokens that stand for none, at most
+
 
 def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of the tokenizer's token-to-id map, added tokens left out."""
@@ -89,6 +91,18 @@ def check_same_tokens(
             "mean the same to both. Use a draft of the target's own family, or an early exit of the target: "
             "SpecDecPPAssistant.from_early_exit(target, layers=4)."
         )
+
+
+def outside(size: int | None, target: CausalLM) -> str | None:
+    """What about the number of token ids that a draft was made for does not fit a target; `None` where it does.
+
+    Tables are padded, some drafts' otherwise than their targets'. More ids than that are of another tokenizer, and
+    logits would be as wide as a config says.
+    """
+    most = target.config.get_text_config(decoder=True).vocab_size + PADDING
+    return (
+        f"was made for {size} token ids, and there are {most - PADDING}" if size is not None and size > most else None
+    )
 
 
 def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) -> None:

@@ -10,12 +10,19 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.config.bounds import CURE, OF_TARGET, Bounds, check_fields
 from hf_specdecpp.config.foreign import mapping, renamed
-from hf_specdecpp.files import CHECKPOINT, INDEX, Repository, check_finite, find_tensors, read_json, read_tensors
+from hf_specdecpp.files import CHECKPOINT, INDEX, Repository, check_finite, find_tensors, read_fields, read_tensors
 
 logger = logging.get_logger("hf_specdecpp")
 
 ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields of a config
+MOST_LAYERS = 16
+BOUNDS: dict[str, Bounds] = {
+    "num_hidden_layers": range(1, OF_TARGET.stop + 1),
+    **dict.fromkeys(ANNOUNCING, range(OF_TARGET.stop)),
+}
+MOST_BYTES = 2**22  # of the config of a target, which may list its quantised layers
 OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # beside those of the decoder layer
 POST_NORM = "post_norm.weight"  # of Inkling's layers: one for all of them, or none
 INSTEAD = (
@@ -72,8 +79,9 @@ def read_layers(source: Repository) -> MtpLayers:
         ValueError: it has none, is quantised, or has them in a form that is not known; with what to do.
         OSError, huggingface_hub errors: a file is missing or cannot be reached.
     """
-    raw = read_json(source.file("config.json"))
+    raw = read_fields(source.file("config.json"), MOST_BYTES)
     config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
+    check_fields({name: config.get(name) for name in BOUNDS}, BOUNDS)
     name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
     files = find_tensors(source)
     if not files:
@@ -82,7 +90,12 @@ def read_layers(source: Repository) -> MtpLayers:
             "pickle could run code. Name a repository that has them: from_mtp(model, source=ID)."
         )
     is_chained = bool(config.get("chain_hidden_post_norm"))
-    named = layers_among(files, config["num_hidden_layers"], source.name, is_chained)
+    named = layers_among(files, config.get("num_hidden_layers") or 0, source.name, is_chained)
+    if len(named) > MOST_LAYERS or (named and not config.get("num_hidden_layers")):
+        raise ValueError(
+            f"{source.name!r} has num_hidden_layers={config.get('num_hidden_layers')} and {len(named)} multi-token "
+            f"layers, of which {MOST_LAYERS} are the most that draft. {CURE}"
+        )
     if not named and name is not None:
         raise ValueError(
             f"The config.json of {source.name!r} announces multi-token layers ({name}={count}), and its files hold no "
@@ -117,11 +130,11 @@ def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool
         ValueError: there are some in a form that is not known.
     """
     names = list(names)
-    starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d+)\.eh_proj\.weight", name) for name in names]
+    starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]
     appended = sorted((int(start[2]), f"{start[1]}{start[2]}.") for start in starts if start and int(start[2]) >= depth)
     if appended:
         return [_part(names, start, APPENDED, source, AGAIN) for _, start in appended]
-    starts = [re.match(r"((?:.*\.)?mtp\.)layers\.(\d+)\.(?=transformer_block\.)", name) for name in names]
+    starts = [re.match(r"((?:.*\.)?mtp\.)layers\.(\d{1,6})\.(?=transformer_block\.)", name) for name in names]
     numbered = sorted({(int(start[2]), start[0], start[1]) for start in starts if start})
     if numbered:
         norm = f"{numbered[0][2]}chain_norm.weight"

@@ -124,6 +124,11 @@ class Processing:
         prefix = input_ids if self.prefix_free or not len(candidates) else extend(input_ids, candidates)
         return self._apply(prefix, scores[None])[0]
 
+    def alone(self, scores: Tensor) -> Tensor:
+        """Process `scores` (`[vocab]` or `[n, vocab]`) where no processor looks at the tokens (`prefix_free`)."""
+        rows = scores if scores.dim() > 1 else scores[None]
+        return self._apply(rows.new_zeros((len(rows), 1), dtype=torch.long), rows).view_as(scores)
+
     def forbids_all(self, scores: Tensor) -> bool:
         """Whether processed `scores` (`[vocab]`) leave no token. Waits for the device only where that may happen."""
         return self.may_forbid_all and not bool(scores.amax() > float("-inf"))

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from hf_specdecpp.files import parse_json
+
 logger = logging.get_logger(__name__)
 
 COLUMNS = ("prompt", "instruction", "messages", "question")
@@ -56,13 +58,11 @@ class Prompt:
         id: from the file, or its name and line.
         source: name of the file or data set.
         messages: `role` and `content` of each turn; the last is not the assistant's.
-        answer: what the assistant said then, if the row has it: the column `answer`, or the end of `messages`.
     """
 
     id: str
     source: str
     messages: list[dict[str, str]]
-    answer: str | None = None
 
     @property
     def opening(self) -> str:
@@ -174,7 +174,7 @@ def _read_file(path: Path) -> list[Prompt]:
             continue
         where = f"{path}:{number}"
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            row = parse_json(line.decode("utf-8-sig"))
         except ValueError as error:  # UnicodeDecodeError is one, too
             raise ValueError(
                 f"{where} is not JSON ({error}). Each line must be an object with a prompt, such as "
@@ -220,13 +220,10 @@ def _prompt(row: Mapping[str, Any], where: str, default_id: str, source: str) ->
         value = f"{value}\nInput: {row['input']}"
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    messages, answer = _messages(value, where, column)
-    own = row.get("answer")
-    return Prompt(str(row.get("id", default_id)), source, messages, own if isinstance(own, str) else answer)
+    return Prompt(str(row.get("id", default_id)), source, _messages(value, where, column))
 
 
-def _messages(value: Any, where: str, column: str) -> tuple[list[dict[str, str]], str | None]:
-    """The messages, and the answer after them, if there is one."""
+def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
     expected = f"{where}: {column!r} must be text, or a list of messages with text for 'role' and 'content'"
     if not isinstance(value, list):
         raise ValueError(f"{expected}, and it is {value!r}.")
@@ -235,9 +232,8 @@ def _messages(value: Any, where: str, column: str) -> tuple[list[dict[str, str]]
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise ValueError(f"{expected}, and one of them is {message!r}.")
         messages.append({"role": message["role"], "content": message["content"]})
-    answer = None
     while messages and messages[-1]["role"] == "assistant":
-        answer = messages.pop()["content"]
+        messages.pop()
     if not messages or not messages[-1]["content"].strip():
         raise ValueError(f"{where}: {column!r} is empty, so there is nothing to answer. Delete the line, or fill it.")
-    return messages, answer
+    return messages

@@ -12,10 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
@@ -130,7 +129,7 @@ class ThroughputState:
         In batches none only: there a draft has to read all rows' texts first, and wider passes cost far more.
         """
         verify = self.costs.verify_seconds(self.max_tokens)
-        promise = self.expected_tokens() / (self.seconds - verify + verify.min())
+        promise = self.rates.expected_tokens(self.max_tokens) / (self.seconds - verify + verify.min())
         promise[0] = math.inf
         longest = 0 if self.is_batch else self.max_tokens
         due = [k for k in range(longest + 1) if promise[k] > self.plan.rate and self._is_due(k)]
@@ -141,18 +140,6 @@ class ThroughputState:
         """Whether no round has confirmed for long what a length costs, in texts of about this length."""
         latest = max(self._confirmed.get((kind, length + 1), -TRIED_AGAIN) for kind in alike(self._kind))
         return self.texts - latest >= TRIED_AGAIN
-
-    def expected_tokens(self) -> Floats:
-        """`[max_tokens + 1]` tokens of rounds with always 0, 1, ... candidates.
-
-        Example: with an acceptance of 0.5 whatever the estimates say, 1, 1.5, 1.75, 1.875, ...
-        """
-        rates, tokens = self.rates, [1.0]
-        survives = rates.following[NO_VERDICT] * rates.acceptance
-        for _ in range(self.max_tokens):
-            tokens.append(tokens[-1] + float(survives.sum()))
-            survives = survives @ rates.following[:NO_VERDICT] * rates.acceptance
-        return np.array(tokens)
 
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""

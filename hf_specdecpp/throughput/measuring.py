@@ -30,7 +30,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import forget, recall
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text, trying
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.provenance import device_name
@@ -56,6 +56,7 @@ READ = 32  # tokens that the draft reads at once
 WIDTH = 8  # nodes of a measured level of a tree
 DRAFT_SECONDS, GROWING_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
+ASSUMED_SECONDS = 0.01  # of a target's pass, where no clock can tell
 
 # In this process, by what they depend on.
 _known: dict[str, KnownCosts] = {}
@@ -107,11 +108,37 @@ def costs_of(rounds: Rounds) -> KnownCosts:
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
-            measured = measure(rounds)
-            logger.info(f"Measured what drafting and verifying cost here: {measured.to_dict()}.")
-            _known[name] = KnownCosts(measured, form, of)
+            measured = _measured(rounds)
+            logger.info(f"Measured what drafting and verifying cost here: {measured}.")
+            # What a clock cannot tell is not kept: another process may have a better one.
+            _known[name] = KnownCosts(measured or assumed(rounds), form, None if measured is None else of)
             _known[name].save()
     return _known[name]
+
+
+def assumed(rounds: Rounds) -> Costs:
+    """Costs for rounds to correct: passes take as long as there are weights to read, however many tokens they read."""
+    own, every = (
+        sum(tensor.numel() for part in parts for tensor in part.parameters())
+        for parts in (rounds.drafter.parts, [rounds.target])
+    )
+    draft = ASSUMED_SECONDS * own / max(own, every)
+    return Costs(draft=draft, verify=(ASSUMED_SECONDS,), block=rounds.drafter.block)
+
+
+def _measured(rounds: Rounds) -> Costs | None:
+    """Costs measured now.
+
+    Raises:
+        ValueError: a model fails on text alone, such as one whose every pass needs an image.
+    """
+    try:
+        return measure(rounds)
+    except Exception as failure:
+        raise ValueError(
+            f"What rounds cost here cannot be measured ({type(failure).__name__}: {failure}), which rule='throughput' "
+            "needs to know. Use another rule, SpeculationConfig('fixed'), or give costs=."
+        ) from failure
 
 
 def in_widths(costs: Costs, max_tokens: int) -> Costs:
@@ -151,8 +178,10 @@ def conditions(rounds: Rounds) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure(rounds: Rounds) -> Costs:
+def measure(rounds: Rounds) -> Costs | None:
     """Time the draft and the target, of a batch all rows together: under two seconds, unless they are slow themselves.
+
+    `None` if the clock cannot tell: it stands, is set back, or is too coarse.
 
     Everything that a round does for a candidate is included: its estimate, its draw and its verification, and mixing
     its q and taking note of what the target said. Each number is the minimum of several, since other load only ever
@@ -170,9 +199,10 @@ def measure(rounds: Rounds) -> Costs:
         drafting = _time_draft(rounds, processing) if drafter.places else {"draft": 0.0}
         own = rounds.own
         verify = _time_target(rounds, successors) if own is None else _time_own(rounds, own, successors)
-        if rounds.trees and drafter.places and drafter.block == 1:
-            drafting |= _time_growing(rounds, processing)
-    return Costs(verify=verify, block=drafter.block, **drafting)
+        if rounds.trees and drafter.places and drafter.block == 1 and drafting is not None:
+            growing = _time_growing(rounds, processing)
+            drafting = None if growing is None else drafting | growing
+    return None if drafting is None or not verify else Costs(verify=verify, block=drafter.block, **drafting)
 
 
 class _FixedAndJudged(StoppingRule):
@@ -184,9 +214,9 @@ class _FixedAndJudged(StoppingRule):
         return self.estimator.estimate(step)
 
 
-def _time_draft(rounds: Rounds, processing: Processing) -> dict[str, float]:
+def _time_draft(rounds: Rounds, processing: Processing) -> dict[str, float] | None:
     """Seconds of starting to draft, of a step, of further candidates of a block, and of reading a token among many, for
-    all rows together."""
+    all rows together; `None` if the clock cannot tell."""
     target, drafter, rows = rounds.target, rounds.drafter, rounds.rows
     rule, randomness = _FixedAndJudged(rounds.estimator), TorchRandomness()
     count, several = int(min(READ, drafter.max_length)), int(min(DRAFTED, drafter.places))
@@ -215,6 +245,8 @@ def _time_draft(rounds: Rounds, processing: Processing) -> dict[str, float]:
     clock = computing_clock(target.device, drafter.device)
     actions: dict[int, Callable[[], None]] = {1: partial(draft, 1), several: partial(draft, several), READ: read}
     times = least_times(actions, DRAFT_SECONDS, clock, _turns(drafter), least=3)
+    if set(actions) - set(times):
+        return None
     seconds = {"start": 0.0, "draft": times[1], "read": times[READ] / count}
     further = (times[several] - times[1]) / max(several - 1, 1)
     if drafter.block > 1:
@@ -259,8 +291,9 @@ def _turns(drafter: Draft, rounds: int = 2) -> int:
     return int(max(min(MOST_TURNS, room), 1))
 
 
-def _time_growing(rounds: Rounds, processing: Processing) -> dict[str, float]:
-    """Seconds of starting to grow a tree, of a draft pass over a level, and of each further node in it."""
+def _time_growing(rounds: Rounds, processing: Processing) -> dict[str, float] | None:
+    """Seconds of starting to grow a tree, of a draft pass over a level, and of each further node in it; `None` if the
+    clock cannot tell."""
     target, drafter = rounds.target, rounds.drafter
     session, buffer = drafter.tree_session(_vocab_size(target)), SoftmaxBuffer(WIDTH + 1)
     text = _tokens(1, drafter.device)
@@ -285,6 +318,8 @@ def _time_growing(rounds: Rounds, processing: Processing) -> dict[str, float]:
         WIDTH: partial(grow, WIDTH, 1),
     }
     times = least_times(actions, GROWING_SECONDS, clock, _turns(drafter, len(actions)), least=3)
+    if set(actions) - set(times):
+        return None
     draft = min(max(times[2] - times[1], 0.5 * times[1]), times[1])
     return {"start": times[1] - draft, "draft": draft, "branch": max(times[WIDTH] - times[2], 0.0) / (WIDTH - 1)}
 
@@ -298,21 +333,22 @@ def _time_target(rounds: Rounds, successors: Successors | None = None) -> tuple[
     context = _context(longest_text(target), CONTEXT if rows == 1 else BATCH_CONTEXT)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     inputs: dict[str, Any] = {cache_argument(target): cache, "use_cache": True}
-    target(input_ids=_tokens(context, target.device), **inputs)
-    cache.activate_past_recording()
-    if rows > 1:
-        cache.batch_repeat_interleave(rows)
-
-    def read(count: int) -> Tensor:
-        undo = undoing(cache, count)
-        logits: Tensor = target(input_ids=_tokens(count, target.device).expand(rows, -1), **inputs).logits
-        undo()
-        return logits
-
     most = int(min(rounds.max_tokens + 1, longest_text(target) - context))
     # Steps are where few tokens become several, and at multiples of a vector's or tile's width.
     wanted = [1, most, 4, 2, 8, 3, 5, 6, 12, 16, 9, 17, 7, 10, 32, 24]
-    return _time_verifying(read, [count for count in wanted if count <= most], target.device, successors)
+    with trying(target) as read:
+        read(_tokens(context, target.device), **inputs)
+        cache.activate_past_recording()
+        if rows > 1:
+            cache.batch_repeat_interleave(rows)
+
+        def verify(count: int) -> Tensor:
+            undo = undoing(cache, count)
+            logits: Tensor = read(_tokens(count, target.device).expand(rows, -1), context, **inputs).logits
+            undo()
+            return logits
+
+        return _time_verifying(verify, [count for count in wanted if count <= most], target.device, successors)
 
 
 def _time_own(rounds: Rounds, own: OwnPasses, successors: Successors | None) -> tuple[float, ...]:
@@ -325,7 +361,8 @@ def _time_own(rounds: Rounds, own: OwnPasses, successors: Successors | None) -> 
 def _time_verifying(
     read: Callable[[int], Tensor], counts: Sequence[int], device: torch.device, successors: Successors | None
 ) -> tuple[float, ...]:
-    """Seconds of verifying 1, 2, ... tokens, interpolated between those that there was time for.
+    """Seconds of verifying 1, 2, ... tokens, interpolated between those that there was time for; empty if the clock
+    cannot tell of any.
 
     Args:
         read: makes a pass over so many tokens: logits `[rows, tokens, vocab]`.
@@ -344,7 +381,8 @@ def _time_verifying(
             verify_sampled(tokens[1:], p, p[:-1], randomness, "block")
 
     times = least_times({count: partial(verify, count) for count in counts}, TARGET_SECONDS, computing_clock(device))
-    measured = sorted(times)
+    if not (measured := sorted(times)):
+        return ()
     return tuple(np.interp(np.arange(1, max(counts) + 1), measured, [times[count] for count in measured]).tolist())
 
 

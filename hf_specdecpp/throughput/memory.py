@@ -15,7 +15,6 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator
-from hf_specdecpp.learning.kept import KeptTexts
 from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.rates import LookupRates
 from hf_specdecpp.lookup.seen import Answers
@@ -64,37 +63,28 @@ class LearnedOfLookups:
 class Memory:
     """What was learned by target, and there by chains or trees, who estimates, and how the target samples.
 
-    `clear()` forgets what was learned, what targets said lately, earlier answers and kept texts, `measure_again()` also
-    what was measured.
+    `clear()` forgets what was learned, what targets said lately and earlier answers, `measure_again()` also what was
+    measured.
 
     Args:
         calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
 
     Attributes:
         answers: earlier ones, in which lookups search (`SpeculationConfig.lookup_memory`).
-        texts: that the draft can learn from (`SpeculationConfig.keep_texts`).
         successors: by target what it said lately after each token (`SpeculationConfig.draft_successors`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
         self.calibration = dict(calibration or {})
-        self.answers, self.texts = Answers(), KeptTexts()
+        self.answers = Answers()
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was learned and said, so that a seeded run can be repeated, earlier answers and kept texts."""
+        """Forget what was learned and said, so that a seeded run can be repeated, and earlier answers."""
         self.successors: WeakKeyDictionary[CausalLM, Successors] = WeakKeyDictionary()
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
-        self.forget_rounds()
-        self.answers.clear()
-        self.texts.clear()
-
-    def forget_rounds(self) -> None:
-        """Forget what rounds have taught of a draft, which is now another one."""
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
-        for of_target in self.lookups.values():
-            for each in of_target.values():
-                each.choices.clear()
+        self.answers.clear()
 
     def measure_again(self) -> None:
         """Forget what was learned, and all costs and matrix products that were measured on this machine: they are
@@ -165,7 +155,7 @@ class Memory:
         widest = max(most, config.lookup_tokens) if config.lookup else most
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         if config.costs is None and target is not None:
-            mixes = config.draft_successors
+            mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
             found = costs_of(Rounds(target, drafter, estimator, widest, rows=rows, own=own, mixes=mixes))
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
@@ -192,7 +182,7 @@ class Memory:
             given = Costs.from_dict(config.costs)
             costs: Costs | KnownCosts = in_widths(given, most) if generation.cache_implementation == "static" else given
         else:
-            mixes = config.draft_successors
+            mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
             found = costs_of(Rounds(target, drafter, estimator, most, trees=True, own=own, mixes=mixes))
             costs = found if config.track_costs else found.first
         learned = self.recall(config, target, estimator, generation, trees=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from statistics import median
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.clocks import typical
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, num_processes
 from hf_specdecpp.models.cpu_products import FasterProducts
@@ -28,12 +28,21 @@ class PassSeconds(NamedTuple):
     """Seconds of one target pass over a single token.
 
     Attributes:
-        plain: as plain `generate()` makes it.
+        plain: as plain `generate()` makes it; `None` where the clock cannot tell.
         same: with the CPU products and packed weights that an assistant's passes run on.
     """
 
-    plain: float
-    same: float
+    plain: float | None
+    same: float | None
+
+    @property
+    def are_slower(self) -> bool:
+        """Whether ours are slower than PyTorch's products."""
+        return self.plain is not None and self.same is not None and self.same > WORSE * self.plain
+
+    def share(self, rows: int) -> PassSeconds:
+        """That of one row of so many."""
+        return PassSeconds(*(None if each is None else each / rows for each in self))
 
 
 # What they took: of each target, by `cpu_products`, `pack_weights`, number of sequences, and whether it is compiled.
@@ -60,9 +69,9 @@ def pass_seconds(
     device = input_device(target)
     found = time_passes(forward, inputs(), products, device)
     # Several processes must make the same passes, whatever each of them finds.
-    if products.layers and num_processes(target) == 1 and found.same > WORSE * found.plain:
+    if products.layers and num_processes(target) == 1 and found.are_slower:
         found = time_passes(forward, inputs(), products, device, SURE_PASSES)
-        if found.same > WORSE * found.plain and leave_own(target, rows, config.pack_weights):
+        if found.are_slower and leave_own(target, rows, config.pack_weights):
             return found
     known[kind] = found
     return found
@@ -89,7 +98,7 @@ def time_passes(
                 forward(**inputs, return_dict=True)
             times[name].append(seconds_since(begin, device))
             undo()
-    return PassSeconds(median(times["plain"]), median(times["same"]))
+    return PassSeconds(typical(times["plain"]), typical(times["same"]))
 
 
 def seconds_since(begin: float, device: torch.device) -> float:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.clocks import are_sensible, computing_clock
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.files import forget, recall, remember
-from hf_specdecpp.models.causal_lm import CausalLM, longest_text, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text, num_processes, trying
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, can_be_packed, large_layers
 from hf_specdecpp.models.products import OWN, PRODUCTS, Product, Ways
 from hf_specdecpp.version import __version__
@@ -43,11 +45,11 @@ def parts_of(target: CausalLM | None, drafter: Draft | None, packed: PackedWeigh
     """
     parts = []
     if target is not None and num_processes(target) == 1:  # several would have to time their passes in step
-        ways = ways_of([target], _describe(target), lambda n: _read(target, n), packed, longest_text(target))
+        ways = ways_of([target], _describe(target), partial(_passes, target), packed, longest_text(target))
         parts.append(Part([target], ways))
     if drafter is not None and drafter.model is not None:
         modules, of = drafter.parts, {**_describe(drafter.model), **drafter.describe()}
-        ways = ways_of(modules, of, drafter.read_some, packed, drafter.max_length)
+        ways = ways_of(modules, of, lambda: nullcontext(drafter.read_some), packed, drafter.max_length)
         parts.append(Part(modules, ways))
     return parts
 
@@ -55,7 +57,7 @@ def parts_of(target: CausalLM | None, drafter: Draft | None, packed: PackedWeigh
 def ways_of(
     modules: Sequence[nn.Module],
     of: dict[str, Any],
-    read: Callable[[int], object],
+    passes: Callable[[], AbstractContextManager[Callable[[int], object]]],
     packed: PackedWeights | None,
     longest: float = float("inf"),
 ) -> Ways:
@@ -64,7 +66,7 @@ def ways_of(
     Args:
         modules: of the model.
         of: describes it.
-        read: makes a pass over so many tokens.
+        passes: a context with what makes a pass over so many tokens.
         packed: keeps packed copies, if there may be any.
         longest (tokens): that a pass can read.
     """
@@ -77,17 +79,22 @@ def ways_of(
             _known[name] = Ways.from_list(recall("products", conditions))
         except ValueError:  # not measured yet, or the file is damaged
             try:
-                times = measure(modules, read, packed, longest)
+                with passes() as read:
+                    times = measure(modules, read, packed, longest)
             except Exception as error:  # noqa: BLE001 - a foreign forward may ask for more than tokens
-                logger.warning(f"{of['class']} keeps PyTorch's matrix products: a pass to time it failed ({error}).")
-                _known[name] = OWN
+                failed = f"a pass to time it failed ({error!r}), which the next text tries again."
+                logger.warning_once(f"{of['class']} keeps PyTorch's matrix products: {failed}")
             else:
+                if not all(are_sensible(each.values()) for each in times.values()):
+                    logger.info("The clock cannot tell which matrix products are faster, so they stay PyTorch's own.")
+                    _known[name] = OWN  # for this process: another one may have a better clock
+                    return OWN
                 _known[name] = Ways.fastest(times)
                 remember("products", conditions, _known[name].to_list())
                 logger.info(f"Measured passes with each kind of matrix product, in seconds: {times}.")
-            if packed is not None and "packed" not in _known[name].products:
+            if packed is not None and "packed" not in _known.get(name, OWN).products:
                 packed.drop(layer.weight for layer in large_layers(modules))
-    return _known[name]
+    return _known.get(name, OWN)
 
 
 def leave_own(target: CausalLM, rows: int, packs: bool) -> bool:
@@ -120,8 +127,10 @@ def measure(
     """Seconds of passes by their number of rows and their product: the least of a few, taken in turns.
 
     Under two seconds for small models. For large ones twelve passes, over 1, 2, 4 and 8 tokens; eight without packed
-    copies. With one thread the processor's time is taken, which leaves other load out.
+    copies. With one thread the processor's time is taken, which leaves other load out. Where a clock cannot tell, its
+    times make no sense.
     """
+    read(1)  # the first pass of all fetches the weights
     products = PRODUCTS if packed is not None else PRODUCTS[:2]
     contexts = {
         product: FasterProducts(Part(modules, Ways.always(product)), packed=packed if product == "packed" else None)
@@ -129,7 +138,6 @@ def measure(
     }
     clock = computing_clock()
     times: dict[int, dict[Product, float]] = {}
-    read(1)  # the first pass of all fetches the weights
     end = time.perf_counter() + SECONDS
     for place, rows in enumerate(rows for rows in ROWS if rows <= longest):
         if place >= ALWAYS and time.perf_counter() > end:
@@ -145,20 +153,24 @@ def measure(
                 times[rows][product] = min(times[rows].get(product, float("inf")), clock() - begin)
             if time.perf_counter() - begun > SECONDS / len(ROWS):
                 break
+        if not are_sensible(times[rows].values()):
+            break
     return times
 
 
 def _warm_up(contexts: dict[Product, FasterProducts], rows: int) -> None:
     """One product of each shape: oneDNN prepares itself when it first meets one."""
     for context in contexts.values():
-        shapes = {layer.weight.shape: layer for layer, _ in context.layers}
+        shapes = {layer.weight.shape: layer for layer in context.layers}
         with context:
             for layer in shapes.values():
                 layer(torch.zeros(rows, layer.in_features))
 
 
-def _read(target: CausalLM, count: int) -> None:
-    target(input_ids=torch.arange(count)[None] % 8, use_cache=False)
+@contextmanager
+def _passes(target: CausalLM) -> Iterator[Callable[[int], object]]:
+    with trying(target) as read:
+        yield lambda count: read(torch.arange(count)[None] % 8, use_cache=False)
 
 
 def _describe(model: CausalLM) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from hf_specdecpp.clocks import are_sensible, typical
 from hf_specdecpp.config.costs import Costs
 
 TRUST = 3.0  # rounds of a text that count as much as all that was known of the same costs before
@@ -96,8 +97,14 @@ class RoundTimes:
 
 def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
     """The widths whose rounds took what they should, in the median."""
-    verify = costs.verify_seconds(max(passes, default=1) - 1)
-    return [width for width, each in passes.items() if abs(math.log(median(each) / verify[width - 1])) < EXPECTED]
+    verify, taken = costs.verify_seconds(max(passes, default=1) - 1), taken_by(passes)
+    return [width for width, seconds in taken.items() if abs(math.log(seconds / verify[width - 1])) < EXPECTED]
+
+
+def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """What rounds of each width took, as far as the clock can tell (`clocks.typical`)."""
+    found = {width: typical(each) for width, each in passes.items()}
+    return {width: seconds for width, seconds in found.items() if seconds is not None}
 
 
 def corrected(
@@ -123,8 +130,8 @@ def corrected(
     """
     if passes:
         costs = costs.known_for(max(passes) - 1)
-    changes = {width: _log_ratio(median(seconds), costs.verify[width - 1]) for width, seconds in passes.items()}
-    telling = {width: len(passes[width]) for width in passes if width in confirmed or not confirmed}
+    changes = {width: _log_ratio(seconds, costs.verify[width - 1]) for width, seconds in taken_by(passes).items()}
+    telling = {width: len(passes[width]) for width in changes if width in confirmed or not confirmed}
     rounds = sum(telling.values())
     usual = sum(changes[width] * n for width, n in telling.items()) / max(rounds, 1) * _share(rounds)
     verify = [seconds * math.exp(usual) for seconds in costs.verify]
@@ -139,16 +146,17 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) 
     Example: starting and a step were known to take 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, very often. A
     line through these has 2 ms a step, and 2 ms for starting.
     """
-    ratios = [_log_ratio(seconds, expected) for each, seconds in drafts if (expected := each.seconds(costs)) > 0.0]
-    if not ratios:
+    known = [(seconds, expected) for each, seconds in drafts if (expected := each.seconds(costs)) > 0.0]
+    usual_ratio = typical([seconds / expected for seconds, expected in known]) if known else None
+    if usual_ratio is None:
         return costs
-    whole = math.exp(median(ratios) * _share(len(ratios)))
+    whole = math.exp(_log_ratio(usual_ratio, 1.0) * _share(len(known)))
     prices = {name: getattr(costs, name) * whole for name in ("start", "draft", "read", "branch")}
     costs = replace(costs, **prices)
     by_steps = defaultdict(list)
     for each, seconds in drafts:
         by_steps[each.steps].append(seconds - each.further(costs))
-    if len(by_steps) == 1 or costs.draft == 0.0:
+    if len(by_steps) == 1 or costs.draft == 0.0 or not are_sensible(map(median, by_steps.values())):
         return costs
     steps, counts = np.array(list(by_steps)), np.array([len(seconds) for seconds in by_steps.values()])
     taken = np.array([median(seconds) for seconds in by_steps.values()])

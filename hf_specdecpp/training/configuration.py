@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
+from hf_specdecpp.dflash.settings import MOST_ROWS
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import kind_to_train, ready_made
 from hf_specdecpp.training.checks import a_share, above_zero, at_least, build, refuse_unknown
@@ -29,7 +30,8 @@ class RolloutConfig:
         top_k (tokens): how many of its likeliest tokens the target draws from; 0 for all.
         max_new_tokens (tokens): the longest answer.
         batch_size (prompts): answered at once by a local target, or requests in flight to the server.
-        server: base URL of an OpenAI-compatible server that serves the target; by default the target runs here.
+        server: base URL of an OpenAI-compatible server that serves the target and takes token ids, as vLLM, SGLang and
+            llama.cpp do; by default the target runs here.
         server_model: name of the target on that server, by default the target's id.
         shard_size (answers): in a parquet shard; a killed run loses at most one shard.
         heldout (share of prompts): kept out of all training, chosen by a hash of the text.
@@ -72,8 +74,6 @@ class DistillConfig:
         fusion_learning_rate: that of a conditioned draft's fusion, which begins with maps that make sense: at the
             adapter's rate they are lost.
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
-        fc_norm: norm each state that an EAGLE-3 draft reads (EAGLE-3.1). Older engines do not serve that.
-        norm_output: an EAGLE-3 draft goes on from its normed state (EAGLE-3.1). Likewise.
         block_size (candidates): of a block, whose draft proposes so many with one pass.
         block_layers (layers): of a block draft.
         block_decay (places): a candidate of a block weighs exp(-(place - 1) / block_decay) in the loss, since it counts
@@ -107,8 +107,6 @@ class DistillConfig:
     unroll: int = 4
     fusion_learning_rate: float = 5e-5
     fusion_rank: int | None = None
-    fc_norm: bool = False
-    norm_output: bool = False
     block_size: int = 8
     block_layers: int = 1
     block_decay: float = 4.0
@@ -341,7 +339,8 @@ class TrainingConfig:
             at_least(1, f"distill.{name}", getattr(distill, name))
         at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
         at_least(0, "distill.mask_token", distill.mask_token)
-        at_least(2, "distill.block_size", distill.block_size)
+        if not 2 <= distill.block_size <= MOST_ROWS:
+            raise ValueError(f"distill.block_size={distill.block_size} must be a whole number from 2 to {MOST_ROWS}.")
         longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
         if self.trains_block and self.ready_made is None and distill.block_size > longest:
             raise ValueError(

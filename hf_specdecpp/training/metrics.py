@@ -16,12 +16,10 @@ class RecordedChain:
     """Candidates of one drafted chain, from its first one to well past where a rule would stop.
 
     Attributes:
-        text: which text it continues; a rule that adapts begins anew with each.
         labels: chance that each is accepted if those before it were.
         signals: for each kind of signal, what a rule reads after each candidate (`None`: there is nothing to read).
     """
 
-    text: int
     labels: list[float]
     signals: dict[str, list[float | None]]
 
@@ -46,9 +44,7 @@ def stop_length(rule: StoppingRule, signals: Sequence[float | None]) -> int:
     return limit
 
 
-def outcome(
-    make_rule: Callable[[], StoppingRule], chains: Iterable[RecordedChain], signal: str, setting: float
-) -> Outcome:
+def outcome(rule: StoppingRule, chains: Iterable[RecordedChain], signal: str, setting: float) -> Outcome:
     """Expected discard and verification rate of a rule over the chains, each of them one round.
 
     Exact given the drafted tokens: candidate k is accepted with the product of the labels up to k, and a round
@@ -56,29 +52,25 @@ def outcome(
     spread evenly over the text, where in generation they begin a little more often where candidates are rejected.
 
     Args:
-        make_rule: called for each text.
+        rule: one that learns nothing of its rounds.
         signal: which of the chains' signals the rule reads.
         setting: the threshold or length, for the record.
     """
-    drafted, accepted, rounds, text = 0, 0.0, 0, None
+    drafted, accepted, rounds = 0, 0.0, 0
     for chain in chains:
-        if chain.text != text:
-            rule, text = make_rule(), chain.text
         length = stop_length(rule, chain.signals[signal])
-        expected = expected_accepted(chain.labels[:length])
-        rule.update(length, expected)  # type: ignore[arg-type]  # the mean of a whole number
-        drafted, accepted, rounds = drafted + length, accepted + expected, rounds + 1
+        drafted, accepted, rounds = drafted + length, accepted + expected_accepted(chain.labels[:length]), rounds + 1
     generated = accepted + rounds
     return Outcome(setting, (drafted - accepted) / generated, rounds / generated, drafted / rounds)
 
 
 def curve(
-    maker: Callable[[float], Callable[[], StoppingRule]],
+    maker: Callable[[float], StoppingRule],
     settings: Iterable[float],
     chains: Collection[RecordedChain],
     signal: str,
 ) -> list[Outcome]:
-    """`outcome` of a rule over its thresholds (or lengths), `maker` of which gives what makes the rule for a text."""
+    """`outcome` of a rule over its thresholds (or lengths), of each of which `maker` makes it."""
     return [outcome(maker(setting), chains, signal, setting) for setting in settings]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hf_specdecpp.benchmark.contestants import (
     all_contestants,
     choose,
     quick_contestants,
+    without_draft,
 )
 from hf_specdecpp.benchmark.live import clock, runner
 from hf_specdecpp.benchmark.live.batches import summarise_batches
@@ -41,10 +43,11 @@ from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.texts.encoding import padded
 
-SOME = ["plain", "fixed 3", "confidence*", "dyspec 4*", "transformers default", "prompt lookup"]
+SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 QUESTIONS = [Question("set", f"prompt-{seed}", prompt(seed=seed)[0].tolist()) for seed in range(2)]
 
 
@@ -120,7 +123,7 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
 
 def test_patterns() -> None:
     contestants = all_contestants(has_head=True)
-    assert [each.name for each in choose(contestants, ["svip"])] == ["plain", "plain, same passes", "svip 0.3"]
+    assert [each.name for each in choose(contestants, ["lookup"])] == ["plain", "plain, same passes", "lookup"]
     assert len(choose(contestants, ["fixed*"])) == 16
     assert choose(contestants, []) == contestants
     with pytest.raises(ValueError, match="No contestant is called 'fxied'"):
@@ -274,6 +277,7 @@ def summary_row(contestant: str, speedup: float, same_passes: float, **fields: A
         "same_passes": same_passes,
         "ours": True,
         "tokens_per_pass": 2.0,
+        "tokens_per_second": 10 * speedup,
     }
     return row | spread | {"disturbed": 0, "prompts": 9} | fields
 
@@ -321,8 +325,49 @@ def test_the_next_step_is_the_fastest_of_ours() -> None:
     assert next_step([rows[0], *rows[2:]], contestants, assistant) == says
     fixed = "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=3, pack_weights=True)"
     assert next_step(rows[3:], contestants, assistant) == fixed
+    assistant.parts = Parts(adapter=Mock())
     for slow in ([], rows[:1], [summary_row("fixed 3", 1.0, 1.0)]):
-        assert next_step(slow, contestants, assistant) == "another draft, or none (--lookup): docs/choosing.md"
+        says = "plain generate(), or another draft for this target"
+        assert next_step(slow, contestants, assistant) == says, "lookups took part"
+        says = "plain generate(), lookups (--lookup) or another draft for this target"
+        assert next_step(slow, [contestants[0], *contestants[2:]], assistant) == says
+
+
+@pytest.mark.parametrize("kind", ["lookup", "untrained"])
+def test_what_did_not_pay_is_not_advised_again(kind: str) -> None:
+    """Nor a cheaper draft where nothing drafts, which the verdict left to the next step."""
+    target = tiny("llama")
+    make = SpecDecPPAssistant
+    assistant: Any = make.from_lookup(target) if kind == "lookup" else make.from_early_exit(target, 1)
+    assistant.config.target_id = "org/target"
+    contestants = without_draft() if kind == "lookup" else quick_contestants(has_head=False)
+    rows = [summary_row(contestants[-1].name, 0.9, 0.9), summary_row("plain", 1.0, 1.0)]
+    says = {
+        "lookup": "plain generate(), or a draft for this target: --assistant REPO, or specdecpp train",
+        "untrained": "specdecpp train --target org/target --data FILE --output DIR, a draft for this target",
+    }
+    assert next_step(rows, contestants, assistant) == says[kind]
+    assert "cheaper draft" not in verdict(rows)
+
+
+def test_what_overlaps_is_too_close_to_tell() -> None:
+    assistant: Any = SpecDecPPAssistant.from_early_exit(tiny("llama"), 1)
+    contestants = quick_contestants(has_head=False)
+    fixed = summary_row("fixed 5", 1.65, 1.65, interval=[0.94, 2.90], tokens_per_second=40.0)
+    throughput = summary_row("throughput (q)", 1.56, 1.56, interval=[1.28, 2.11], tokens_per_second=45.0)
+    plain = summary_row("plain", 1.0, 1.0, interval=[1.0, 1.0])
+    said = next_step([fixed, throughput, plain], contestants, assistant)
+    assert said == (
+        "assistant.speculation = SpeculationConfig(rule='throughput')  # throughput (q), too close to tell from fixed "
+        "5: take more prompts (--data FILE)"
+    )
+    said = next_step([{**fixed, "tokens_per_second": 50.0}, throughput, plain], contestants, assistant)
+    assert "# fixed 5, too close to tell from throughput (q), plain generate(): take" in said
+    assert "Too close to tell from it: throughput (q), plain" not in verdict([fixed, throughput, plain])
+    assert "Too close to tell from it: throughput (q)." in verdict([fixed, throughput, plain])
+    others = [summary_row(f"fixed {length}", 1.6, 1.6) for length in (2, 3, 4, 5)]
+    assert "Too close to tell from it: fixed 3, fixed 4 and 1 more." in verdict([*others, plain])
+    assert "Too close" not in verdict([summary_row("fixed 5", 1.65, 1.65), summary_row("throughput (q)", 1.5, 1.5)])
 
 
 def test_both_ratios_are_paired_by_prompt() -> None:
@@ -391,6 +436,17 @@ def test_ours_keeps_the_passes_of_the_assistant() -> None:
                 assert assistant.speculation == SpeculationConfig(**vars(contestant.speculation) | passes)
 
 
+def test_another_benchmark_looks_up_for_its_own_target() -> None:
+    """Also in the process of an earlier one, whose target it does not keep."""
+    helpers = []
+    for _ in range(2):
+        target = tiny("llama")
+        with without_draft()[-1].arguments(SpecDecPPAssistant.from_lookup(target), target) as arguments:
+            helpers.append(arguments["assistant_model"])
+            target.generate(prompt(), max_new_tokens=4, do_sample=False, **arguments)
+    assert helpers[0] is not helpers[1]
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +455,26 @@ def run_command(target: PreTrainedModel, folder: Path, *options: str) -> Any:
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")))
     arguments = ["bench", "--target", str(target.config.name_or_path), "--layers", "1", "--data", str(data), *options]
     return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
+
+
+def test_without_an_assistant_candidates_are_looked_up(target: PreTrainedModel, tmp_path: Path) -> None:
+    data = tmp_path / "questions.jsonl"
+    data.write_text(json.dumps({"prompt": TEXT}))
+    arguments = [
+        "bench",
+        "--target",
+        str(target.config.name_or_path),
+        "--data",
+        str(data),
+        "--quick",
+        "--device",
+        "cpu",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "bench"), "--max_new_tokens", "8"])
+    assert result.exit_code == 0, result.output
+    assert "Without --assistant or --layers the draft is text that was seen before." in result.output
+    assert "cheaper draft" not in result.output
+    assert re.search(r"\nnext      (assistant = |plain generate\(\), or a draft for this target: )", result.output)
 
 
 def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -410,7 +486,7 @@ def test_command(target: PreTrainedModel, tmp_path: Path) -> None:
     assert max(map(len, result.output.splitlines())) <= 100 or "Written to" in result.output
     assert "> " in result.output
     assert "Speculation" in result.output
-    assert re.search(r"\nnext      (assistant\.speculation = SpeculationConfig\(|another draft, )", result.output)
+    assert re.search(r"\nnext      (assistant\.speculation = SpeculationConfig\(|specdecpp train )", result.output)
     for noise in ("Loading weights", "[transformers]", "is deprecated"):
         assert noise not in result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())

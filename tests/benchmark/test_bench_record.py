@@ -9,25 +9,34 @@ from itertools import product
 import pytest
 import torch
 from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
-from support.toy_rounds import Models, ToyRound
+from support.toy_rounds import RULES, Models, ToyRound
 from torch import Tensor
 
 from hf_specdecpp.benchmark.replay import record
-from hf_specdecpp.benchmark.replay.chains import ChainReplay, recorded_estimator
+from hf_specdecpp.benchmark.replay.baselines import BASELINES
+from hf_specdecpp.benchmark.replay.chains import ChainReplay
 from hf_specdecpp.benchmark.replay.record import Candidates, Record, Text
 from hf_specdecpp.drafting.chain import Chain, draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.features import scalar_features
-from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 
 LENGTH, MOST = 4, 2  # tokens of a text, candidates of a round
+BOUNDS = {"confidence": 0.3, "svip": 0.35, "adaedl": 0.6}  # with which rounds of several lengths occur
 Coupling = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Branch = tuple[float, list[int] | None]  # probability, and the chain that leaves the text, if the text does not stand
 
 
 class Generation(ToyRound):
     """A whole live generation: a text, and how many candidates its rounds drafted and accepted."""
+
+    def __init__(self, models: Models, rule: str) -> None:
+        super().__init__(models, rule if rule in RULES else "fixed", bounds=(1, MOST), verifier="token")
+        self.baseline = BASELINES.get(rule)
+        self.bound = BOUNDS.get(rule, 0.0)
+
+    def new_rule(self) -> StoppingRule:
+        return super().new_rule() if self.baseline is None else self.baseline(self.bound, MOST)
 
     def __call__(self, randomness: Randomness) -> Tokens:
         text: Tokens = (int(randomness.categorical(self.models.p(()))),)
@@ -53,9 +62,9 @@ def replayed_distribution(models: Models, generation: Generation, coupling: Coup
             for probability, _ in branches:
                 chance *= probability
             replay = ChainReplay(as_record(models, text, [chain for _, chain in branches]))
-            rule = make_rule(generation.config, recorded_estimator("q", None, greedy=False))
-            rounds = [number for drafted, accepted, _ in replay.rounds(rule) for number in (drafted, accepted)]
-            found[(*text, -1, *rounds)] += chance
+            rounds = replay.rounds(generation.new_rule())
+            counts = [number for drafted, accepted, _ in rounds for number in (drafted, accepted)]
+            found[(*text, -1, *counts)] += chance
     return found
 
 
@@ -103,7 +112,7 @@ def largest_difference(a: Probs, b: Probs) -> float:
 
 
 CASES = [
-    *(("plain", 2, rule) for rule in ("fixed", "confidence", "svip", "adaedl", "threshold/draft probability")),
+    *(("plain", 2, rule) for rule in ("fixed", *BASELINES, "threshold/draft probability")),
     *((scenario, 3, "confidence") for scenario in ("plain", "end of sequence", "one-hot rows")),
     ("disjoint supports", 4, "fixed"),
 ]
@@ -112,7 +121,7 @@ CASES = [
 @pytest.mark.parametrize(("scenario", "vocab", "rule"), CASES)
 def test_law_of_text_and_rounds(scenario: str, vocab: int, rule: str) -> None:
     models = Models(scenario, vocab, seed=3)
-    generation = Generation(models, rule, bounds=(1, MOST), verifier="token")
+    generation = Generation(models, rule)
     live = exact_distribution(generation)
     assert sum(live.values()) == pytest.approx(1.0)
     assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
@@ -133,7 +142,7 @@ def accepted_as_if_drawn(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("mutant", [candidates_drawn_from_q, accepted_as_if_drawn])
 def test_other_laws_are_found_out(mutant: Coupling) -> None:
     models = Models("plain", vocab=2, seed=3)
-    generation = Generation(models, "confidence", bounds=(1, MOST), verifier="token")
+    generation = Generation(models, "confidence")
     live = exact_distribution(generation)
     assert largest_difference(live, replayed_distribution(models, generation, record.coupling)) < 1e-6
     assert largest_difference(live, replayed_distribution(models, generation, mutant)) > 1e-3

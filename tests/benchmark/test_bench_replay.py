@@ -13,6 +13,7 @@ from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpeculationConfig
+from hf_specdecpp.benchmark.replay.baselines import Confidence
 from hf_specdecpp.benchmark.replay.chains import ChainReplay, Outcomes, Seen, recorded_estimator, replay_all
 from hf_specdecpp.benchmark.replay.oracle import oracle
 from hf_specdecpp.benchmark.replay.record import Record, Text, load, record, save
@@ -29,9 +30,6 @@ NEW_TOKENS, PROMPT_LENGTH = 48, 12
 COSTS = {"draft": 0.02, "verify": [0.1, 0.1, 0.1, 0.16], "read": 0.001}
 RULES: list[dict[str, Any]] = [
     {"rule": "fixed", "num_tokens": 3},
-    {"rule": "confidence", "confidence_threshold": 0.3, "max_tokens": 6},
-    {"rule": "svip", "svip_threshold": 0.4},
-    {"rule": "adaedl", "adaedl_threshold": 0.5},
     {"rule": "threshold", "threshold": 0.7, "min_tokens": 2, "max_tokens": 5},
     {"rule": "throughput", "costs": COSTS},
 ]
@@ -189,10 +187,7 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
     save(recorded, tmp_path / "record.safetensors")
     found = load(tmp_path / "record.safetensors")
     assert found.text == text
-    config = SpeculationConfig(rule="confidence", confidence_threshold=0.3)
-    a, b = (
-        ChainReplay(each).rounds(make_rule(config, recorded_estimator("q", None, True))) for each in (recorded, found)
-    )
+    a, b = (ChainReplay(each).rounds(Confidence(0.3, 20)) for each in (recorded, found))
     assert a == b
 
 

@@ -74,7 +74,7 @@ def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
 def test_greedy_replays_of_drafts_that_read_states(draft: str, kind: str) -> None:
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of(draft, target)
-    assistant.speculation = SpeculationConfig(**KINDS[kind], adapt=False)
+    assistant.speculation = SpeculationConfig(**KINDS[kind], adapt=False, draft_successors=False)
     text = text_of(target, do_sample=False)
     rounds = list(RoundReplay(text, assistant, target, Sampling(0.0), 0).rounds(assistant.speculation, False))
     target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)

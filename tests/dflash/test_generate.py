@@ -63,7 +63,7 @@ def assisted(target: CausalLM, checkpoint: Checkpoint | None = None, **settings:
     checkpoint = checkpoint or VARIANTS["windows"]
     module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
     config = DFLASH.read_config(checkpoint.config(), Repository("org/draft"), None)
-    chosen = SpeculationConfig(**(settings or SETTINGS["fixed"]))
+    chosen = SpeculationConfig(**(settings or SETTINGS["fixed"]), draft_successors=False)  # the block's own rows
     assistant = SpecDecPPAssistant(config, None, None, Parts(module=module), chosen)
     assistant.attach(target)
     return assistant

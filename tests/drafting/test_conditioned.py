@@ -24,8 +24,9 @@ from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
 from hf_specdecpp.trees.tree import DraftTree
 
 FAMILIES = ("llama", "gemma3_text", "gpt2", "mistral")
-CHAIN = SpeculationConfig("fixed", num_tokens=3)
-TREE = SpeculationConfig(tree="dyspec", tree_budget=7, tree_depth=3)
+ITS_OWN: Any = {"draft_successors": False}  # what is drafted is the draft's own
+CHAIN = SpeculationConfig("fixed", num_tokens=3, **ITS_OWN)
+TREE = SpeculationConfig(tree="dyspec", tree_budget=7, tree_depth=3, **ITS_OWN)
 
 Drafted = tuple[list[int], list[list[int]], list[Tensor]]  # the text, paths below it, and the logits after each
 
@@ -43,7 +44,7 @@ def reading(request: pytest.FixtureRequest) -> Making:
     """Makes an attached assistant with such a draft."""
 
     def made(target: CausalLM, speculation: SpeculationConfig = CHAIN) -> SpecDecPPAssistant:
-        return assistant_of(request.param, target, **speculation.to_dict())
+        return assistant_of(request.param, target, **{**speculation.to_dict(), **ITS_OWN})
 
     return made
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.chain import draft_chain
-from hf_specdecpp.drafting.stopping import SVIP, AdaEDL, Confidence, FixedLength, StoppingRule, Threshold
+from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.setup import make_rule
@@ -43,10 +43,6 @@ def law_of(step: DraftStep) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def entropy_of(step: DraftStep) -> float:
-    return -sum(q * math.log(q) for q in law_of(step))
-
-
 # Each rule's formula. -------------------------------------------------------------------------------------------------
 
 
@@ -54,61 +50,6 @@ def test_fixed_never_stops() -> None:
     rule = rule_for(rule="fixed", num_tokens=7, max_tokens=3)
     assert rule.max_tokens == 7
     assert not any(decides(rule, make_step(seed)) for seed in range(20))
-
-
-@pytest.mark.parametrize("bound", [0.05, 0.2, 0.5])
-def test_confidence_stops_after_an_unlikely_candidate(bound: float) -> None:
-    rule = rule_for(rule="confidence", confidence_threshold=bound)
-    answers = [decides(rule, make_step(seed)) for seed in range(50)]
-    assert answers == [law_of(step)[int(step.token)] < bound for step in map(make_step, range(50))]
-    assert {True, False} == set(answers)
-
-
-@pytest.mark.parametrize("bound", [0.3, 0.4])
-def test_svip_stops_at_high_entropy(bound: float) -> None:
-    rule = rule_for(rule="svip", svip_threshold=bound)
-    answers = [decides(rule, make_step(seed)) for seed in range(50)]
-    assert answers == [math.sqrt(0.15 * entropy_of(step)) > bound for step in map(make_step, range(50))]
-    assert {True, False} == set(answers)
-
-
-@pytest.mark.parametrize("bound", [0.4, 0.6])
-def test_adaedl_stops_when_its_bound_is_low(bound: float) -> None:
-    rule = rule_for(rule="adaedl", adaedl_threshold=bound)
-    answers = [decides(rule, make_step(seed)) for seed in range(50)]
-    assert answers == [1.0 - math.sqrt(0.2 * entropy_of(step)) < bound for step in map(make_step, range(50))]
-    assert {True, False} == set(answers)
-
-
-def test_a_certain_q_has_no_entropy() -> None:
-    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, token=torch.tensor(0))
-    for rule in ("svip", "adaedl", "confidence"):
-        assert not decides(rule_for(rule=rule), certain)
-
-
-def test_adaedl_follows_the_acceptance_rate() -> None:
-    rule = rule_for(rule="adaedl", adaedl_threshold=0.4)
-    assert isinstance(rule, AdaEDL)
-    bound, rate = 0.4, 0.9
-    moves = set()
-    for drafted, accepted in [(4, 4), (4, 4), (5, 0), (3, 1), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]:
-        rule.update(drafted, accepted)
-        rate = 0.5 * rate + 0.5 * accepted / drafted
-        wanted = bound + 0.01 if rate < 0.9 else bound - 0.01
-        before, bound = bound, 0.9 * bound + 0.1 * wanted
-        moves.add(bound > before)
-        assert rule.bound == pytest.approx(bound)
-    assert moves == {True, False}
-
-
-def test_adaedl_keeps_its_bound_a_probability_and_ignores_empty_rounds() -> None:
-    for start, accepted in ((0.0, 1), (1.0, 0)):
-        rule = AdaEDL(SpeculationConfig(rule="adaedl", adaedl_threshold=start))
-        rule.update(0, 0)
-        assert rule.bound == start
-        for _ in range(5):
-            rule.update(1, accepted)
-            assert rule.bound == start
 
 
 def test_threshold_multiplies_the_estimates_of_a_round() -> None:
@@ -131,10 +72,7 @@ def test_threshold_stops_above_h_not_at_h(signals: list[float | None]) -> None:
 
 
 def test_names_choose_rules() -> None:
-    kinds = {
-        "fixed": FixedLength, "threshold": Threshold, "confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL,
-    }  # fmt: skip
-    for name, kind in kinds.items():
+    for name, kind in {"fixed": FixedLength, "threshold": Threshold}.items():
         rule = rule_for(rule=name, min_tokens=2, max_tokens=9, num_tokens=4)
         assert type(rule) is kind
         assert (rule.min_tokens, rule.max_tokens) == ((1, 4) if name == "fixed" else (2, 9))

@@ -34,14 +34,14 @@ def test_a_config_that_lacks_numbers(tmp_path: Path, dialect: str, name: str) ->
     refused(folder, f"of an EAGLE-3 draft, but {where} lacks {name}")
     inner[name] = "many"
     (folder / "config.json").write_text(json.dumps(config))
-    refused(folder, f"{name}='many' of config.json must be a whole number above 0")
+    refused(folder, f"{name}='many' must be a whole number from 1 to ")
 
 
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"draft_vocab_size": 0}, "draft_vocab_size='0' of config.json must be a whole number"),
-        ({"draft_vocab_size": True}, "draft_vocab_size='True' of config.json"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size=0 must be a whole number from 1 to"),
+        ({"draft_vocab_size": True}, "draft_vocab_size=True must be a whole number"),
         ({"eagle_config": [1]}, "eagle_config=.* must be a mapping"),
         ({"norm_output": "false"}, "norm_output='false' of config.json must be true or false"),
         ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc and fc_norm are both set and exclude one another"),
@@ -49,11 +49,11 @@ def test_a_config_that_lacks_numbers(tmp_path: Path, dialect: str, name: str) ->
         ({"rope_scaling": {"partial_rotary_factor": 0.25}}, r"partial_rotary_factor=0.25"),
         ({"rope_theta": "big"}, "rope_theta='big'.*eagle3="),
         ({"rope_scaling": {"rope_type": "linear"}}, "No EAGLE-3 draft can be built as it is described"),
-        ({"rope_scaling": {"rope_type": "twisted", "factor": 2}}, "No EAGLE-3 draft can be built"),
+        ({"rope_scaling": {"rope_type": "twisted", "factor": 2}}, "rope_type='twisted' must be one of default, "),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "rotary parameters make no sense"),
-        ({"hidden_act": "sine"}, "No EAGLE-3 draft can be built as it is described"),
+        ({"hidden_act": "sine"}, "hidden_act='sine' must be one of gelu, "),
         ({"layer_types": ["sliding_attention"]}, r"sliding window \(layer_types\)"),
-        ({"model_type": "gemma"}, "layers of type 'gemma'; EAGLE-3 drafts with 'llama' and 'qwen3'"),
+        ({"model_type": "gemma", "architectures": ["GemmaEagle3"]}, "layers of type 'gemma'; EAGLE-3 drafts with"),
         ({"quantization_config": {"bits": 4}}, "holds a quantised EAGLE-3 draft"),
     ],
 )
@@ -121,6 +121,45 @@ def test_layers_are_counted_in_the_file(tmp_path: Path) -> None:
     assert settings_of(folder).layer["num_hidden_layers"] == 2
     folder = VARIANTS["qwen3"].save(tmp_path / "c", num_hidden_layers=3, layer_types=["full_attention"] * 3)
     assert load(folder).settings.layer["layer_types"] == ["full_attention"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "phi3", "qwen3", "llama"])
+@pytest.mark.parametrize("variant", ["plain", "qwen3"])
+def test_tensors_decide_what_a_layer_is(tmp_path: Path, variant: str, kind: str) -> None:
+    """Beside the architecture of a Llama, `model_type` is the target's in some exports; windows there are its, too."""
+    said: dict[str, Any] = {
+        "model_type": kind,
+        "sliding_window": 32,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+    }
+    if kind in ("qwen2", "phi3"):
+        said["layer_types"] = ["sliding_attention", "linear_attention"]
+    one, other = load(VARIANTS[variant].save(tmp_path / "a")), load(VARIANTS[variant].save(tmp_path / "b", **said))
+    assert other.settings.layer["model_type"] == ("qwen3" if variant == "qwen3" else "llama")
+    assert other.settings.layer["model_type"] == one.settings.layer["model_type"]
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+    if variant == "plain":
+        assert other.settings == one.settings
+
+
+def test_fc_may_be_left_over(tmp_path: Path) -> None:
+    """Beside `use_aux_hidden_state: false`, which says that the final state is read as it is."""
+    one = load(VARIANTS["final state"].save(tmp_path / "a"))
+    folder = VARIANTS["final state"].save(tmp_path / "b")
+    other = load(edited(folder, **{"fc.weight": torch.ones(HIDDEN, 3 * HIDDEN)}))
+    assert one.settings == other.settings
+    assert one.state_dict().keys() == other.state_dict().keys()
+
+
+def test_the_target_s_embeddings_may_be_wanted(tmp_path: Path) -> None:
+    folder, target = VARIANTS["own embeddings"].save(tmp_path / "draft"), tiny("llama")
+    assert load(folder, target).get_input_embeddings() is not target.get_input_embeddings()
+    model = load(folder, target, eagle3={"own_embeddings": False})
+    assert not model.settings.own_embeddings
+    assert model.get_input_embeddings() is target.get_input_embeddings()
+    refused(VARIANTS["another width"].save(tmp_path / "wide"), "cannot take the target's embeddings",
+            eagle3={"own_embeddings": False}, target=tiny("llama", hidden_size=24, head_dim=8))  # fmt: skip
 
 
 def test_tied_embeddings_do_not_hide_a_head(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.eagle3 import self_check
 from hf_specdecpp.eagle3.checkpoint import tensors_of
 from hf_specdecpp.eagle3.self_check import TEXT, better, compare
-from hf_specdecpp.files import save_tensors
+from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.models.target_states import TargetStates
 
 RIGHT = [2, 1, 3]  # of five layers
@@ -141,6 +141,22 @@ def test_ids_that_may_mean_either_are_settled_by_agreement(pair: tuple[Path, Pat
     for ids in (RIGHT, [read + 1 for read in RIGHT]):
         folder = copied(pair, tmp_path / "draft", eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
         assert SpecDecPPAssistant.from_pretrained(folder, target=target).ready_drafter().fusion.reads == RIGHT
+
+
+def test_random_embeddings_in_the_file(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """An exporter writes such; the target's are right."""
+    folder = Path(shutil.copytree(pair[1], tmp_path / "draft"))
+    tensors = load_tensors(folder / "model.safetensors")
+    shape = (tensors["t2d"].shape[0] if "t2d" in tensors else VOCAB, tensors["norm.weight"].shape[0])
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    save_tensors({**tensors, "embed_tokens.weight": noise}, folder / "model.safetensors")
+    found = readings((pair[0], folder))
+    best = better(found)
+    assert best is not None
+    assert (best.name, best.overrides) == ("the target's embeddings", {"own_embeddings": False})
+    again = readings((pair[0], folder), own_embeddings=False)
+    assert again[0].agreement == best.agreement
+    assert "the target's embeddings" not in [each.name for each in again]
 
 
 # specdecpp inspect REPO --target ID -----------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ TOLERANCE = 1e-6
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 2},
     "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 2},
-    "adaedl": {"rule": "adaedl", "adaedl_threshold": 0.5, "max_tokens": 2},
 }
 
 

@@ -22,9 +22,6 @@ TEXT = 1 + prompt(9) % (VOCAB - 1)
 COSTS = {"draft": 0.1, "branch": 0.02, "verify": [1.0]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 5},
-    "confidence": {"rule": "confidence", "confidence_threshold": 0.3},
-    "svip": {"rule": "svip", "svip_threshold": 0.3},
-    "adaedl": {"rule": "adaedl", "adaedl_threshold": 0.5},
     "threshold": {"rule": "threshold", "threshold": 0.8},
     "throughput": {"rule": "throughput", "costs": COSTS},
     "dyspec": {"tree": "dyspec", "tree_budget": 8},

@@ -71,7 +71,7 @@ def test_unattached_assistants_learn_too() -> None:
     assert learned.rates.rounds > 5
 
 
-@pytest.mark.parametrize("kind", [{"tree": "static", "tree_shape": [2, 1]}, {"rule": "svip"}, {"rule": "fixed"}])
+@pytest.mark.parametrize("kind", [{"tree": "static", "tree_shape": [2, 1]}, {"rule": "fixed"}])
 def test_where_nothing_is_estimated_nothing_is_learned(kind: dict[str, Any]) -> None:
     target = tiny("llama")
     assistant = assistant_for(target, **kind)

@@ -31,9 +31,6 @@ RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
     "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 6},
     "throughput": {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}},
-    "confidence": {"rule": "confidence", "confidence_threshold": 0.2},
-    "svip": {"rule": "svip", "svip_threshold": 0.6},
-    "adaedl": {"rule": "adaedl"},
 }
 
 
@@ -116,7 +113,7 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
         # MPT itself says NaN after padding in float64.
         draft = copy.deepcopy(model_of("mpt")).float() if kind == "mpt" else partly_agreeing(tiny(kind), 0.9)
         assistant = SpecDecPPAssistant.from_draft(draft, target)
-    assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
+    assistant.speculation = SpeculationConfig("fixed", num_tokens=3, draft_successors=False)  # the rows share the table
     drafted: dict[Any, list[list[int]]] = {}
     note = SpecDecPPCandidateGenerator.note
 
@@ -144,6 +141,18 @@ def test_stop_strings_and_criteria_end_their_row_only(do_sample: bool) -> None:
     # Without an id that ends a text, plain generation goes on in rows that have ended, until all have.
     plain = generate(target, inputs, **options)
     assert torch.equal(generate(target, inputs, assistant_for(target, mix=0.9), **options), plain)
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+def test_a_row_goes_on_where_a_stop_string_has_cut_its_candidates(rule: str) -> None:
+    """The draft had read all of the candidates; those after the stop string are taken back."""
+    target, inputs = tiny("llama"), padded([2, 1, 4, 14, 14])
+    options = {"tokenizer": tokenizer(), "no_repeat_ngram_size": 2, "min_new_tokens": 2, "max_new_tokens": 30}
+    for stop_strings in (["a", "h", "fS"], ["q", "d", "lm"]):
+        plain = generate(target, inputs, stop_strings=stop_strings, **options)
+        assistant = assistant_for(target, mix=1.0, **RULES[rule])
+        assert torch.equal(generate(target, inputs, assistant, stop_strings=stop_strings, **options), plain)
+        assert assistant.stats.acceptance_rate > 0.8, "what was taken back was no part of the text"
 
 
 def early_ends(target: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.captured.target import captured_target
-from hf_specdecpp.learning import learner
 from hf_specdecpp.models.causal_lm import CausalLM
 
 GPU = torch.device("cuda")
@@ -160,25 +159,3 @@ def test_memory_is_freed_with_the_target() -> None:
     before = used()
     assert text() > 0
     assert used() <= before
-
-
-@pytest.mark.parametrize("kind", ["conditioned", "independent"])
-def test_learning(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learned is captured with the next text, and unlearned with the one after."""
-    monkeypatch.setattr(learner, "TIMES", 1000)
-    target = on_gpu()
-    assistant = assistant_of(kind, target, **CHAIN, keep_texts=5000)
-    for length in range(12, 20):
-        generate(target, assistant, length, do_sample=length % 2 == 0)
-    before = assistant.stats.accepted
-    lesson = assistant.learn(steps=30)
-    assert lesson.is_kept, str(lesson)
-    for _ in range(2):
-        found = []
-        for graphs in ("auto", "off"):
-            assistant.speculation.graphs = graphs
-            assert torch.equal(generate(target, assistant), generate(target, None))
-            found.append(assistant.stats.accepted)
-        assert found[0] == found[1]
-        assistant.unlearn()
-    assert before > 0

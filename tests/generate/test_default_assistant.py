@@ -383,7 +383,7 @@ def test_paused(target: CausalLM, assistant: Any) -> None:
     assert assistant.stats.drafted > 0
     with assistant.paused():
         assistant.detach(target)
-    assert type(target).__mro__[1].__name__ != "AttachedMixin"
+    assert not attached.is_attached(assistant, target)
 
 
 def test_detaching_restores_the_target() -> None:
@@ -432,9 +432,23 @@ def test_the_target_keeps_it_and_takes_it_along() -> None:
     assert kept() is None
     assistant_for(target, rule="throughput").attach(target, default=True)
     gc.collect()
-    made = weakref.ref(type(target).default_assistant)
+    made = weakref.ref(attached.default_of(target))
     target.generate(PROMPT, **GREEDY)
     assert made().stats.generated == 24  # type: ignore[union-attr]
+    lives = weakref.ref(target)
+    del target
+    gc.collect()
+    assert lives() is None
+    assert made() is None
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "conditioned", "eagle3"])
+def test_an_assistant_knows_parts_of_its_target_only(kind: str) -> None:
+    """Else the registry, which holds a target's default, would hold the target, too."""
+    target = tiny("llama", num_hidden_layers=2)
+    assistant_of(kind, target, rule="fixed", lookup=True).attach(target, default=True)
+    made = weakref.ref(attached.default_of(target))
+    target.generate(PROMPT, **GREEDY)
     lives = weakref.ref(target)
     del target
     gc.collect()

@@ -22,9 +22,6 @@ LEVELS = 4
 RULES: list[dict[str, Any]] = [
     {"rule": "fixed", "num_tokens": 4},
     {"rule": "threshold", "threshold": 0.6, "max_tokens": 6},
-    {"rule": "svip", "svip_threshold": 0.5},
-    {"rule": "adaedl", "adaedl_threshold": 0.4},
-    {"rule": "confidence", "confidence_threshold": 0.2},
     {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2]}},
 ]
 TREES: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""`SpeculationConfig(draft_successors=True)`: what whole generations make of what the target said lately."""
+"""`SpeculationConfig.draft_successors`: what whole generations make of what the target said lately."""
 
 from __future__ import annotations
 
@@ -59,6 +59,18 @@ def test_greedy_batches_are_the_target_s(target: CausalLM) -> None:
     for _ in range(2):
         assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
     assert bool(assistant.memory.successors[target].probs.any())
+
+
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
+def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target: CausalLM, kind: str) -> None:
+    reads = kind in ("conditioned", "eagle3")
+    for setting, sample, mixes in [
+        (None, False, reads), (None, True, False), (True, False, True), (True, True, True), (False, False, False),
+    ]:  # fmt: skip
+        assistant = assistant_of(kind, target, **CHAIN, draft_successors=setting)
+        texts(target, assistant, seeds=[0], do_sample=sample)
+        assert bool(assistant.memory.successors) == mixes, (setting, sample)
+        assistant.detach()
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

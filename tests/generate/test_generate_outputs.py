@@ -13,6 +13,7 @@ from support.watchers import no_work, tokenizer
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(12)  # longer than the sliding window
@@ -192,6 +193,31 @@ def test_a_left_padded_prompt(family: str, is_attached: bool) -> None:
     padded_rate = assistant.stats.acceptance_rate
     generate(target, assistant_model=assistant)
     assert padded_rate == assistant.stats.acceptance_rate, "and to the draft"
+
+
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("tree", [None, "dyspec"])
+def test_padding_that_eager_attention_turns_into_nan(tree: Any, how: dict[str, Any]) -> None:
+    """Plain generation recovers once the padding has left the windows, which depends on its cache: refused by name, and
+    as a default plain generation's very text."""
+    target = tiny("mistral", attn_implementation="eager")
+    padded = torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
+    options = {"attention_mask": (padded.cumsum(dim=1) > 0).long(), **how}
+    plain = generate(target, padded, **options, return_dict_in_generate=True, output_logits=True)
+    spoilt = [bool(logits.isnan().any()) for logits in plain.logits]
+    if not spoilt[0]:
+        pytest.skip("this transformers computes no NaN there")
+    assert not spoilt[-1], "it recovers"
+    speculation = SpeculationConfig("fixed", num_tokens=3, tree=tree)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=speculation, default=True)
+    assert torch.equal(generate(target, padded, **options), plain.sequences)
+    assert "This prompt begins with padding, and MistralForCausalLM computes NaN" in str(assistant.stats.refusal)
+    with pytest.raises(ValueError, match="This prompt begins with padding, and MistralForCausalLM computes NaN"):
+        generate(target, padded, **options, assistant_model=assistant)
+    target.set_attn_implementation("sdpa")
+    plain = generate(target, padded, **options)
+    assert torch.equal(generate(target, padded, **options, assistant_model=assistant), plain)
+    assert assistant.stats.drafted > 0
 
 
 def test_a_padded_second_turn_with_only_new_ids() -> None:

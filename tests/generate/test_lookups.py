@@ -36,9 +36,6 @@ RULES: dict[str, dict[str, Any]] = {
     "throughput": {"rule": "throughput", "costs": COSTS},
     "fixed": {"rule": "fixed", "num_tokens": 4},
     "threshold": {"rule": "threshold"},
-    "confidence": {"rule": "confidence"},
-    "svip": {"rule": "svip"},
-    "adaedl": {"rule": "adaedl"},
 }
 
 
@@ -322,7 +319,7 @@ def test_batches(rule: str, drafts: bool) -> None:
 def test_in_transformers_own_loop(drafts: bool) -> None:
     target = tiny("llama", initializer_range=0.05)
     plain = generate(target, max_new_tokens=100)
-    speculation = SpeculationConfig(rule="confidence", lookup=True)
+    speculation = SpeculationConfig(rule="threshold", lookup=True)
     if drafts:
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
     else:

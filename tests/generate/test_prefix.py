@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hf_specdecpp.caches.rollback import roll_back
 from hf_specdecpp.generation.prefix import Prefix
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 PAD = 0
 KINDS: dict[str, dict[str, Any]] = {"chain": {"rule": "fixed", "num_tokens": 4}, **TREES}
@@ -158,3 +158,34 @@ def test_roll_back_leaves_alone_what_cannot_go_back() -> None:
     target(prompt(12), past_key_values=cache)
     roll_back(cache, 6)
     assert _lengths(cache) == {12}
+
+
+@pytest.mark.parametrize("held", [14, 15])
+def test_the_whole_prompt_is_in_the_cache_already(held: int) -> None:
+    """Plain generation then reads the last token twice, and so do chains; trees say what to do, and then work."""
+    target = target_of("llama")
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+    text = prompt(14)
+
+    def cache() -> DynamicCache:
+        found = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(torch.cat((text, text[:, :1]), dim=1)[:, :held], **{CACHE: found}, use_cache=True)
+        return found
+
+    def texts(cropped: int | None, **speculation: Any) -> list[Tensor]:
+        assistant = assistant_for(target, **speculation)
+        found = []
+        for options_of in ({}, {"assistant_model": assistant}):
+            own = cache()
+            if cropped is not None:
+                own.crop(cropped)
+            found.append(target.generate(text, **{CACHE: own}, **options, **options_of))
+        return found
+
+    plain, ours = texts(None, **KINDS["chain"])
+    assert torch.equal(ours, plain)
+    with pytest.raises(ValueError, match=rf"held {held} tokens already.*has 14.*crop\({13 - held}\)"):
+        texts(None, tree="dyspec")
+    plain, ours = texts(13 - held, tree="dyspec")
+    assert torch.equal(ours, plain)

@@ -195,7 +195,6 @@ def test_targets(make: Any, message: str, target: CausalLM) -> None:
 def test_drafts(make: Any, target: CausalLM) -> None:
     with pytest.raises(ValueError, match="so it cannot draft|must be a decoder-only causal LM"):
         SpecDecPPAssistant.from_draft(make(), target)
-    assert type(target).__mro__[1].__name__ != "AttachedMixin"
 
 
 def test_a_model_without_a_head(target: CausalLM) -> None:

@@ -40,9 +40,6 @@ RULES: dict[str, dict[str, Any]] = {
     "fills its width": {"rule": "fixed", "num_tokens": 7},
     "threshold": {"rule": "threshold", "threshold": 0.9},
     "throughput": {"rule": "throughput", "costs": COSTS},
-    "confidence": {"rule": "confidence"},
-    "svip": {"rule": "svip"},
-    "adaedl": {"rule": "adaedl"},
 }
 
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3_files import VARIANTS
-from support.models import Rounds, assistant_for, prompt, tiny
+from support.models import Rounds, assistant_for, prompt, random_layer, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import cache_among
+from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.int8_products import is_available
 from hf_specdecpp.throughput.plain_passes import TIMED_PASSES
 
 
@@ -89,8 +92,9 @@ def test_rates() -> None:
         ({}, "It pays: about 2.14 times"),
         ({"target_seconds": 4.0}, "expensive on this device"),
         ({"draft_seconds": 4.0}, "The draft is too slow: one of its tokens costs 1.00 target passes"),
-        ({"accepted": 4, "generated": 15}, "not good enough for this target"),
-        ({"accepted": 0, "generated": 40}, "It does not pay: none of the 40 candidates was accepted."),
+        ({"accepted": 4, "generated": 15}, "The draft is not good enough for this target. Another one may be"),
+        ({"accepted": 0, "generated": 11}, "It does not pay: none of 40 candidates was accepted."),
+        ({"accepted": 0, "drafted": 1, "generated": 11}, "It does not pay: the only candidate was not accepted."),
         ({"overhead_seconds": 3.0}, "too fast for the overhead"),
         ({"target_seconds": 2.8}, "about as fast as plain"),
         ({"plain_pass_seconds": None}, "was not measured"),
@@ -98,16 +102,120 @@ def test_rates() -> None:
         ({"same_pass_seconds": 0.05}, "The CPU products alone run at 2.00 times the speed of plain generate()"),
         ({"same_pass_seconds": 0.05}, "with speculation it is 2.14 times, most of which comes from the products."),
         ({"same_pass_seconds": 0.08}, "The CPU products alone run at 1.25 times"),
-        ({"same_pass_seconds": 0.04}, "It does not pay: it runs at about 0.86 times the speed of plain"),
+        ({"same_pass_seconds": 0.04}, "It does not pay: about 0.86 times the speed of plain"),
         ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "alone run at 0.50 times"),
-        (
-            {"same_pass_seconds": 0.2, "target_seconds": 3.0},
-            "0.94 times; the next text leaves its passes over one token to",
-        ),
+        ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "with speculation it is 0.94 times."),
     ],
 )
 def test_verdict_names_the_reason(values: dict[str, object], says: str) -> None:
     assert says in made(**values).verdict
+
+
+def text(*rounds: tuple[int, int], **values: Any) -> SpeculationStats:
+    """Of these rounds, `(drafted, accepted)`; a plain pass takes 0.1 s with all products."""
+    stats = SpeculationStats(plain_passes=1, plain_pass_seconds=0.1, same_pass_seconds=0.1)
+    for drafted, accepted in rounds:
+        stats.record_round(drafted, accepted)
+    stats.generated = stats.accepted + stats.rounds + stats.plain_passes
+    for name, value in values.items():
+        setattr(stats, name, value)
+    return stats
+
+
+def test_a_rule_that_stopped_is_named_and_gains_no_more_than_was_counted() -> None:
+    """A useless draft, of which one candidate was tried, and a plain pass that was timed on a busy machine."""
+    stats = text((1, 0), *[(0, 0)] * 30, target_seconds=2.0, plain_pass_seconds=0.1, same_pass_seconds=0.103)
+    assert stats.speedup == pytest.approx(1.55)
+    assert stats.verdict == (
+        "Speculating does not pay here, so rule='throughput' stopped: 30 of 31 passes without candidates, about as "
+        "fast as plain generate()."
+    )
+    stats.same_pass_seconds = 0.105
+    assert stats.verdict.endswith(
+        "about as fast as plain generate() with the same passes. The CPU products alone run at 0.95 times the speed of "
+        "plain generate() as it is, with speculation it is 0.95 times."
+    )
+    stats.remedies = frozenset({"throughput"})
+    assert "Little was drafted: 30 of 31 passes without candidates" in stats.verdict
+    assert "rule" not in stats.verdict
+
+
+@pytest.mark.parametrize(
+    ("gain", "passes", "is_credited"),
+    [(0.82, 1.04, False), (0.9, 1.5, False), (1.0, 1.4, False), (1.2, 1.5, True), (1.5, 1.2, False), (1.3, 0.9, False)],
+)
+def test_products_are_credited_with_what_they_gained(gain: float, passes: float, is_credited: bool) -> None:
+    stats = made(same_pass_seconds=gain * 1.4 / 30, plain_pass_seconds=passes * gain * 1.4 / 30)
+    assert stats.same_pass_speedup == pytest.approx(gain)
+    assert stats.speedup == pytest.approx(gain * passes)
+    assert ("most of which comes from the products" in stats.verdict) is is_credited
+
+
+def test_what_is_slower_than_plain_does_not_pay() -> None:
+    """Though it is faster than plain passes on the same products, which are slower."""
+    stats = made(same_pass_seconds=1.37 * 1.4 / 30, plain_pass_seconds=0.95 * 1.4 / 30)
+    assert stats.verdict.startswith("It does not pay: about 0.95 times the speed of plain generate(). The CPU products")
+    assert "with speculation it is 0.95 times" in stats.verdict
+    stats.has_products = False
+    assert "products" not in stats.verdict
+    assert stats.verdict.startswith("It does not pay: about 0.95 times the speed of plain generate(). A round costs")
+    stats = made(same_pass_seconds=1.1 * 1.4 / 30, plain_pass_seconds=1.02 * 1.4 / 30)
+    assert stats.verdict.startswith("It does not pay: about as fast as plain generate(). The CPU products alone run at")
+
+
+BAD, SLOW, WIDE = {"accepted": 4, "generated": 15}, {"draft_seconds": 4.0}, {"target_seconds": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "remedies", "says", "never"),
+    [
+        (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
+        (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
+        (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
+        (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
+        (BAD, set(), "Another one may be, or one that is trained on texts like these.", "rain it"),
+        (SLOW, {"int8_draft"}, "SpeculationConfig(int8_draft=True) makes it faster.", "pack_weights"),
+        (SLOW, {"pack_weights"}, "one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
+        (WIDE, {"pack_weights"}, "SpeculationConfig(pack_weights=True) makes it cheaper.", "throughput"),
+        (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "pack_weights"),
+        (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
+    ],
+)
+def test_advice_is_not_what_the_assistant_does_already(
+    values: dict[str, object], remedies: set[str], says: str, never: str
+) -> None:
+    verdict = made(**values, remedies=frozenset(remedies)).verdict
+    assert says in verdict
+    assert never not in verdict
+
+
+@pytest.mark.parametrize("kind", ["untrained", "trained", "lookup"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(DraftSetup, "products", lambda *_: FasterProducts())
+    target = tiny("llama").float()
+    if kind == "lookup":
+        assistant = SpecDecPPAssistant.from_lookup(target)
+        lacks = {"draft", "pack_weights"}
+    elif kind == "trained":
+        head = AcceptanceHead(32, inputs="before", num_blocks=1, embedding_size=32)
+        knobs = SpeculationConfig("threshold", int8_draft=True, pack_weights=True)
+        assistant = SpecDecPPAssistant.from_eagle3(target, random_layer(target).float(), head, knobs)
+        lacks = {"throughput"}
+    else:
+        assistant = assistant_for(target, rule="fixed")
+        lacks = {"training", "head", "throughput", "pack_weights"} | ({"int8_draft"} if is_available() else set())
+    ids = prompt().repeat(rows, 1)
+    target.generate(ids, assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert assistant.stats.remedies == lacks
+    assert (assistant.stats + assistant.stats).remedies == lacks
+
+
+def test_nodes_of_a_tree_are_no_sign_of_a_bad_draft() -> None:
+    stats = made(**BAD, tree_depths=[0, 0, 10])
+    assert "not good enough" not in stats.verdict
+    assert "not good enough" in made(**BAD, tree_depths=[0, 0, 10], accepted_at=[4, 0, 0, 0]).verdict
 
 
 def test_faster_passes_are_named_only_where_they_differ() -> None:

@@ -18,9 +18,6 @@ COSTS = {"draft": 0.05, "verify": [1.0, 1.0, 1.1, 1.2]}
 WAYS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
     "threshold": {"rule": "threshold"},
-    "svip": {"rule": "svip"},
-    "confidence": {"rule": "confidence"},
-    "adaedl": {"rule": "adaedl"},
     "throughput": {"rule": "throughput", "costs": COSTS},
     "dyspec": {"tree": "dyspec", "tree_budget": 12},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 8},

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.card import opening
 from hf_specdecpp.hub.inspection import inspect
 
 pytest.importorskip("datasets", reason="needs the [train] extra")
@@ -43,6 +44,17 @@ ALLOWED = {
 PROMPTS = [json.loads(line) for line in (ROOT / "tests" / "data" / "test_prompts.jsonl").open(encoding="utf-8")]
 # Ten answers vary more than the hundred behind the card; half of what the draft is worth would be missed by far.
 TOLERANCE = 0.10
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_the_card_begins_with_the_speeds_of_its_table(folder: Path) -> None:
+    text, rows = (folder / "README.md").read_text(), []
+    ratio = r"([\d.]+) \(([\d.]+) to ([\d.]+)\)"
+    for row in re.findall(rf"^\| (\w+) \| ([\d.]+) \| ([^|]+) \| [\d.]+ \| {ratio} \| {ratio} \|", text, re.MULTILINE):
+        (speedup, *interval), (same, *same_interval) = map(float, row[3:6]), map(float, row[6:])
+        rows.append({"set": row[0], "temperature": float(row[1]), "contestant": row[2], "speedup": speedup,
+                     "interval": interval, "same_passes": same, "same_passes_interval": same_interval})  # fmt: skip
+    assert f"\n\n{opening({'rows': rows})}\n\n" in text
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)

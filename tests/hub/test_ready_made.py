@@ -169,15 +169,22 @@ def test_a_local_draft_is_not_pushed(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_a_subfolder(hub: HubServer, tmp_path: Path) -> None:
-    """Of a folder it is a folder; of a repository an assistant could not name it."""
+    """Of a folder, and of a repository, whose name goes on with it: `org/heads/small`."""
     VARIANTS["plain"].save(tmp_path / "heads/small")
     target = tiny("llama")
     before = with_head(tmp_path / "heads", target, subfolder="small")
     before.save_pretrained(tmp_path / "saved")
     assert_same(SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target), before, target)
-    hub.commit("org/heads", files_of(tmp_path / "heads"))
-    with pytest.raises(ValueError, match=r"in the folder 'small' of 'org/heads'.*hf download org/heads"):
-        SpecDecPPAssistant.from_pretrained("org/heads", target=target, subfolder="small")
+    commit = hub.commit("org/heads", files_of(tmp_path / "heads"))
+    for name, place in (("org/heads", {"subfolder": "small"}), ("org/heads/small", {})):
+        published = with_head(name, target, **place)
+        assert (published.config.draft_id, published.config.draft_revision) == ("org/heads/small", commit)
+        assert_same(published, before, target)
+    published.save_pretrained(tmp_path / "ours")
+    assert_same(SpecDecPPAssistant.from_pretrained(tmp_path / "ours", target=target), before, target)
+    assert ModelCard.load(tmp_path / "ours/README.md").data.base_model == ["org/heads"]
+    with pytest.raises(OSError, match="'org/heads/large' is no folder here|Entry Not Found"):
+        SpecDecPPAssistant.from_pretrained("org/heads/large", target=target)
 
 
 def test_card(hub: HubServer, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from support.repos import (
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.files import Repository, replacing, save_tensors, save_text
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.early_exit import early_exit
@@ -265,6 +265,22 @@ def test_unknown_knobs_are_named(folder: Path) -> None:
         assert load(folder).speculation.rule == "fixed"
 
 
+def test_fields_of_earlier_versions_are_ignored(folder: Path) -> None:
+    change_json(
+        folder / "config.json", learned={"tokens": 7, "texts": 1}, speculation={"rule": "fixed", "keep_texts": 9}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(folder).speculation == SpeculationConfig(rule="fixed")
+
+
+@pytest.mark.parametrize("rule", ["confidence", "svip", "adaedl"])
+def test_rules_of_earlier_versions_become_throughput(folder: Path, rule: str) -> None:
+    change_json(folder / "config.json", speculation={"rule": rule, f"{rule}_threshold": 0.2, "max_tokens": 7})
+    with pytest.warns(UserWarning, match=f"rule='{rule}', which this version does not have. \"throughput\""):
+        assert load(folder).speculation == SpeculationConfig(rule="throughput", max_tokens=7)
+
+
 def test_newer_format(hub: HubServer, folder: Path) -> None:
     change_json(folder / "config.json", format_version=2)
     hub.commit("org/head", files_of(folder))
@@ -304,7 +320,9 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
         {"head": {"hidden_size": 32, "calibration": {"greedy": {"temperatures": [1.0] * 2000}}}},
         "2000 temperatures, .* 1024 at most",
     ),
-    ({"draft_vocab_size": 10**18}, "has shape .* not .1000000000000000000."),
+    ({"draft_vocab_size": 10**18}, "draft_vocab_size=1000000000000000000 must be a whole number from 1 to 4194304"),
+    ({"draft_vocab_size": 10**6}, "has shape .* not .1000000."),
+    ({"vocab_size": 10**12}, "vocab_size=1000000000000 must be a whole number from 1 to 4194304"),
     ({"acceptance_by_rank": {"greedy": [0.1] * 5000}}, "acceptance_by_rank has 5000 ranks; 32 are the most"),
     ({"speculation": {"tree": "static", "tree_shape": [1] * 9_000}}, "tree_shape has 9000 nodes or more; 1 to"),
     ({"speculation": {"tree": "static", "tree_shape": [[0]] * 9_000}}, "tree_shape has 9000 nodes or more"),

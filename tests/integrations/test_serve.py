@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import attached, decoding
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")
 pytest.importorskip("openai", reason="`transformers serve` needs pip install transformers[serving]")
@@ -45,7 +45,7 @@ class Served:
             except OSError:
                 time.sleep(0.1)
         self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-        self.assistant = type(self.server._model_manager.assisted).default_assistant
+        self.assistant = attached.default_of(self.server._model_manager.assisted)
 
     def ask(self, **how: Any) -> Any:
         return self.client.chat.completions.create(

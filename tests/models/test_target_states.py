@@ -10,7 +10,9 @@ import torch
 from support.families import model_of
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.outputs import assert_same
+from support.static_caches import STATIC
 from torch import Tensor, nn
+from transformers import CompileConfig
 
 from hf_specdecpp.models import target_states
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
@@ -39,7 +41,7 @@ def by_hooks(target: CausalLM, reader: StateReader, text: Tensor) -> Any:
 @torch.no_grad()
 def returned(target: CausalLM, reader: StateReader) -> tuple[TargetStates, Any]:
     """The states of a second pass, which needs no hooks if the first has shown that they are returned."""
-    states = TargetStates(target, reader)
+    states = TargetStates(target, reader, is_compiled=True)
     for length in (5, 12):
         states.catch(target, **states.asked_for({"input_ids": prompt(length)}))
     return states, states.take()
@@ -79,9 +81,12 @@ def test_how_transformers_numbers_chosen_states() -> None:
     stack = layer_stack(inner_decoder(target), target)[1]
     assert torch.equal(state, output_of(target, stack[place], text))
     assert not torch.equal(state, output_of(target, stack[1 - place], text))
-    assert TargetStates(target, reader_of(target, [0], False)).asked_for({}) == (
-        {"output_hidden_states": [1]} if RETURNS_CHOSEN else {}
-    )
+    reader = reader_of(target, [0], False)
+    asked = {"output_hidden_states": [1]} if RETURNS_CHOSEN else {}
+    assert TargetStates(target, reader, is_compiled=True).asked_for({}) == asked
+    assert TargetStates(target, reader).asked_for({}) == {}, "hooks of transformers would stay"
+    target.model.layers[1].compile(backend="eager")
+    assert TargetStates(target, reader).asked_for({}) == asked
 
 
 def one_less(reader: StateReader, num_layers: int) -> list[int]:
@@ -157,26 +162,28 @@ def decoding_states(monkeypatch: pytest.MonkeyPatch) -> list[TargetStates]:
 @needs_chosen
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
-def test_generations_use_no_hooks_after_the_prompt(
-    kind: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+def test_compiled_passes_need_no_hooks_after_the_prompt(
+    kind: str, chunk: int | None, traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, made = quiet_later_layers(tiny("llama")), decoding_states(monkeypatch)
     assistant = assistant_of(kind, target, rule="fixed", num_tokens=3)
-    plain = target.generate(prompt(), **OPTIONS)
-    ours = target.generate(prompt(), assistant_model=assistant, prefill_chunk_size=chunk, **OPTIONS)
+    options = {**STATIC, "max_new_tokens": 12, "prefill_chunk_size": chunk}
+    plain = target.generate(prompt(), **options)
+    ours = target.generate(prompt(), assistant_model=assistant, compile_config=traced_only, **options)
     assert torch.equal(ours, plain)
     assert made
     assert all(states.are_returned for states in made)
 
 
 @needs_chosen
-def test_a_target_that_does_not_return_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_does_not_return_them(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same candidates by hooks."""
     target, made = quiet_later_layers(tiny("llama")), decoding_states(monkeypatch)
     assistant = assistant_of("conditioned", target, rule="fixed", num_tokens=3)
     texts, outcomes = [], []
     for _ in range(2):
-        texts.append(target.generate(prompt(), assistant_model=assistant, **OPTIONS))
+        options = {**STATIC, "max_new_tokens": 12, "compile_config": traced_only}
+        texts.append(target.generate(prompt(), assistant_model=assistant, **options))
         outcomes.append((assistant.stats.accepted, assistant.stats.drafted, made[-1].are_returned))
         monkeypatch.setattr(type(inner_decoder(target)), "_can_record_outputs", None)
     assert torch.equal(*texts)

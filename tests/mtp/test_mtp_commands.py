@@ -28,11 +28,15 @@ def run(*arguments: str, said: str | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=said)
 
 
-@pytest.mark.parametrize("lookup", [(), ("--lookup",)], ids=["alone", "with lookups"])
-def test_demo(target: str, lookup: tuple[str, ...]) -> None:
-    result = run("demo", "--target", target, "--mtp", *lookup, *QUICK, "--prompt", "w1 w2 w3")
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [(("--mtp",), ""), (("--mtp", "--lookup"), ""), ((), " (without --assistant or --layers)")],
+    ids=["alone", "with lookups", "by default"],
+)
+def test_demo(target: str, options: tuple[str, ...], note: str) -> None:
+    result = run("demo", "--target", target, *options, *QUICK, "--prompt", "w1 w2 w3")
     assert result.exit_code == 0, result.output
-    assert f"assistant  multi-token layers of {target}\n" in result.output
+    assert f"assistant  multi-token layers of {target}{note}\n" in result.output
     assert "equal: all 8 tokens" in result.output
     assert f"specdecpp bench --target {target} --mtp --quick" in result.output
     assert "SpecDecPPAssistant.from_mtp(model);" in result.output
@@ -46,10 +50,11 @@ def test_chat(target: str) -> None:
     assert result.output.splitlines()[-1] == f"measure it  specdecpp bench --target {target} --mtp --quick"
 
 
-def test_bench(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [("--mtp",), ()], ids=["asked for", "by default"])
+def test_bench(target: str, tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "w1 w2 w3"}))
     result = run(
-        "bench", "--target", target, "--mtp", *QUICK, "--data", str(tmp_path / "questions.jsonl"), "--temperatures",
+        "bench", "--target", target, *options, *QUICK, "--data", str(tmp_path / "questions.jsonl"), "--temperatures",
         "0", "--contestants", "plain,fixed 3", "--output", str(tmp_path / "bench"), "--device", "cpu",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -57,6 +62,8 @@ def test_bench(target: str, tmp_path: Path) -> None:
     assert not results["mismatches"]
     assert {row["contestant"] for row in results["summary"]} >= {"plain", "fixed 3"}
     assert f"multi-token layers of {target}" in (tmp_path / "bench" / "report.md").read_text()
+    said = f"Without --assistant or --layers the draft is multi-token layers of {target}."
+    assert (said in result.output) is not bool(options)
 
 
 @pytest.mark.parametrize("command", ["demo", "chat", "bench"])

@@ -25,9 +25,6 @@ CHAINS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 5},
     "threshold": {"rule": "threshold", "threshold": 0.9},
     "throughput": {"rule": "throughput", "costs": COSTS},
-    "confidence": {"rule": "confidence"},
-    "svip": {"rule": "svip"},
-    "adaedl": {"rule": "adaedl"},
 }
 TREES: dict[str, dict[str, Any]] = {
     "dyspec": {"tree": "dyspec", "tree_budget": 8},

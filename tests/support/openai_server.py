@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for tests, as picky and as unreliable as told."""
+"""An OpenAI-compatible server for tests, as unreliable as told."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = tuple[int, dict[str, Any]]
-
-
-def refuse(message: str) -> Reply:
-    return 422, {"detail": message}
 
 
 class OpenAIServer(ThreadingHTTPServer):

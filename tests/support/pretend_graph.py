@@ -66,7 +66,7 @@ class PretendGraph(TorchDispatchMode):
             again = func(*args, **kwargs)
             for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else it was written there
-                    old.copy_(new)
+                    old.copy_(new.view_as(old))  # `squeeze_` may have changed the shape of the first since
 
 
 def _is_view(out: Any, arguments: Any) -> bool:
@@ -84,8 +84,10 @@ def pretend_graphs() -> Iterator[Counter[str]]:
     """Every device can capture, which is counted."""
     counts: Counter[str] = Counter()
 
-    def captured(function: Callable[[], None], _pool: Any) -> PretendGraph:
-        function()
+    def captured(function: Callable[[], None], restore: Callable[[], None], _pool: Any) -> PretendGraph:
+        for _ in range(graphs.WARM_UPS):
+            function()
+            restore()
         graph = PretendGraph(counts)
         with NoLists(), graph:
             function()

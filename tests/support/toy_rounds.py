@@ -29,9 +29,6 @@ BOUNDS = [(1, 3), (1, 1), (2, 3), (3, 3), (1, 2), (2, 2)]  # (min_tokens, max_to
 # Thresholds with which rounds of several lengths occur on these tables (a test asserts it).
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {},
-    "confidence": {"confidence_threshold": 0.3},
-    "svip": {"svip_threshold": 0.35},
-    "adaedl": {"adaedl_threshold": 0.6},
     "threshold/draft probability": {"threshold": 0.6},
     "threshold/after, tied": {"threshold": 0.5},
     "threshold/after, untied": {"threshold": 0.5},

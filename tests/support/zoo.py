@@ -1,18 +1,24 @@
-"""A tiny random model of every causal LM family that transformers knows and that generic sizes suffice to build."""
+"""A tiny random model of every family of causal LMs, and of models that read images beside text, that transformers
+knows and that generic sizes suffice to build."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.models import VOCAB_SIZE
 
 LAYERS = 4
+MOST_PARAMETERS = 20_000_000
+FLOAT32 = {"kosmos-2", "xglm", "xlnet", "xlstm"}  # which do not compute in float64
 WINDOW = 12  # of every kind of window; longer than what `check_tree` tries on the model itself
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -58,11 +64,13 @@ SIZES: dict[str, Any] = {
     "decoder_layers": LAYERS,
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 48,
-    "encoder_layers": 2,
+    "encoder_layers": LAYERS,
     "encoder_attention_heads": 4,
     "encoder_ffn_dim": 48,
     "ffn_dim": 48,
     "word_embed_proj_dim": 32,
+    "emb_dim": 32,
+    "embed_dim": 32,
     "n_embd": 32,
     "n_layer": LAYERS,
     "n_layers": LAYERS,
@@ -86,8 +94,23 @@ MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 CHUNKS = {"mamba_chunk_size": 8}  # to which each pass is filled up; by default 256 tokens
 EQUAL_HEADS = {"num_key_value_heads": 4}  # of multi-head latent attention
+MULTI_HEAD_LATENT = (
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa",
+    "minicpm3", "mistral_large4_text", "sarvam_mla", "youtu",
+)  # fmt: skip
+MROPE = {  # positions in several dimensions
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+    "partial_rotary_factor": 1.0,
+}
+WITH_MROPE = (
+    "glm4v_moe_text", "glm4v_text", "glm_ocr_text", "glmga_text", "paddleocr_vl_text", "qwen2_5_omni_text",
+    "qwen2_5_vl_text", "qwen2_vl_text",
+)  # fmt: skip
+AROUND = {"vision_start_token_id": VOCAB_SIZE - 4, "vision_end_token_id": VOCAB_SIZE - 5}  # an image
 SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), EQUAL_HEADS),
+    **dict.fromkeys(WITH_MROPE, MROPE),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), AROUND),
+    **dict.fromkeys(MULTI_HEAD_LATENT, EQUAL_HEADS),
     "big_bird": {"block_size": 2, "num_random_blocks": 1, "attention_type": "block_sparse"},
     "bamba": {**MAMBA, **CHUNKS, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"layer_types": MIXED},
@@ -120,40 +143,109 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"index_block_size": 2, "index_topk_blocks": 2, "index_head_dim": 8},
     "modernbert-decoder": {"layer_types": MIXED},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * LAYERS},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * (LAYERS // 2), **MAMBA},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), **MAMBA},
 }
-# Minutes to build or gigabytes in memory, because their sizes sit in further configs inside the config.
-HUGE = {"blt", "git", "phi4_multimodal", "xlm", "roc_bert", "cpmant", "gemma3"}
+# Beside the sizes of a text model: tokens that stand for an image, a video or a sound.
+PLACEHOLDERS = {
+    f"{kind}_token_{name}": VOCAB_SIZE - place
+    for place, kind in enumerate(("image", "video", "audio"), start=1)
+    for name in ("id", "index")
+}
+TEXT = {"text_config", "llm_config", "decoder_config", "language_config", "thinker_config"}
+OTHER: dict[str, Any] = {  # of the parts that read images and sound
+    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim", "projection_dim", "out_hidden_size"), 32),
+    **dict.fromkeys(("d_model", "encoder_ffn_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "layers", "encoder_layers"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads"), 4),
+    "head_dim": 8,
+    "image_size": 16,
+    "patch_size": 8,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 64,
+}
+# By kind and name: what is not built, or does not generate, and why.
+NOT_BUILT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "image apertus1p5", "image chameleon", "image cohere_compass", "image deepseek_ocr2", "image dots3_note",
+            "image emu3", "image ernie4_5_vl_moe", "image florence2", "image glm5_next", "image granite4_vision",
+            "image hunyuan_vl", "image inkling2", "image inkling2_loop", "image mistral4", "image molmo2",
+            "image muse_spark", "image nemotron_h_omni", "image qwen4_exp", "text bailing_hybrid",
+            "text cohere_compass_text", "text dbrx", "text dory", "text dots3_note", "text gemma4_assistant",
+            "text kimi_linear", "text musicgen", "text musicgen_melody", "text qwen4_exp", "text qwen4_exp_text",
+            "text reformer", "text xlstm", "text zamba",
+        ),
+        "its sizes have to agree with one another in a way that generic ones do not",
+    ),
+    **dict.fromkeys(
+        (
+            "image inkling_mm_model", "image janus", "image muse_glimmer", "text blt", "text dots3_note_text",
+            "text inkling2_loop_text", "text inkling2_text",
+        ),
+        "it is large, or has another vocabulary, by sizes that have names of their own",
+    ),
+    **dict.fromkeys(("image fast_vlm", "image perception_lm", "text gemma3n"), "it needs timm"),
+    **dict.fromkeys(
+        (
+            "image blip", "image idefics", "image instructblip", "image instructblipvideo", "image pix2struct",
+            "image pp_formulanet", "image udop", "image vision-encoder-decoder", "text gemma4_unified_assistant",
+        ),
+        "it does not generate from a text alone",
+    ),
+    **dict.fromkeys(("image diffusion_gemma", "image pi0"), "it does not generate token by token"),
+    "image evolla": "the Auto class does not take its config",
+    "image llama4": "transformers' own forward fails",
+}  # fmt: skip
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "text": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "image": (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+}
 
 
-def families() -> list[str]:
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def families(kind: str = "text") -> list[str]:
+    """Those of causal LMs, or of models that read images and are no causal LMs by name."""
+    known = {name: str(classes) for name, classes in KINDS[kind][1].items()}
+    return sorted(name for name in known if kind == "text" or known[name] not in map(str, KINDS["text"][1].values()))
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     """A config of tiny sizes: of the generic ones, those that the family's default config knows."""
     config_class: Any = CONFIG_MAPPING[family]
-    known = set(config_class().to_dict())
-    text = getattr(config_class, "sub_configs", {}).get("text_config")
-    if text is not None and "text_config" in known:
-        inner = {name: value for name, value in SIZES.items() if name in text().to_dict()}
-        return config_class(text_config={**inner, **SPECIAL.get(family, {}), **overrides})
-    sizes = {name: value for name, value in SIZES.items() if name in known}
-    return config_class(**{**sizes, **SPECIAL.get(family, {}), **overrides})
+    return config_class(**_sizes(config_class, SIZES, overrides))
 
 
-def tiny_of(family: str, attn_implementation: str | None = None, **overrides: Any) -> CausalLM:
+def _sizes(config_class: Any, sizes: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """What a config is made of, and the configs inside it; `overrides` belong to its text model."""
+    default = config_class()
+    known = default.to_dict()
+    parts = {name: getattr(default, name, None) for name in getattr(config_class, "sub_configs", {})}
+    parts = {name: part for name, part in parts.items() if isinstance(part, PreTrainedConfig)}
+    chosen = {name: value for name, value in {**PLACEHOLDERS, **sizes}.items() if name in known}
+    if (known.get("rope_parameters") or {}).get("mrope_section"):
+        chosen["rope_parameters"] = {**known["rope_parameters"], "mrope_section": [1, 1, 2]}
+    if has_text := bool(TEXT & set(parts)):
+        chosen = {name: value for name, value in chosen.items() if name not in ("hidden_size", "initializer_range")}
+    for name, part in parts.items():
+        is_text = name in TEXT
+        inner = _sizes(type(part), SIZES if is_text else OTHER, overrides if is_text else {})
+        chosen[name] = {**inner, "model_type": part.model_type}
+    if sizes is OTHER:
+        return chosen
+    return {**chosen, **SPECIAL.get(config_class.model_type, {}), **({} if has_text else overrides)}
+
+
+def tiny_of(family: str, attn_implementation: str | None = None, kind: str = "text", **overrides: Any) -> CausalLM:
     """A random float64 model. Raises whatever its family raises if it cannot be built."""
-    if family in HUGE:
-        raise ValueError("too large")
     config = tiny_config(family, **overrides)
+    auto = KINDS[kind][0]
+    options = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
+    with torch.device("meta"):
+        size = auto.from_config(config, **options).num_parameters()
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size} parameters")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, experts_implementation="eager"
-        )
-        if model.num_parameters() > 3_000_000:
-            raise ValueError(f"{model.num_parameters()} parameters")
-        if hasattr(model, "set_default_language"):
-            model.set_default_language("en_XX")  # X-MOD
-    return model.to(torch.float64).eval()
+        model = auto.from_config(config, **options)
+    if hasattr(model, "set_default_language"):
+        model.set_default_language("en_XX")  # X-MOD
+    return model.to(torch.float32 if family in FLOAT32 else torch.float64).eval()

@@ -49,7 +49,9 @@ def test_measuring_is_quick_and_leaves_no_trace(family: str) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     begin = time.perf_counter()
-    measured = costs.measure(costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20, trees=True))
+    measured: Any = costs.measure(
+        costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20, trees=True)
+    )
     assert time.perf_counter() - begin < 4.0  # two seconds; twice that on a busy machine
     assert torch.equal(torch.rand(3), expected), "torch's generator is where it was"
     assert len(measured.verify) == 21
@@ -88,8 +90,8 @@ def test_a_batch_is_measured_after_a_longer_context(positions: int, context: int
 def test_a_slower_target_and_a_slower_draft_cost_more() -> None:
     small, large = tiny("llama"), tiny("llama", num_hidden_layers=12)
     head = AcceptanceHead(32, inputs="before")
-    one = costs.measure(costs.Rounds(small, Drafter(large), head, 4))
-    other = costs.measure(costs.Rounds(large, Drafter(small), head, 4))
+    one: Any = costs.measure(costs.Rounds(small, Drafter(large), head, 4))
+    other: Any = costs.measure(costs.Rounds(large, Drafter(small), head, 4))
     assert other.verify[0] > 1.5 * one.verify[0]
     assert one.draft > 1.5 * other.draft
 
@@ -171,7 +173,7 @@ def test_a_cache_that_cannot_be_made_is_no_error(
 @pytest.mark.parametrize("positions", [24, 64])
 def test_as_many_candidates_as_there_are_positions(positions: int) -> None:
     target = tiny("gpt2", n_positions=positions)
-    measured = costs.measure(
+    measured: Any = costs.measure(
         costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), positions, trees=True)
     )
     assert 1 < len(measured.verify) < positions

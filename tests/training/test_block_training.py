@@ -238,9 +238,9 @@ def test_all_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"distill.block_size": 600}, "block_size=600 is longer than the answers, which have at most 512 tokens"),
+        ({"distill.block_size": 600}, "block_size=600 must be a whole number from 2 to 128"),
         ({"distill.max_length": 8}, "block_size=8 is longer than the answers, which have at most 7 tokens"),
-        ({"distill.block_size": 1}, "block_size=1 must be a whole number of at least 2"),
+        ({"distill.block_size": 1}, "block_size=1 must be a whole number from 2 to 128"),
         ({"distill.block_layers": 0}, "block_layers=0 must be"),
         ({"distill.block_anchors": 0}, "block_anchors=0 must be"),
         ({"distill.block_decay": 0.0}, "block_decay=0.0 must be above 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.hub.card import make_card, opening, unhelped
+from hf_specdecpp.hub.repository import DRAFT_VOCAB
+from hf_specdecpp.kinds.known import KINDS
 from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.calibration import stage as calibration
 from hf_specdecpp.training.card import stage as card_stage
@@ -29,6 +34,7 @@ from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.evaluation import plots
 from hf_specdecpp.training.evaluation import stage as evaluation
 from hf_specdecpp.training.head import stage as head_fitting
+from hf_specdecpp.training.run import STAGES
 
 SPEED_ROW = {"set": "sums", "temperature": 0, "tokens_per_pass": 3.21, "prompts": 5, "interval": [1.72, 2.0],
              "same_passes": 1.25, "same_passes_interval": [1.1, 1.3]}  # fmt: skip
@@ -174,7 +180,7 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
             assert "of one text, so it may be far from that of others" in title
         else:
             assert "[{:.3f}, {:.3f}]".format(*part["interval"]) in title
-        names = ["**head**", "draft probability", "svip", "adaedl", "confidence", f"fixed length {best['length']}"]
+        names = ["**head**", "draft probability", f"fixed length {best['length']}"]
         assert [row[0] for row in rows[2:]] == names
         assert all(len(row) == 6 for row in rows)
         head = part["estimators"]["head"]
@@ -186,6 +192,95 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
     assert len(results.eval_results) == 2 * 2 * 4
     assert len({result.dataset_name for result in results.eval_results}) == 2 * 2, "each set keeps its name"
     assert f"On {report['device']}, float32." in card.text
+
+
+BY = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/)).\n"
+
+
+@pytest.mark.parametrize(
+    ("speedup", "same_passes", "begins"),
+    [(1.9, 1.25, "Makes"), (0.85, 0.85, "Did not make"), (1.9, 1.0, "Did not make")],
+    ids=["faster", "slower", "only the passes are"],
+)
+def test_the_card_begins_with_what_was_measured(speedup: float, same_passes: float, begins: str) -> None:
+    row = {**SPEED_ROW, "contestant": "ours", "speedup": speedup, "interval": [speedup - 0.1, speedup + 0.1]}
+    row |= {"same_passes": same_passes, "same_passes_interval": [same_passes - 0.1, same_passes + 0.1]}
+    others = [{**row, "contestant": name, "speedup": 9.0} for name in ("plain", "lookup", "prompt lookup 2")]
+    other_set = {**row, "contestant": "ours", "set": "other", "speedup": 9.0}
+    said = opening({"rows": [*others, {**row, "contestant": "worse", "speedup": 0.5}, row, other_set]})
+    assert said.startswith(
+        f"{begins} `generate()` of the target faster without changing one token of what it says\n{BY}"
+    )
+    assert f"{speedup:.2f} ({speedup - 0.1:.2f} to {speedup + 0.1:.2f}) times the speed of plain" in said
+    assert said.endswith("at best (ours; sums, temperature 0).")
+
+
+def test_the_card_of_what_was_not_measured_says_so(run: TrainingConfig, card: ModelCard, tmp_path: Path) -> None:
+    assert card.text.split("\n\n")[1].startswith("Makes `generate()` of the target faster")
+    assert "1.90 (1.72 to 2.00) times" in card.text.split("\n\n")[1]
+    SpecDecPPAssistant.from_early_exit(tiny("llama"), 1).save_pretrained(tmp_path)
+    plain = ModelCard((tmp_path / "README.md").read_text()).text.split("\n\n")[1]
+    assert plain.startswith(f"Drafts for `generate()` of the target without changing one token of what it says\n{BY}")
+    assert "How fast that is has not been measured" in plain
+    assert "faster" not in plain
+    assert opening({"rows": [{**SPEED_ROW, "contestant": "plain", "speedup": 1.0}]}) == plain
+
+
+def trained(shares: dict[str, float], after: float = 0.5, auc: float = 0.8, kl: float = 0.3) -> dict[str, Any]:
+    """What a card knows of a run whose draft was accepted with probability 0.5 before training."""
+    judged = {"head": {"auc": auc, "binary_kl": kl}, "draft probability": {"auc": 0.7, "binary_kl": 0.4}}
+    acceptance = {when: {"all": {"acceptance": each}} for when, each in (("before", 0.5), ("after", after))}
+    sets = {"heldout": {"1": {"estimators": judged}}}
+    return {"distillation": {**acceptance, "shares": shares}, "evaluation": {"sets": sets}}
+
+
+def test_the_card_says_what_training_did_not_help() -> None:
+    assert (
+        unhelped(None)
+        == unhelped(trained({"1.00": 0.6}, 0.6))
+        == unhelped(trained({"1.00": 0.6, "0.00": 0.5}, 0.6))
+        == []
+    )
+    not_kept = unhelped(trained({"1.00": 0.4, "0.33": 0.45, "0.00": 0.5}))
+    assert not_kept == [
+        "Training did not help the draft: a candidate is accepted with probability 0.500 without it, with it at most "
+        "0.450."
+    ]
+    assert "with it at most 0.480" in unhelped(trained({"1.00": 0.48}, 0.48))[0], "a layer that is kept all the same"
+    fitted = trained({"1.00": 0.55, "0.00": 0.6}, 0.6)
+    assert "probability 0.600 without it, with it at most 0.550" in unhelped(fitted)[0], "least squares are better"
+    for auc, kl, is_said in ((0.8, 0.5, False), (0.6, 0.3, False), (0.6, 0.5, True), (0.5, 0.3, True)):
+        said = unhelped(trained({"1.00": 0.6}, 0.6, auc, kl))
+        assert bool(said) is is_said
+        assert all(each.startswith(f"Training did not help the head: its AUC is {auc:.3f} and") for each in said)
+    head_only = {**trained({}, auc=0.6, kl=0.5), "distillation": {"before": {}}}
+    assert len(unhelped(head_only)) == 1
+
+
+def test_the_card_says_it_at_its_beginning(run: TrainingConfig) -> None:
+    config, training = SpecDecPPConfig(target_id="org/target"), card_stage.results(run)
+    training["evaluation"] = copy.deepcopy(training["evaluation"])
+    training["evaluation"]["sets"]["heldout"]["1"]["estimators"]["head"]["auc"] = 0.5
+    parts = make_card(config, None, training).text.split("\n\n")
+    assert any(line.startswith("Training did not help the head: its AUC is 0.500") for line in parts[2].splitlines())
+    assert parts[3].startswith("```python")
+
+
+def test_the_guide_names_the_files_that_stages_leave(run: TrainingConfig, card: ModelCard) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)` \| .* \| (.*) \|$", guide.partition("## Stages")[2].partition("###")[0], re.MULTILINE
+    )
+    named = {stage: re.findall(r"`([^`]+)`", cell) for stage, cell in rows}
+    assert list(named) == list(STAGES)
+    assert named.pop("card") == ["my-assistant/"]
+    of_others = {DRAFT_VOCAB, *(name for kind in KINDS for name in kind.module_files)}
+    for stage, names in named.items():
+        assert names, stage
+        for name in set(names) - of_others:
+            found = name.replace("{train,heldout,TEST SET}", "sums").rstrip("/")
+            assert list(run.work.glob(found)), f"{stage} leaves no {name}"
+    assert of_others <= set(named["distill"])
 
 
 def test_the_card_says_what_was_seen(run: TrainingConfig, card: ModelCard) -> None:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.learning import taught
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
@@ -91,7 +90,7 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
 def test_loss_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, vocab_size: int | None, chunk: int
 ) -> None:
-    monkeypatch.setattr(taught, "CHUNK", chunk)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.student.CHUNK", chunk)
     config = prepare(tmp_path, kind, draft_vocab_size=vocab_size)
     answers = rows(5, seed=3)
     write_rollouts(config.work, rows(64, seed=1), answers)
@@ -119,7 +118,7 @@ def test_loss_and_measures(
 @pytest.mark.parametrize(("vocab_size", "loss"), [(None, "kl"), (20, "kl"), (20, "tv"), (20, "kl+tv")])
 def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None, loss: str) -> None:
     """The chunked gradient is that of the loss written in one line over all positions."""
-    monkeypatch.setattr(taught, "CHUNK", 7)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.student.CHUNK", 7)
     trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss), monkeypatch)
     model, drafter = trainer.model, trainer.model.drafter
     batch = trainer.data_collator(rows(5, seed=3))

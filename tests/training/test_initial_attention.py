@@ -30,8 +30,8 @@ def target_of(family: str = "llama") -> CausalLM:
     return target
 
 
-def begun(target: CausalLM, **flags: bool) -> Eagle3Model:
-    model = initial_layer.untrained(initial_layer.settings_for(target, READS, None, **flags), target, None)
+def begun(target: CausalLM) -> Eagle3Model:
+    model = initial_layer.untrained(initial_layer.settings_for(target, READS, None), target, None)
     initial_layer.fit(model, target, TEXTS)
     return model
 
@@ -106,14 +106,6 @@ def test_it_computes_what_the_last_layer_does(step: int) -> None:
     assert ours < 0.05
     assert off(without_phase(begun(target)), target, step) > 2 * ours
     assert off(plain(begun(target)), target, step) > 3 * ours
-
-
-@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"norm_output": True}])
-def test_it_begins_as_well_with_norms(flags: dict[str, bool]) -> None:
-    """With `norm_output` a further step goes on from the normed state, which only a first step has fc for."""
-    target = target_of()
-    assert off(begun(target, **flags), target, 1) < 0.1
-    assert off(plain(begun(target, **flags)), target, 1) > 0.1
 
 
 def test_fc_makes_the_final_state_of_what_is_read() -> None:

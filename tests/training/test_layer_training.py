@@ -24,23 +24,14 @@ WEIGHTS = "eagle3.safetensors"
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(
-    ("family", "flags"),
-    [
-        ("llama", {}),
-        ("qwen2", {"fc_norm": True, "norm_output": True}),
-        pytest.param("gemma3_text", {}, marks=pytest.mark.slow),
-    ],
-)
-def test_training_helps_and_is_what_is_stored(family: str, flags: dict[str, bool], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_training_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> None:
     vocab = 40 if family == "llama" else None
-    config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6, **flags)
+    config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6)
     again, target = check_that_training_helps(config, tmp_path / "repo")
     ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
     assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
     assert again.stats.drafted > 0
-    settings = again.ready_drafter().model.settings
-    assert (settings.fc_norm, settings.norm_output) == (flags.get("fc_norm", False), flags.get("norm_output", False))
 
 
 def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

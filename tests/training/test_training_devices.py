@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.learning.student import Student
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.calibration.chains import chains_of_text
 from hf_specdecpp.training.configuration import HeadConfig
+from hf_specdecpp.training.distillation.student import Student
 from hf_specdecpp.training.head.features import text_features
 
 KINDS = ["independent", "early exit", "conditioned"]

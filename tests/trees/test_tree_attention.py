@@ -210,7 +210,6 @@ def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
         ("lfm2", {}, "layers of type conv"),
         ("deepseek_v32", {}, "tokens that an indexer chooses"),
         ("bart", {}, "takes no position_ids"),
-        ("roberta", {}, "reads a token tree differently"),
         ("gpt_neo", {}, "local attention"),
         ("llama4_text", {}, "attn_temperature_tuning"),
         ("minimax_m3_vl_text", {}, "index_topk_blocks"),
@@ -241,7 +240,7 @@ def test_other_caches_are_refused() -> None:
 def test_a_forward_that_fails_is_refused(monkeypatch: Any) -> None:
     model = tiny_of("llama")
     monkeypatch.setattr(type(model.model), "forward", _fails)
-    with pytest.raises(ValueError, match="fails on a token tree .no trees here"):
+    with pytest.raises(ValueError, match=r"fails on a token tree .RuntimeError\('no trees here'"):
         check_tree(model)
 
 
@@ -266,17 +265,7 @@ def test_the_model_is_tried_once_and_left_as_it_was() -> None:
     assert len(passes) == 6
 
 
-def test_dropout_is_refused_and_spares_the_random_numbers() -> None:
-    """A model left in training mode answers differently each time."""
-    model = tiny_of("gpt2").train()
-    random = torch.get_rng_state()
-    with pytest.raises(ValueError, match="reads a token tree differently"):
-        check_tree(model)
-    assert torch.equal(torch.get_rng_state(), random)
-    check_tree(model.eval())
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "mixtral", "roberta"])
 def test_rounding_is_far_below_the_tolerance(family: str) -> None:
     model = tiny_of(family)
     assert tree_error(model) < support.TREE_TOLERANCE[torch.float64] / 10

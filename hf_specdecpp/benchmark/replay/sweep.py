@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_specdecpp.benchmark.replay.baselines import BASELINES
 from hf_specdecpp.benchmark.replay.chains import ChainReplay, Outcomes, recorded_estimator, replay_all
 from hf_specdecpp.benchmark.replay.oracle import oracle
 from hf_specdecpp.benchmark.replay.record import MAX_TOKENS
@@ -87,27 +88,29 @@ def _outcomes(
             (FIXED, length, None),
             replay_all(replays, partial(make_rule, config, recorded_estimator("q", None, greedy))),
         )
-    for family, rule, field, by, adapts in _families(head):
+    for family, by, adapts in _families(head):
         for setting in THRESHOLDS:
-            settings: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": MAX_TOKENS}
+            config = SpeculationConfig(rule="threshold", threshold=setting, max_tokens=MAX_TOKENS)
             rates = AcceptanceRates() if adapts else None  # one for all texts, as an assistant has it
-            make = partial(make_rule, SpeculationConfig(**settings), recorded_estimator(by, head, greedy), rates=rates)
+            make = partial(make_rule, config, recorded_estimator(by, head, greedy), rates=rates)
             yield (family, setting, None), replay_all(replays, make)
+    for family, baseline in BASELINES.items():
+        for setting in THRESHOLDS:
+            yield (family, setting, None), replay_all(replays, partial(baseline, setting, MAX_TOKENS))
     for name, each in costs.items():
         yield (ORACLE, None, name), oracle(replays, each)
         for by in (*_judges(head), "truth"):
             yield (f"throughput ({by})", None, name), replay_all(replays, _throughput(each, by, head, greedy))
 
 
-def _families(head: AcceptanceHead | None) -> list[tuple[str, str, str, str, bool]]:
-    """Name, rule, which field is its threshold, who judges, and whether estimates are calibrated while running."""
-    threshold = [
-        (f"threshold ({by}{' online' if adapts else ''})", "threshold", "threshold", by, adapts)
+def _families(head: AcceptanceHead | None) -> list[tuple[str, str, bool]]:
+    """Of the threshold rule: name, who judges, and whether estimates are calibrated while running."""
+    judged = [
+        (f"threshold ({by}{' online' if adapts else ''})", by, adapts)
         for by in _judges(head)
         for adapts in (False, True)
     ]
-    free = [(rule, rule, f"{rule}_threshold", "q", False) for rule in ("confidence", "svip", "adaedl")]
-    return [*threshold, *free, (INFORMED, "threshold", "threshold", "truth", False)]
+    return [*judged, (INFORMED, "truth", False)]
 
 
 def _judges(head: AcceptanceHead | None) -> Sequence[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchCache
@@ -24,7 +24,14 @@ from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCand
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
-from hf_specdecpp.generation.refusals import LateRefusalError
+from hf_specdecpp.generation.refusals import (
+    NO_BATCH,
+    NO_POSITIONS,
+    LateRefusalError,
+    check_numbers,
+    check_prompt,
+    gives_positions,
+)
 from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.target_states import TargetStates
@@ -74,11 +81,6 @@ class BatchDecoding:
             if self.carries_cache:
                 self._restore_cache(sequences)
                 is_restored = True
-        except LateRefusalError:
-            if not self.goes_on:  # the cache is as it was, for whoever generates without an assistant then
-                self.cache.cache.layers = DynamicCache(config=self.target.config.get_text_config(decoder=True)).layers
-                is_restored = True
-            raise
         finally:
             if not is_restored:
                 self.cache.cache.layers = [_UsedUp()]
@@ -88,14 +90,17 @@ class BatchDecoding:
         """The prompts' pass, then rounds until all rows have ended."""
         begin = time.perf_counter()
         with self.products:
+            if not gives_positions(self.target, input_ids, self.model_kwargs):
+                raise LateRefusalError(NO_BATCH.format(NO_POSITIONS))
             outputs = self.states.catch(self.target._prefill, input_ids, self.config, self.model_kwargs)
+            check_prompt(outputs)
             mask = self.model_kwargs.get("attention_mask")
             self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
             self.cache.note(self.prompt_mask)
             self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
             self.texts, self.active = list(input_ids.split(1)), list(range(len(self.rows)))
             finished = self._verify([Chain([], []) for _ in self.rows], outputs)
-            self._check_numbers(outputs)
+            check_numbers(self.target, outputs.logits, self.prompt_mask)
             self._leave(self._leaving(finished))
         for row in self.rows:
             row.stats.plain_passes += 1
@@ -108,7 +113,7 @@ class BatchDecoding:
                     self._round()
         self.rows[0].generator.finish()
         for row, text in zip(self.rows, self.texts, strict=True):
-            row.generator.remember(text, row.states.found)
+            row.generator.remember(text)
 
     def _round(self) -> None:
         """Draft for every row, one target pass, verify; rows that have ended leave."""
@@ -182,7 +187,7 @@ class BatchDecoding:
         config = self.rows[0].generator.setup.speculation
         seconds = pass_seconds(self.target, config, self.products, lambda: self._inputs(*last), count)
         for row in self.rows:
-            row.stats.plain_pass_seconds, row.stats.same_pass_seconds = (each / count for each in seconds)
+            row.stats.plain_pass_seconds, row.stats.same_pass_seconds = seconds.share(count)
 
     def _inputs(self, chains: list[Chain], is_token: Tensor) -> dict[str, Any]:
         """Forward arguments for each row's last token and candidates, then dummies: `is_token` `[rows, n]`."""
@@ -252,16 +257,6 @@ class BatchDecoding:
             row[..., shown.to(layer.device)] = layer[:, :, :count][..., held.to(layer.device)]
             rows.append(row)
         return tuple(rows)
-
-    def _check_numbers(self, outputs: Any) -> None:
-        """Raise `LateRefusalError` where padding has made a row's logits NaN, as eager attention with windows does."""
-        spoilt = [row for row, logits in enumerate(outputs.logits) if bool(logits[-1].isnan().any())]
-        if padded := [row for row in spoilt if not bool(self.prompt_mask[row].all())]:
-            raise LateRefusalError(
-                f"Row {padded[0]} of this batch begins with padding, and {type(self.target).__name__} computes NaN in "
-                f"it with attn_implementation={self.target.config._attn_implementation!r}: plain generate() gives a "
-                'wrong text, too. Load the target with attn_implementation="sdpa", or call generate() once a sequence.'
-            )
 
     def _leaving(self, finished: list[bool]) -> list[bool]:
         """Which of the active rows leave.

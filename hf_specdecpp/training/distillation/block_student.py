@@ -12,8 +12,8 @@ from torch import Tensor
 from hf_specdecpp.dflash.anchors import blocks_after
 from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.dflash.model import DFlashModel
-from hf_specdecpp.learning.taught import DISTANCES, Taught, through
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.training.distillation.student import DISTANCES, Taught, through
 
 
 class BlockStudent(Taught):

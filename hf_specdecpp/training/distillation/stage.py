@@ -27,7 +27,6 @@ from transformers.utils import logging
 from hf_specdecpp.files import check_finite, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.kinds.conditioned import FUSION
-from hf_specdecpp.learning.taught import Taught
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.target_states import StateReader
@@ -38,6 +37,7 @@ from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.data import answer_tokens, by_length, collate, lengths_of, useful
 from hf_specdecpp.training.distillation.start import layer_from
 from hf_specdecpp.training.distillation.state_cache import StateCache
+from hf_specdecpp.training.distillation.student import Taught
 from hf_specdecpp.training.distillation.students import CHECKPOINTS, student_of
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer, summarise, with_final
 from hf_specdecpp.training.models import (
@@ -175,13 +175,13 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
 def _of_no_use(config: TrainingConfig) -> set[str]:
     """Settings of `distill` that are of other kinds of draft."""
     of_adapters = {"rank", "alpha", "dropout", "fusion_rank"}
-    of_states, of_eagle3 = {"unroll", "fusion_rank", "fusion_learning_rate"}, {"fc_norm", "norm_output"}
+    of_states = {"unroll", "fusion_rank", "fusion_learning_rate"}
     of_blocks = {name for name in asdict(config.distill) if name.startswith("block_")} | {"mask_token"}
     if config.trains_block:
-        return of_adapters | of_eagle3 | {"unroll"}
+        return of_adapters | {"unroll"}
     if config.trains_layer:
         return of_adapters | of_blocks
-    return of_eagle3 | of_blocks | (set() if config.trains_module else of_states)
+    return of_blocks | (set() if config.trains_module else of_states)
 
 
 # Models and data -----------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
 from hf_specdecpp.kinds.kind import Kind
 from hf_specdecpp.kinds.known import kind_of
-from hf_specdecpp.learning.student import Student
 from hf_specdecpp.models.adapters import read_adapter
+from hf_specdecpp.training.distillation.student import Student
 from hf_specdecpp.training.models import LAYER_CONFIG, load_fusion, load_layer
 
 
@@ -61,7 +61,7 @@ def layer_from(kind: Kind, start: str) -> Any:
     """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
     if (Path(start) / LAYER_CONFIG).is_file():
         return load_layer(kind, Path(start))
-    repository = Repository(start)
+    repository = Repository.named(start)
     config = load_config(repository)
     if (found := kind_of(config)) is not kind:
         raise ValueError(

@@ -20,8 +20,6 @@ from hf_specdecpp.eagle3.meeting import meet
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.learning.student import Student
-from hf_specdecpp.learning.taught import LayerStudent, Taught
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -30,6 +28,7 @@ from hf_specdecpp.training.distillation.initial import block as initial_block
 from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
 from hf_specdecpp.training.distillation.initial import layer as initial_layer
 from hf_specdecpp.training.distillation.start import start_from
+from hf_specdecpp.training.distillation.student import LayerStudent, Student, Taught
 from hf_specdecpp.training.models import layers_of, reads_of
 from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import last_checkpoint
@@ -94,9 +93,7 @@ def _layer(
         meet(earlier, target, repr(distill.start_from), torch.float32)
         return earlier
     reads = usual_reads(depth) if config.reads is None else config.reads
-    settings = initial_layer.settings_for(
-        target, reads, vocab, fc_norm=distill.fc_norm, norm_output=distill.norm_output
-    )
+    settings = initial_layer.settings_for(target, reads, vocab)
     model = initial_layer.untrained(settings, target, vocab)
     if last_checkpoint(config.work / CHECKPOINTS) is None:
         logger.info(f"Fitting the layer's input on {min(len(train), FITTED_ON)} answers.")

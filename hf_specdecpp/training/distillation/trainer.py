@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.learning.taught import Taught
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation.data import IGNORED
 from hf_specdecpp.training.distillation.state_cache import StateCache
+from hf_specdecpp.training.distillation.student import Taught
 
 
 def _num_ids(drafter: Reader) -> int:

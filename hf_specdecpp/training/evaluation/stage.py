@@ -1,11 +1,10 @@
-"""Stage `eval`: the head and every training-free rule on the same held-out chains."""
+"""Stage `eval`: the head, the draft's own probability and fixed lengths on the same held-out chains."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.stopping import ADAEDL_GAMMA, SVIP_GAMMA, StoppingRule
+from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc
@@ -38,14 +37,8 @@ LENGTHS = range(1, 15)  # fixed lengths
 THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
 # A draft token's price in target passes, for naming the best fixed length: that of the paper's pair of models.
 COST_RATIO = 0.2
-# For each rule, the field of `SpeculationConfig` that is its threshold, and which signal it reads.
-RULES = {
-    "head": ("threshold", "threshold", "head"),
-    "draft probability": ("threshold", "threshold", "q"),
-    "confidence": ("confidence", "confidence_threshold", "q"),
-    "svip": ("svip", "svip_threshold", "entropy"),
-    "adaedl": ("adaedl", "adaedl_threshold", "entropy"),
-}
+# Who judges for the threshold rule, and which signal that is.
+JUDGES = {"head": "head", "draft probability": "q"}
 
 
 def run(config: TrainingConfig) -> dict[str, Any]:
@@ -120,17 +113,11 @@ def _evaluate(
 def all_estimates(
     head: AcceptanceHead, rows: dict[str, Tensor], assistant: SpecDecPPAssistant, greedy: bool
 ) -> dict[str, Tensor]:
-    """Acceptance probabilities `[n]` by the head and by every training-free estimator, in (0, 1)."""
+    """Acceptance probabilities `[n]` by the head and by the draft itself, in (0, 1)."""
     log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
     if (calibration := head.calibration.get(MODES[greedy])) is not None:
         log_odds = calibration.apply(log_odds, rows["index"])
-    q, entropy = rows["scalars"][:, 0].exp(), rows["scalars"][:, 1].clamp_min(0.0)
-    estimates = {
-        "head": log_odds.sigmoid(),
-        "draft probability": q,  # also what `confidence` looks at
-        "svip": 1.0 - (SVIP_GAMMA * entropy).sqrt(),
-        "adaedl": 1.0 - (ADAEDL_GAMMA * entropy).sqrt(),
-    }
+    estimates = {"head": log_odds.sigmoid(), "draft probability": rows["scalars"][:, 0].exp()}
     return {name: estimate.double().clamp(1e-6, 1.0 - 1e-6) for name, estimate in estimates.items()}
 
 
@@ -165,28 +152,25 @@ def acceptance_interval(label: Tensor, text: Tensor) -> list[float] | None:
 def recorded_chains(rows: dict[str, Tensor], estimates: Mapping[str, Tensor], inputs: str) -> Iterator[RecordedChain]:
     """The rows, a chain at a time, with what each rule reads after each candidate."""
     begins = (rows["index"] == 0).nonzero()[:, 0].tolist()
-    columns = {"head": estimates["head"], "q": rows["scalars"][:, 0].exp(), "entropy": rows["scalars"][:, 1]}
+    columns = {"head": estimates["head"], "q": rows["scalars"][:, 0].exp()}
     lists = {name: values.tolist() for name, values in columns.items()}
-    labels, texts = rows["label"].tolist(), rows["text"].tolist()
+    labels = rows["label"].tolist()
     for begin, end in zip(begins, [*begins[1:], len(labels)], strict=True):
         signals: dict[str, list[float | None]] = {name: values[begin:end] for name, values in lists.items()}
         if inputs == "after":  # the verdict on a candidate comes with the next one
             signals["head"] = [None, *signals["head"][:-1]]
-        yield RecordedChain(texts[begin], labels[begin:end], signals)
+        yield RecordedChain(labels[begin:end], signals)
 
 
 def rule_curves(recorded: list[RecordedChain]) -> dict[str, list[Outcome]]:
-    """Every rule over its thresholds, and fixed lengths."""
+    """The threshold rule over its thresholds by each judge, and fixed lengths."""
 
-    def maker(rule: str, field: str, setting: float) -> Callable[[], StoppingRule]:
-        settings: dict[str, Any] = {"rule": rule, field: setting, "max_tokens": chains.MAX_TOKENS}
-        return partial(make_rule, SpeculationConfig(**settings), DraftProbability())
+    def threshold(setting: float) -> StoppingRule:
+        config = SpeculationConfig(rule="threshold", threshold=setting, max_tokens=chains.MAX_TOKENS)
+        return make_rule(config, DraftProbability())
 
-    curves = {
-        name: curve(partial(maker, rule, field), THRESHOLDS, recorded, signal)
-        for name, (rule, field, signal) in RULES.items()
-    }
-    curves["fixed"] = curve(partial(maker, "fixed", "num_tokens"), LENGTHS, recorded, "q")
+    curves = {name: curve(threshold, THRESHOLDS, recorded, signal) for name, signal in JUDGES.items()}
+    curves["fixed"] = curve(lambda length: FixedLength(int(length)), LENGTHS, recorded, "q")
     return curves
 
 

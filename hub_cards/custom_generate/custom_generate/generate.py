@@ -9,7 +9,7 @@ _assistants = WeakKeyDictionary()
 
 
 def generate(inputs=None, *, model, assistant=None, speculation=None, **arguments):
-    """What `generate()` returns, with an assistant that is attached to the model for this call only.
+    """What `generate()` returns, with an assistant that drafts for this call only.
 
     Args:
         inputs, arguments: those of `generate()`.
@@ -26,20 +26,18 @@ def generate(inputs=None, *, model, assistant=None, speculation=None, **argument
             "assistant_model= needs no custom_generate=: leave that out. Here assistant= names what drafts, such as "
             "'org/head'."
         )
-    helper = _assistant_for(model, assistant)
-    if speculation is not None:
-        helper.speculation = SpeculationConfig(**speculation)
-    helper.attach(model, default=True)
-    try:
+    helper, own = _assistant_for(model, assistant)
+    helper.speculation = own if speculation is None else SpeculationConfig(**speculation)
+    with helper.as_default(model):
         # Of the class: a model that was loaded from a repository with this file has this function as its own.
         return type(model).generate(model, inputs, **given)
-    finally:
-        helper.detach(model)
 
 
 def _assistant_for(model, name):
+    """An assistant that is attached to the model, and its own settings."""
     known = _assistants.setdefault(model, {})
     if name not in known:
         make = SpecDecPPAssistant.from_lookup
-        known[name] = make(model) if name is None else SpecDecPPAssistant.from_pretrained(name, target=model)
+        helper = make(model) if name is None else SpecDecPPAssistant.from_pretrained(name, target=model)
+        known[name] = helper, helper.speculation
     return known[name]

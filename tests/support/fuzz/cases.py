@@ -64,7 +64,7 @@ FAMILIES = (
 WITH_ADAPTERS = ("llama", "gemma3_text", "gpt2")  # to make them takes time, and families hardly matter to them
 DRAFTS = ("other", "more ids", "fewer ids", "exit", "exit some", "exit lora", "lora", "conditioned", "eagle3")
 TREES = ("dyspec", "dyspec wide", "dyspec sparse", "dyspec-exact", "static", "static ragged", "static chain")
-RULES = ("fixed", "fixed one", "threshold", "confidence", "svip", "adaedl", "throughput cheap", "throughput dear")
+RULES = ("fixed", "fixed one", "threshold", "throughput cheap", "throughput dear")
 PROCESSORS = (
     "repetition_penalty", "no_repeat_ngram", "bad_words", "sequence_bias", "min_new_tokens", "forced_eos", "neighbours",
     "grammar", "suppress", "begin_suppress", "remove_invalid", "encoder_repetition", "encoder_no_repeat", "renormalize",

@@ -25,9 +25,6 @@ RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
     "fixed one": {"rule": "fixed", "num_tokens": 1},
     "threshold": {"rule": "threshold", "threshold": 0.8, "max_tokens": 7},
-    "confidence": {"rule": "confidence", "confidence_threshold": 0.2},
-    "svip": {"rule": "svip", "svip_threshold": 0.6},
-    "adaedl": {"rule": "adaedl", "max_tokens": 6},
     "throughput cheap": {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.05, 1.1]}},
     "throughput dear": {"rule": "throughput", "costs": {"draft": 0.6, "verify": [1.0, 1.2]}},
 }

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_specdecpp.config.bounds import ROPE
 from hf_specdecpp.dflash.checkpoint import meet
 from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.dflash.model import DFlashModel
@@ -57,6 +58,7 @@ def settings_for(
         )
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
+    rope = {name: rope[name] for name in ROPE if name in rope}
     width = config.hidden_size
     head_dim = size_of(config, "head_dim") or width // (size_of(config, "num_attention_heads") or 8)
     heads = KINDS * -(-width // (2 * head_dim)) + 1  # half of a full map for each kind, and one that counts places

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdecpp.config.bounds import ROPE
 from hf_specdecpp.eagle3.model import Eagle3Model
 from hf_specdecpp.eagle3.settings import Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
@@ -28,15 +29,12 @@ TINY = 1e-6  # beside the mean square of a vector that is normed
 USUAL_LENGTH = 2048  # tokens, where a target does not say for how long texts it was made (Bloom)
 
 
-def settings_for(
-    target: CausalLM, reads: Sequence[int], vocab: Tensor | None, fc_norm: bool = False, norm_output: bool = False
-) -> Eagle3Settings:
+def settings_for(target: CausalLM, reads: Sequence[int], vocab: Tensor | None) -> Eagle3Settings:
     """A draft of the target's own sizes, each head with keys of its own: one Llama layer, which every engine serves.
 
     Args:
         reads: the target's layers whose outputs it reads.
         vocab: `[n]` token ids that it may propose; `None` for all.
-        fc_norm, norm_output: as in `Eagle3Settings`.
 
     Raises:
         ValueError: the target has no attention, whose sizes the layer takes.
@@ -49,6 +47,7 @@ def settings_for(
         )
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
+    rope = {name: rope[name] for name in ROPE if name in rope}
     layer = {name: size for name in COPIED if (size := size_of(config, name)) is not None}
     return Eagle3Settings(
         layer={
@@ -63,8 +62,6 @@ def settings_for(
         num_reads=len(reads),
         draft_vocab_size=None if vocab is None else len(vocab),
         own_head=vocab is not None or logit_factor(config) != 1.0,
-        fc_norm=fc_norm,
-        norm_output=norm_output,
     )  # fmt: skip
 
 
@@ -153,10 +150,8 @@ def _places(model: Eagle3Model, target: CausalLM, behind: LayerBehind, texts: It
             read, final, inputs = found[0].float().split((reads.width, size, size), dim=-1)
             usual = (_is_usual(read[:-1]) & _is_usual(final[:-1]) & _is_usual(inputs[1:])).cpu()
             attended = read[:, :0] if behind.attended is None else behind.attended[0]
-            own = model.norm(final.to(model.device)) if model.settings.norm_output else final
-            states = reads.normed(read.to(model.device))
             before, after = slice(0, -1), slice(1, None)
-            parts = states[before], own[before], reader.embed(ids[0, after]), inputs[after], attended[after]
+            parts = read[before], final[before], reader.embed(ids[0, after]), inputs[after], attended[after]
             yield _Places(*(part.float().cpu()[usual] for part in parts))
 
 

@@ -1,23 +1,20 @@
-"""The draft as it is taught: what its forward computes (`Taught`); one with a layer of its own (`LayerStudent`)."""
+"""The draft as it is taught (`Taught`): with a LoRA adapter (`Student`), or a layer of its own (`LayerStudent`)."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
-
-UNROLL = (
-    2  # candidates of a round that a draft learns to go on for by itself: four take twice the time and teach no more
-)
-LOSS = "kl+tv"  # of a draft that learns from the texts it drafts for
-READER_RATE = 1e-5  # of what makes the inputs of a draft, which is sensible from the start
 
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256
@@ -125,6 +122,51 @@ class Taught(nn.Module):
         both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
         q_logits = q_logits[..., :both]
         return self.distance(p_logits[:, None, :both].expand_as(q_logits), q_logits)
+
+
+def with_own_parameters(model: CausalLM) -> CausalLM:
+    """The model's structure with new, frozen `Parameter` objects over the same memory.
+
+    So an early exit can be trained although it shares its tensors with the target: whatever freezes, wraps or gathers
+    gradients of the copy's parameters does not reach the target's.
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+class Student(Taught, PeftModel):
+    """The draft with a LoRA adapter. A PEFT model, so that checkpoints hold the adapter and nothing else.
+
+    Args:
+        draft: its weights stay as they are.
+        lora: the adapter. For a conditioned draft its `modules_to_save` names `"fusion"`, which is trained, too.
+        draft_vocab: token ids that the draft may propose, or `None` for all.
+        fusion: of a conditioned draft.
+        unroll: steps of a round that a conditioned draft is taught.
+        loss: one of `DISTANCES`.
+    """
+
+    def __init__(
+        self,
+        draft: CausalLM,
+        lora: LoraConfig,
+        draft_vocab: Tensor | None,
+        fusion: StateReader | None = None,
+        unroll: int = 1,
+        loss: str = "kl",
+    ) -> None:
+        own = with_own_parameters(draft)
+        if fusion is not None:
+            own.fusion = fusion
+        PeftModel.__init__(self, own, lora)
+        base: Any = self.get_base_model()
+        drafter = Drafter(base, draft_vocab, shares_target=True, fusion=fusion)
+        if fusion is not None:
+            drafter.fusion = base.fusion.modules_to_save["default"]
+        object.__setattr__(self, "drafter", drafter)
+        self.unroll = unroll
+        self.distance = DISTANCES[loss]
 
 
 class LayerStudent(Taught):

@@ -1,0 +1,272 @@
+"""Rounds that a GPU runs as two launches and one read (`CapturedRounds`): the draft's steps, and the target's pass with
+acceptance, the next token and all that the next round reads.
+
+The functions are those that every round consists of, on tensors alone; what decides a round on the host elsewhere, such
+as where the stopping rule ends the draft, is computed on the device (`sampling.on_device`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.captured.graphs import Graphs, lasting
+from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.captured import CapturedSession
+from hf_specdecpp.drafting.captured_chain import CapturedChain, RoundRules
+from hf_specdecpp.generation.captured_text import CapturedText
+from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
+from hf_specdecpp.throughput.chains import lag_of
+from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
+
+if TYPE_CHECKING:
+    from hf_specdecpp.generation.decoding import AssistedDecoding
+
+TIMED_ROUNDS = 3  # of a tier, of which the fastest counts
+
+# By target, what is kept of rounds from text to text: by draft and ways of drawing.
+_known: WeakKeyDictionary[CapturedTarget, dict[Any, CapturedRounds]] = WeakKeyDictionary()
+
+
+class CapturedRounds:
+    """The rounds of one target and one draft, for one text at a time.
+
+    Example: the text ends with 6. The first graph drafts 7 8 9 and says that all three are submitted; the second reads
+    6 7 8 9, finds that 7 and 8 stand and that 4 follows, and leaves both models where 4 is the text's last token. The
+    host reads 2, 3, 4 and 7 8 9, and emits 7 8 4.
+
+    Args:
+        passes: the target's.
+        chain: the draft's side.
+    """
+
+    def __init__(self, passes: CapturedTarget, chain: CapturedChain) -> None:
+        self.passes, self.chain = passes, chain
+        self.graphs, self.seconds = Graphs(passes.device), RoundSeconds()
+        most = chain.most
+        with lasting():
+            self.token = torch.zeros((1, 1), dtype=torch.long, device=passes.device)
+            # What the host reads: accepted, submitted, the next token, candidates, estimates.
+            self.report = torch.zeros(3 + 2 * most, dtype=torch.float64, device=passes.device)
+            self.state: Tensor | None = None  # that the target had at the last token of a round without candidates
+            self.read = torch.zeros_like(self.report, device="cpu", pin_memory=passes.device.type == "cuda")
+
+    @property
+    def changes(self) -> list[Tensor]:
+        return [self.token, self.passes.room.cache.length, *self.chain.changes]
+
+    def begin(self, session: CapturedSession, input_ids: Tensor) -> None:
+        """The rounds that follow are of another text, whose last token the target has not read."""
+        self.token.copy_(input_ids[:, -1:])
+        self.chain.begin(session)
+
+    def run(self, k: int, rules: RoundRules) -> list[float]:
+        """One round of k candidates: the report."""
+        self._launch(k, rules)
+        self.read.copy_(self.report, non_blocking=True)
+        self._wait()
+        found: list[float] = self.read.tolist()
+        if k:
+            self.chain.note(int(found[0]))
+        self.passes.held += int(found[0]) + 1
+        return found
+
+    def time(self, k: int, rules: RoundRules) -> float:
+        """Seconds of a round of k candidates, which is forgotten."""
+        before, taken = [each.clone() for each in self.changes], []
+        for _ in range(TIMED_ROUNDS):
+            begin = time.perf_counter()
+            self._launch(k, rules)
+            self._wait()
+            taken.append(time.perf_counter() - begin)
+            for each, old in zip(self.changes, before, strict=True):
+                each.copy_(old)
+            self._wait()
+        return min(taken)
+
+    def _launch(self, k: int, rules: RoundRules) -> None:
+        self.passes.with_room(self.passes.held + k + 1)
+        place = *self.passes.place, self.chain.cache.room, k, rules.key
+
+        def draft() -> None:
+            self.chain.propose(k, rules)
+
+        def verify() -> None:
+            self._verify(k, rules)
+
+        if k:
+            self.graphs.run(("draft", *place), draft, self.changes)
+        self.graphs.run(("verify", *place), verify, self.changes)
+
+    def _wait(self) -> None:
+        if self.passes.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _verify(self, k: int, rules: RoundRules) -> None:
+        """What is captured second."""
+        chain, passes = self.chain, self.passes
+        candidates = chain.candidates[:k]
+        span = torch.arange(k + 1, device=passes.device)
+        tokens = torch.cat((self.token, candidates[None]), dim=1)
+        logits, *states = passes.forward(passes.room, tokens, span <= span[:, None], span)
+        scores = rules.processing.alone(logits[0].float())
+        count = chain.count.clamp_max(k)
+        if chain.q is None:
+            accepted, token = accept_greedily(candidates, count, scores.argmax(-1))
+        else:
+            accepted, token = accept_sampled(
+                candidates, count, scores.softmax(-1), chain.q[:k], rules.verification
+            )
+        together = torch.cat(states, dim=-1) if states else None
+        if k:
+            chain.take(k, accepted, token, together)
+        elif together is not None:
+            self._keep_state(together)
+        self.token.copy_(token)
+        passes.room.cache.length.add_(accepted + 1)
+        parts = [torch.stack((accepted, count, token)), chain.candidates, chain.estimates]
+        self.report.copy_(torch.cat([part.to(self.report) for part in parts]))
+
+
+    def _keep_state(self, state: Tensor) -> None:
+        """The state `[1, 1, width]` at a token that was emitted without the draft."""
+        if self.state is None:
+            with lasting():
+                self.state = torch.empty_like(state)
+        self.state.copy_(state)
+
+
+class RoundsOfText:
+    """The rounds of one text.
+
+    Args:
+        decoding: whose text is captured.
+        rounds: that no other text is using.
+        rules: how candidates are drawn, judged and verified.
+        tiers: chooses how many candidates a round has; `None`: always the most.
+    """
+
+    def __init__(
+        self, decoding: AssistedDecoding, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
+    ) -> None:
+        self.decoding, self.rounds, self.rules = decoding, rounds, rules
+        self.rule, self._has_begun = decoding.generator.rule, False
+        self.tiers = tiers
+        self._unread: list[tuple[Tensor, Tensor | None]] = []  # tokens and states of rounds without candidates
+
+    def round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
+        """A round after the text `input_ids` `[1, length]`: the text with what was emitted, and whether it ends."""
+        stats, rounds = self.decoding.stats, self.rounds
+        begin = time.perf_counter()
+        if not self._has_begun:
+            self.begin(input_ids)
+        k = self._candidates(input_ids)
+        if k:
+            self._catch_up()
+        made, middle = len(rounds.graphs), time.perf_counter()
+        found = rounds.run(k, self.rules)
+        end = time.perf_counter()
+        stats.draft_seconds += middle - begin
+        stats.target_seconds += end - middle
+        if len(rounds.graphs) == made:
+            rounds.seconds.note(k, end - middle)
+        accepted, count, token = (int(each) for each in found[:3])
+        candidates, judged = [int(each) for each in found[3 : 3 + count]], self._num_judged(count)
+        estimates = found[3 + rounds.chain.most :][:judged]
+        self.decoding.generator.note_captured(candidates, estimates, accepted, k)
+        if self.tiers is not None:
+            self.tiers.note(k, count)
+        input_ids, finished = self.decoding.emit_read(input_ids, [*candidates[:accepted], token])
+        if not k and not finished:
+            self._unread.append((input_ids[:, -1:], None if rounds.state is None else rounds.state.clone()))
+        return input_ids, finished
+
+    @property
+    def graphs(self) -> Graphs:
+        return self.rounds.graphs
+
+    def begin(self, input_ids: Tensor) -> None:
+        """The draft reads the prompt; what rounds take is measured where it is not known."""
+        generator, rounds = self.decoding.generator, self.rounds
+        session, tokens, states = generator.read_prompt(input_ids, self.decoding.states.found)
+        rounds.begin(session, input_ids)
+        rounds.chain.append(tokens, states)
+        self._has_begun = True
+        if isinstance(self.tiers, MostTokens):
+            rounds.seconds.time(self.tiers.tiers, lambda k: rounds.time(k, self.rules))
+
+    def _candidates(self, input_ids: Tensor) -> int:
+        """How many the round has. What does not fit under the longest text is cut off when it is emitted."""
+        most = self.rounds.chain.most
+        k = most if self.tiers is None else self.tiers.next()
+        if k and (rates := getattr(self.rule, "rates", None)) is not None:
+            self.rounds.chain.calibrate(rates)
+        return k if self.decoding.generator.has_positions(input_ids, most) else 0
+
+    def _catch_up(self) -> None:
+        """Let the draft read what was emitted in rounds without candidates."""
+        if self._unread:
+            tokens, states = zip(*self._unread, strict=True)
+            known = [each for each in states if each is not None]
+            self.rounds.chain.append(torch.cat(tokens, dim=1), torch.cat(known, dim=1) if known else None)
+            self._unread.clear()
+
+    def _num_judged(self, count: int) -> int:
+        """Estimates of so many candidates: a head that judges late has none of the last."""
+        estimator = self.rules.estimator
+        return 0 if estimator is None else max(count - lag_of(estimator), 0)
+
+
+def rounds_of(decoding: AssistedDecoding) -> RoundsOfText | str:
+    """The rounds of a text whose passes are captured, or why they are made step by step."""
+    generator, text = decoding.generator, decoding.prefix
+    session, speculation = generator.session, generator.setup.speculation
+    if not isinstance(text, CapturedText):
+        return "passes are not captured"
+    if (reason := _why_not(decoding)) is not None:
+        return reason
+    greedy, most = generator.randomness is None, most_candidates(speculation)
+    rules = RoundRules(
+        greedy, generator.draft_processing, generator.processing,
+        None if speculation.rule == "fixed" else generator.estimator,
+        speculation.threshold if speculation.rule == "threshold" else None, speculation.min_tokens,
+        speculation.verification,
+    )  # fmt: skip
+    known = _known.setdefault(text.passes, {})
+    key = id(session.steps), most, greedy, session.vocab_size
+    if key not in known:
+        known[key] = CapturedRounds(text.passes, CapturedChain(session, most, greedy))
+    rounds = known[key]
+    tiers: Followed | MostTokens | None = None
+    if speculation.rule == "threshold":
+        tiers = Followed(most)
+    elif speculation.rule == "throughput":
+        tiers = MostTokens(most, generator.learned_rates(), rounds.seconds)
+    return RoundsOfText(decoding, rounds, rules, tiers)
+
+
+def most_candidates(speculation: SpeculationConfig) -> int:
+    """The most that a captured round has."""
+    if speculation.rule == "fixed":
+        return speculation.num_tokens
+    return min(speculation.max_tokens, TIERS[-1])
+
+
+def _why_not(decoding: AssistedDecoding) -> str | None:
+    """Why a text's rounds are made step by step although its passes are captured."""
+    generator = decoding.generator
+    session, processing, speculation = generator.session, generator.processing, generator.setup.speculation
+    if not isinstance(session, CapturedSession) or generator.trees is not None:
+        return "only chains of a draft model are captured whole"
+    if speculation.lookup or generator.successors is not None:
+        return "candidates are looked up, or drafted with what the target said lately"
+    if decoding.keeps_logits or decoding.records.scores is not None:
+        return "scores or logits are asked for"
+    if not (processing.prefix_free and generator.draft_processing.prefix_free) or processing.may_forbid_all:
+        return "logits processors look at the tokens"
+    return None

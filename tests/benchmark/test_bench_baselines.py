@@ -1,0 +1,87 @@
+"""The rules of others that replays compare with, each against its formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_specdecpp.benchmark.replay.baselines import BASELINES, SVIP, AdaEDL, Confidence
+from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.estimators import DraftStep
+
+
+def make_step(seed: int) -> DraftStep:
+    generator = torch.Generator().manual_seed(seed)
+    scores = 2.0 * torch.randn(8, generator=generator, dtype=torch.float64)
+    token = torch.randint(8, (), generator=generator)
+    return DraftStep(0, scores, torch.zeros(2), embed=lambda each: torch.zeros(2), token=token)
+
+
+STEPS = [make_step(seed) for seed in range(50)]
+
+
+def decides(rule: StoppingRule, step: DraftStep) -> bool:
+    signal = rule.signal(step)
+    return rule.stops(None if signal is None else float(signal))
+
+
+def law_of(step: DraftStep) -> list[float]:
+    """q, computed by hand."""
+    weights = [math.exp(score) for score in step.scores.tolist()]
+    return [weight / sum(weights) for weight in weights]
+
+
+def entropy_of(step: DraftStep) -> float:
+    return -sum(q * math.log(q) for q in law_of(step))
+
+
+@pytest.mark.parametrize("bound", [0.05, 0.2, 0.5])
+def test_confidence_stops_after_an_unlikely_candidate(bound: float) -> None:
+    answers = [decides(Confidence(bound, 20), step) for step in STEPS]
+    assert answers == [law_of(step)[int(step.token)] < bound for step in STEPS]
+    assert {True, False} == set(answers)
+
+
+@pytest.mark.parametrize("bound", [0.3, 0.4])
+def test_svip_stops_at_high_entropy(bound: float) -> None:
+    answers = [decides(SVIP(bound, 20), step) for step in STEPS]
+    assert answers == [math.sqrt(0.15 * entropy_of(step)) > bound for step in STEPS]
+    assert {True, False} == set(answers)
+
+
+@pytest.mark.parametrize("bound", [0.4, 0.6])
+def test_adaedl_stops_when_its_bound_is_low(bound: float) -> None:
+    answers = [decides(AdaEDL(bound, 20), step) for step in STEPS]
+    assert answers == [1.0 - math.sqrt(0.2 * entropy_of(step)) < bound for step in STEPS]
+    assert {True, False} == set(answers)
+
+
+def test_a_certain_q_has_no_entropy() -> None:
+    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, token=torch.tensor(0))
+    for rule in BASELINES.values():
+        assert not decides(rule(0.4, 20), certain)
+
+
+def test_adaedl_follows_the_acceptance_rate() -> None:
+    rule, bound, rate = AdaEDL(0.4, 20), 0.4, 0.9
+    moves = set()
+    for drafted, accepted in [(4, 4), (4, 4), (5, 0), (3, 1), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]:
+        rule.update(drafted, accepted)
+        rate = 0.5 * rate + 0.5 * accepted / drafted
+        wanted = bound + 0.01 if rate < 0.9 else bound - 0.01
+        before, bound = bound, 0.9 * bound + 0.1 * wanted
+        moves.add(bound > before)
+        assert rule.bound == pytest.approx(bound)
+    assert moves == {True, False}
+
+
+def test_adaedl_keeps_its_bound_a_probability_and_ignores_empty_rounds() -> None:
+    for start, accepted in ((0.0, 1), (1.0, 0)):
+        rule = AdaEDL(start, 20)
+        rule.update(0, 0)
+        assert rule.bound == start
+        for _ in range(5):
+            rule.update(1, accepted)
+            assert rule.bound == start

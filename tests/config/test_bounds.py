@@ -1,0 +1,88 @@
+"""What a repository may say: each field at its bounds, and beyond them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from hf_specdecpp.config.bounds import LAYER, ROPE, check_fields, check_layers
+from hf_specdecpp.dflash.settings import BOUNDS as DFLASH
+from hf_specdecpp.dflash.settings import DFlashSettings
+from hf_specdecpp.eagle3.settings import BOUNDS as EAGLE3
+from hf_specdecpp.eagle3.settings import Eagle3Settings
+from hf_specdecpp.gemma4.checkpoint import TEXT
+
+TABLES = {"LAYER": LAYER, "ROPE": ROPE, "DFLASH": DFLASH, "EAGLE3": EAGLE3, "TEXT": TEXT}
+SOUND: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2
+}  # fmt: skip
+
+
+def within(bounds: Any) -> list[Any]:
+    if isinstance(bounds, range):
+        return [bounds[0], bounds[-1]]
+    if isinstance(bounds, tuple):
+        return [bounds[0], bounds[1], 0.5]
+    if isinstance(bounds, list):
+        return [[], *([each] for each in within(bounds[0]))]
+    if isinstance(bounds, frozenset):
+        return sorted(bounds)
+    return [True, False] if bounds is bool else [{}]
+
+
+def beyond(bounds: Any) -> list[Any]:
+    odd = ["", "kernels-community/x", [[None]], {"x": 1}, float("nan"), float("inf"), 10**400]
+    if isinstance(bounds, range):
+        return [*odd, bounds[0] - 1, bounds[-1] + bounds.step, float(bounds[0]), True]
+    if isinstance(bounds, tuple):
+        return [*odd, 2 * bounds[1] + 1, bounds[0] - 1, True, "0.5"]
+    if isinstance(bounds, list):
+        return [*odd, *([each] for each in beyond(bounds[0])), *within(bounds[0])]
+    return [*odd, 0, 1, *([] if bounds is bool else [True])]
+
+
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table, known in TABLES.items() for name in known])
+def test_a_field_at_its_bounds(table: str, name: str) -> None:
+    known = TABLES[table]
+    for value in [None, *within(known[name])]:
+        check_fields({name: value}, known)
+    for value in beyond(known[name]):
+        with pytest.raises(ValueError, match=rf"^{name}\S* ?.*(must be|is not known)"):
+            check_fields({name: value}, known)
+
+
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer.attn_implementation is not known; it may be of a newer version"):
+        check_layers({**SOUND, "attn_implementation": "kernels-community/x"})
+    with pytest.raises(ValueError, match="layer.rope_parameters.code is not known"):
+        check_layers({**SOUND, "rope_parameters": {"code": "kernels-community/x"}})
+    odd: Any
+    for odd in ([], "text", 1, None):
+        with pytest.raises(ValueError, match="must be a mapping"):
+            check_fields(odd, LAYER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": None}, "layer.num_hidden_layers is missing"),
+        ({"num_key_value_heads": 3}, "layer.num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"layer_types": ["full_attention"]}, "must say a type for each of 2 layers"),
+        ({"rope_parameters": {"rope_type": "linear", "partial_rotary_factor": 0.5}}, "rotate a part of each head"),
+    ],
+)
+def test_numbers_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
+    check_layers(SOUND)
+    with pytest.raises(ValueError, match=message):
+        check_layers({**SOUND, **changes})
+
+
+def test_the_names_are_those_of_what_is_made() -> None:
+    """A field that nobody takes would be read, bounded, and mean nothing."""
+    theirs = {field.name for config in (LlamaConfig, Qwen3Config) for field in fields(config)}
+    assert set(LAYER) <= theirs
+    assert set(DFLASH) <= {field.name for field in fields(DFlashSettings)}
+    assert set(EAGLE3) <= {field.name for field in fields(Eagle3Settings)}

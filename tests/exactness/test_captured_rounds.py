@@ -1,0 +1,192 @@
+"""The tensor functions that captured rounds consist of emit exactly what plain sampling emits.
+
+Every outcome of a round is enumerated: which candidates are drawn, where a rule that looks at them stops, how many
+stand, what follows; then plain sampling goes on to the length of the longest text. The distribution of texts must be
+the target's to rounding. Wrong versions of the functions must not pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_specdecpp.sampling import on_device
+from hf_specdecpp.sampling.at_once import weights_of
+from hf_specdecpp.sampling.on_device import accept_greedily, count_until, first_passing, outcomes
+from hf_specdecpp.sampling.verification import Verification, verify_block, verify_chain
+
+VOCAB, K = 3, 3
+Path = tuple[int, ...]
+Stop = Callable[[Path], int]
+Outcomes = Callable[[Tensor, Tensor, Tensor, Tensor, Verification], tuple[Tensor, Tensor]]
+
+
+def distributions(seed: int) -> Callable[[Path], Tensor]:
+    """A distribution over the next token after each path: sharp, flat, and with impossible tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    known: dict[Path, Tensor] = {}
+    for length in range(K + 2):
+        for path in itertools.product(range(VOCAB), repeat=length):
+            logits = 2.0 * torch.randn(VOCAB, generator=generator, dtype=torch.float64)
+            if len(known) % 5 == 4:
+                logits[int(torch.randint(VOCAB, (), generator=generator))] = float("-inf")
+            known[path] = logits.softmax(-1)
+    return known.__getitem__
+
+
+def texts_of_plain(p: Callable[[Path], Tensor], begun: Path = (), chance: float = 1.0) -> dict[Path, float]:
+    """Chances of all texts of K + 1 tokens that begin in one way."""
+    if len(begun) == K + 1:
+        return {begun: chance}
+    found: dict[Path, float] = {}
+    for token in range(VOCAB):
+        if (share := float(p(begun)[token])) > 0.0:
+            found |= texts_of_plain(p, (*begun, token), chance * share)
+    return found
+
+
+def texts_of_rounds(
+    p: Callable[[Path], Tensor], q: Callable[[Path], Tensor], stop: Stop, verification: Verification, rule: Outcomes
+) -> dict[Path, float]:
+    """The same where one round comes first."""
+    found: dict[Path, float] = {}
+    for drawn in itertools.product(range(VOCAB), repeat=K):
+        chance = 1.0
+        for place in range(K):
+            chance *= float(q(drawn[:place])[drawn[place]])
+        if chance == 0.0:
+            continue
+        p_rows = torch.stack([p(drawn[:place]) for place in range(K + 1)])
+        q_rows = torch.stack([q(drawn[:place]) for place in range(K)])
+        tests, weights = rule(torch.tensor(drawn), torch.tensor(stop(drawn)), p_rows, q_rows, verification)
+        counts = weights_of(tests)
+        counts[0] += 1.0 - counts.sum()  # where no test passes, none is accepted
+        for accepted, share in enumerate(counts.tolist()):
+            following = weights[accepted] / weights[accepted].sum()
+            for token in range(VOCAB):
+                if (own := chance * share * float(following[token])) > 0.0:
+                    for text, each in texts_of_plain(p, (*drawn[:accepted], token)[: K + 1], own).items():
+                        found[text] = found.get(text, 0.0) + each
+    return found
+
+
+def error(stop: Stop, verification: Verification, rule: Outcomes = outcomes, seeds: Sequence[int] = range(4)) -> float:
+    """The largest difference of a text's chance, relative to nothing: chances are at most one."""
+    largest = 0.0
+    for seed in seeds:
+        p, q = distributions(seed), distributions(100 + seed)
+        plain, ours = texts_of_plain(p), texts_of_rounds(p, q, stop, verification, rule)
+        largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
+    return largest
+
+
+STOPS: dict[str, Stop] = {
+    "fixed": lambda _: K,
+    "one": lambda _: 1,
+    "after a token": lambda drawn: next((place + 1 for place, token in enumerate(drawn) if token == 1), K),
+    "after two alike": lambda drawn: 2 if drawn[0] == drawn[1] else K,
+}
+
+
+@pytest.mark.parametrize("verification", ["block", "token"])
+@pytest.mark.parametrize("stop", STOPS)
+def test_the_distribution_is_the_targets(stop: str, verification: Verification) -> None:
+    assert error(STOPS[stop], verification) < 1e-12
+
+
+def with_q_after_the_stop(candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification) -> tuple[Tensor, Tensor]:
+    """A mutant: the token after the last candidate comes from the residual."""
+    tests, _ = outcomes(candidates, count, p, q, how)
+    _, weights = outcomes(candidates, torch.tensor(K), p, q, how)
+    return tests, weights
+
+
+def one_more(candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification) -> tuple[Tensor, Tensor]:
+    """A mutant: what was drawn after the stop is looked at, and left out because of what it is."""
+    return outcomes(candidates, (count - (candidates[count - 1] == 1).long()).clamp_min(0), p, q, how)
+
+
+def without_residual(candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification) -> tuple[Tensor, Tensor]:
+    tests, _ = outcomes(candidates, count, p, q, how)
+    return tests, p
+
+
+def uncapped(candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification) -> tuple[Tensor, Tensor]:
+    tests, weights = outcomes(candidates, count, p, q, how)
+    return (1.1 * tests).clamp_max(1.0), weights
+
+
+MUTANTS = [with_q_after_the_stop, one_more, without_residual, uncapped]
+
+
+@pytest.mark.parametrize("verification", ["block", "token"])
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutants_are_noticed(mutant: Outcomes, verification: Verification) -> None:
+    assert error(STOPS["after a token"], verification, mutant) > 1e-3
+
+
+@pytest.mark.parametrize(("verification", "readable"), [("block", verify_block), ("token", verify_chain)])
+def test_the_readable_versions_agree(verification: Verification, readable: Callable[..., tuple[int, int]]) -> None:
+    """How often each number of candidates is accepted: over the uniform numbers that the readable version draws."""
+    p, q = distributions(3), distributions(7)
+    drawn = (0, 2, 1)
+    p_rows = torch.stack([p(drawn[:place]) for place in range(K + 1)])
+    q_rows = torch.stack([q(drawn[:place]) for place in range(K)])
+    tests, _ = outcomes(torch.tensor(drawn), torch.tensor(K), p_rows, q_rows, verification)
+    counts = weights_of(tests)
+    counts[0] += 1.0 - counts.sum()
+
+    class Draws:
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(0)
+
+        def bernoulli(self, probability: float) -> bool:
+            return float(torch.rand((), generator=self.generator, dtype=torch.float64)) < probability
+
+        def categorical(self, probs: Tensor) -> Tensor:
+            return probs.argmax()
+
+    draws, times = Draws(), 4000
+    found = torch.zeros(K + 1)
+    for _ in range(times):
+        found[readable(drawn, p_rows, q_rows, draws)[0]] += 1.0 / times
+    # Four standard deviations of a share of 4,000: a false alarm in 4,000 runs of other seeds.
+    assert float((found - counts).abs().max()) < 0.032
+
+
+@pytest.mark.parametrize(
+    ("fires", "count"), [([0, 0, 0], 3), ([1, 0, 0], 1), ([0, 1, 0], 2), ([0, 1, 1], 2), ([0, 0, 1], 3)]
+)
+def test_the_stop_is_the_first_place_that_fires(fires: list[int], count: int) -> None:
+    assert int(count_until(torch.tensor(fires).bool())) == count
+
+
+def test_greedy_acceptance() -> None:
+    choices = torch.tensor([4, 5, 6, 7])
+    for candidates, count, expected in (
+        ([4, 5, 6], 3, (3, 7)),
+        ([4, 5, 6], 2, (2, 6)),
+        ([4, 9, 6], 3, (1, 5)),
+        ([9, 5, 6], 3, (0, 4)),
+        ([4, 5, 6], 0, (0, 4)),
+    ):
+        accepted, token = accept_greedily(torch.tensor(candidates), torch.tensor(count), choices)
+        assert (int(accepted), int(token)) == expected
+
+
+def test_the_longest_test_that_passes_counts() -> None:
+    tests = torch.tensor([0.5, 0.5, 0.5])
+    for chances, expected in (([0.1, 0.9, 0.9], 0), ([0.9, 0.1, 0.9], 1), ([0.1, 0.1, 0.1], 2), ([0.9, 0.9, 0.9], 0)):
+        assert int(first_passing(tests, torch.tensor(chances))) == expected
+
+
+def test_a_race_draws_by_weights() -> None:
+    torch.manual_seed(0)
+    weights = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    drawn = on_device.race(weights, on_device.exponential(20_000, 4, device=torch.device("cpu")))
+    # Five standard deviations.
+    assert torch.allclose(torch.bincount(drawn, minlength=4) / 20_000, weights, atol=0.018)

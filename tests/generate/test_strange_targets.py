@@ -1,0 +1,294 @@
+"""Targets that read several tokens at once otherwise than one by one, or generate in a way of their own: refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.families import informed_draft
+from support.models import prompt, tiny
+from support.multimodal import multimodal
+from support.zoo import KINDS, WINDOW, tiny_config, tiny_of
+from torch import Tensor
+from transformers import BarkSemanticConfig, BarkSemanticModel, DynamicCache, GenerationMixin, LlamaForCausalLM
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.caches.masks import check_windows
+from hf_specdecpp.caches.rollback import STATE_TOLERANCE, check_states, state_error
+from hf_specdecpp.generation.refusals import check_inputs
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text
+from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.models.reader import Reader
+
+PROMPT = prompt(2 * WINDOW)
+BATCH = torch.cat((PROMPT, prompt(2 * WINDOW, seed=5)))
+CHAIN = SpeculationConfig("fixed", num_tokens=4)
+TREE = SpeculationConfig(tree="static", tree_shape=[2, 2, 1])
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
+
+
+def from_config(name: str, family: str) -> CausalLM:
+    """A tiny random model of a class that no Auto class of the zoo has."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} does not have {name}")
+    torch.manual_seed(0)
+    model = getattr(transformers, name)._from_config(tiny_config(family))
+    return model.to(torch.float64).eval()
+
+
+# Windows of the cache alone -------------------------------------------------------------------------------------------
+
+DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
+    "chain": lambda target: SpecDecPPAssistant.from_draft(tiny("llama"), target, speculation=CHAIN),
+    "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, 1, speculation=CHAIN),
+    "lookup": lambda target: SpecDecPPAssistant.from_lookup(target, speculation=CHAIN),
+    "unattached": lambda _: SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_window_that_the_model_ignores(kind: str) -> None:
+    """Its cache slides all the same, so that candidates see what single tokens would not."""
+    target = tiny("llama", sliding_window=WINDOW)
+    with pytest.raises(ValueError, match=rf"over \[{WINDOW}\] tokens in its cache but not in its mask"):
+        target.generate(PROMPT, **GREEDY, assistant_model=DRAFTS[kind](target))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("text", "moshi"), ("image", "qwen3_vl_moe"), ("image", "qwen3_omni_moe_thinker")]
+)
+def test_families_that_ignore_a_window(kind: str, family: str) -> None:
+    """The latter's module makes masks with windows, for another part of the model."""
+    if family not in KINDS[kind][1]:
+        pytest.skip(f"transformers {transformers.__version__} does not have {family}")
+    with pytest.raises(ValueError, match="in its cache but not in its mask"):
+        check_windows(tiny_of(family, kind=kind))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "phi3", "recurrent_gemma"])
+def test_families_with_windows(family: str) -> None:
+    check_windows(tiny_of(family))
+
+
+# States that several tokens change otherwise --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
+def test_steps_that_are_clamped_among_several_tokens_only(family: str, dtype: torch.dtype) -> None:
+    """`time_step_min` counts in passes over several tokens. The logits of a short text hardly show that."""
+    target = tiny_of(family).to(dtype)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.fill_(-8.0)
+    with pytest.raises(ValueError, match="does not go on from there over several tokens at once as it does one"):
+        check_states(target)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "granitemoehybrid", "mamba2", "qwen3_next"])
+def test_steps_that_are_not_clamped(family: str) -> None:
+    target = tiny_of(family)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.fill_(-8.0)
+    assert state_error(target) < STATE_TOLERANCE[torch.float64] / 10
+
+
+# States beside the cache ----------------------------------------------------------------------------------------------
+
+
+def test_caches_beside_the_cache() -> None:
+    target = from_config("VoxtralRealtimeForConditionalGeneration", "voxtral_realtime")
+    with pytest.raises(ValueError, match="keeps encoder_cache, padding_cache beside its cache"):
+        check_target(target)
+
+
+@pytest.mark.parametrize("state", [DynamicCache(), iter([1])])
+def test_states_among_the_arguments(state: object) -> None:
+    """As Kyutai's are, and the sound that Voxtral Realtime is given piece by piece."""
+    with pytest.raises(ValueError, match="encoder_state: beside its cache"):
+        check_inputs(PROMPT, {"cache": DynamicCache(), "encoder_state": state})
+
+
+# Positions and loops of their own -------------------------------------------------------------------------------------
+
+
+class CountsItself(LlamaForCausalLM):
+    """As EXAONE 4.5 and others do."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "position_ids": None}
+
+
+class LoopsItself(LlamaForCausalLM):
+    """As CSM and Higgs Audio V2 do, for several codebooks."""
+
+    def _sample(self, input_ids: Tensor, **_: Any) -> Tensor:
+        return torch.cat((input_ids, input_ids), dim=1)
+
+
+@pytest.mark.parametrize("prompts", [PROMPT, BATCH])
+def test_positions_that_a_forward_counts_itself(prompts: Tensor) -> None:
+    target = tiny("llama")
+    target.__class__ = CountsItself
+    plain = target.generate(prompts, **GREEDY)
+    tree = SpecDecPPAssistant.from_draft(
+        informed_draft(plain[:1]), target, speculation=CHAIN if len(prompts) > 1 else TREE
+    )
+    with pytest.raises(ValueError, match="counts positions within its forward|takes no positions of its own"):
+        target.generate(prompts, **GREEDY, assistant_model=tree)
+    tree.attach(target, default=True)
+    assert torch.equal(target.generate(prompts, **GREEDY), plain)
+    assert tree.stats.refusal is not None
+    chain = SpecDecPPAssistant.from_draft(informed_draft(plain[:1]), target, speculation=CHAIN)
+    assert torch.equal(target.generate(PROMPT, **GREEDY, assistant_model=chain)[0], plain[0])
+
+
+def test_a_loop_of_its_own() -> None:
+    target = tiny("llama")
+    SpecDecPPAssistant.from_lookup(target, default=True)  # which has a `_sample`, too
+    check_target(target)
+    target = tiny("llama")
+    target.__class__ = LoopsItself
+    with pytest.raises(ValueError, match=r"generates with a loop of its own \(_sample\)"):
+        SpecDecPPAssistant.from_lookup(target)
+
+
+def test_bark_s_tokens_of_meaning() -> None:
+    """It is its own decoder, and has no attribute that most models call it by."""
+    config = BarkSemanticConfig(input_vocab_size=48, output_vocab_size=48, num_layers=2, num_heads=4, hidden_size=32)
+    target = BarkSemanticModel(config).double().eval()
+    plain = GenerationMixin.generate(target, BATCH, **GREEDY)
+    assistant = SpecDecPPAssistant.from_lookup(target, default=True)
+    assert torch.equal(GenerationMixin.generate(target, BATCH, **GREEDY), plain)
+    with pytest.raises(ValueError, match="has no LM head"):
+        SpecDecPPAssistant.from_draft(target)
+    assistant.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("GlmImageForConditionalGeneration", "glm_image"), ("UnlimitedOcrForConditionalGeneration", "unlimited_ocr")],
+)
+def test_what_counts_from_the_end_of_the_prompt(name: str, family: str) -> None:
+    """The places of an image, and a window that the prompt never leaves."""
+    target = from_config(name, family)
+    assistant = SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN)
+    with pytest.raises(ValueError, match="counts places and windows from where the prompt ends"):
+        target.generate(PROMPT, **GREEDY, assistant_model=assistant)
+
+
+def test_paligemma_reads_texts_without_types_in_both_directions() -> None:
+    target = tiny_of("paligemma", kind="image")
+    assistant = SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN)
+    with pytest.raises(ValueError, match="reads its prompt in both directions"):
+        target.generate(PROMPT, **GREEDY, assistant_model=assistant)
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_head_in_half_precision_after_a_stream_in_float32(dtype: torch.dtype) -> None:
+    target = tiny_of("mamba2").to(dtype)
+    plain = target.generate(PROMPT, **GREEDY)
+    assistant = SpecDecPPAssistant.from_draft(tiny_of("mamba2").to(dtype), target, speculation=CHAIN)
+    assert torch.equal(target.generate(PROMPT, **GREEDY, assistant_model=assistant), plain)
+    assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("family", ["blip-2", "idefics", "instructblip", "kosmos-2"])
+def test_drafts_that_need_an_image(family: str) -> None:
+    model = tiny_of(family, kind="image")
+    with pytest.raises(ValueError, match="does not read a token by itself.*it cannot draft"):
+        Reader(model)
+
+
+def test_layers_in_several_lists() -> None:
+    with pytest.raises(ValueError, match="XLMWithLMHeadModel does not read a token by itself"):
+        SpecDecPPAssistant.from_early_exit(tiny_of("xlm"), 2)
+    assert early_exit(tiny_of("llama"), 2).config.num_hidden_layers == 2
+
+
+# Tables of positions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [("gpt2", 512), ("opt", 512), ("bert", 512), ("bart", 512), ("pegasus", 512), ("roberta", 511), ("ctrl", 512),
+     ("codegen", 512), ("gptj", 512), ("llama", float("inf")), ("xglm", float("inf"))],
+)  # fmt: skip
+def test_the_longest_text(family: str, most: float) -> None:
+    """So many tokens can be read, and where positions come from a table, not one more."""
+    model = tiny_of(family)
+    assert longest_text(model) == most
+    text = torch.arange(int(min(most, 600)) + 1)[None] % 40 + 5
+    with torch.no_grad():
+        model(input_ids=text[:, :-1], use_cache=False)
+        if most < 600:
+            with pytest.raises((IndexError, RuntimeError)):
+                model(input_ids=text, use_cache=False)
+
+
+def test_costs_where_there_are_few_positions() -> None:
+    target = tiny_of("bart", max_position_embeddings=20)
+    plain = target.generate(PROMPT[:, :4], **GREEDY)
+    draft = tiny_of("codegen", n_positions=24)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig("throughput"))
+    assert torch.equal(target.generate(PROMPT[:, :4], **GREEDY, assistant_model=assistant), plain)
+
+
+def test_costs_that_cannot_be_measured() -> None:
+    """A target whose every pass needs an image."""
+    target = tiny_of("idefics", kind="image")
+    inputs = {"input_ids": PROMPT, "pixel_values": torch.zeros(1, 1, 3, 16, 16, dtype=torch.float64),
+              "image_attention_mask": torch.zeros(1, PROMPT.shape[1], 1, dtype=torch.long)}  # fmt: skip
+    plain = target.generate(**inputs, **GREEDY)
+    assistant = SpecDecPPAssistant.from_draft(
+        informed_draft(plain), target, speculation=SpeculationConfig("throughput")
+    )
+    with pytest.raises(ValueError, match="What rounds cost here cannot be measured.*Use another rule"):
+        target.generate(**inputs, **GREEDY, assistant_model=assistant)
+    assistant.attach(target, default=True)
+    assert torch.equal(target.generate(**inputs, **GREEDY), plain)
+
+
+# Side outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_windows_shrink_again_in_later_turns_without_an_assistant() -> None:
+    target, record = tiny_of("mistral"), {"return_dict_in_generate": True}
+    plain = target.generate(PROMPT, **GREEDY, **record)
+    assistant = SpecDecPPAssistant.from_draft(informed_draft(plain.sequences), target, speculation=CHAIN)
+    first = target.generate(PROMPT, **GREEDY, **record, assistant_model=assistant)
+    assistant.detach()
+    cache = first.past_key_values
+    target.generate(first.sequences, **{**GREEDY, "max_new_tokens": 3 * WINDOW}, past_key_values=cache)
+    assert {layer.keys.shape[-2] for layer in cache.layers} == {WINDOW - 1}
+
+
+def test_a_static_cache_of_a_batch_is_left_as_it_is() -> None:
+    target = tiny_of("mistral")
+    arguments = {**GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
+    plain = target.generate(BATCH, **arguments)
+    assistant = SpecDecPPAssistant.from_lookup(target, default=True)
+    ours = target.generate(BATCH, **arguments)
+    assert assistant.stats.refusal is not None
+    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert (type(layer), layer.keys.shape) == (type(expected), expected.keys.shape)
+
+
+def test_a_batch_of_texts_for_a_model_that_reads_images() -> None:
+    target, _ = multimodal("llava")
+    texts = BATCH.clamp(max=40)
+    plain = target.generate(texts, attention_mask=torch.ones_like(texts), **GREEDY)
+    assistant = SpecDecPPAssistant.from_draft(informed_draft(plain[:1]), target, speculation=CHAIN)
+    ours = target.generate(texts, attention_mask=torch.ones_like(texts), **GREEDY, assistant_model=assistant)
+    assert torch.equal(ours, plain)
+    assert assistant.stats.accepted > 0

@@ -1,0 +1,281 @@
+"""Repositories of every kind of draft, ways to damage them at random, and what becomes of a damaged one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.inspection import inspect
+from hf_specdecpp.kinds.kind import Parts
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.training.distillation.initial import block
+from support import dflash_files, eagle3_files, gemma4_files, mtp_files
+from support.models import random_fusion, random_layer, tiny
+from support.repos import greedy, head_for, save_adapter
+
+MOST_SECONDS, MOST_MEGABYTES = 2.0, 300
+TEXT = torch.arange(1, 9)[None]
+# What every message has: what to do, or what would be right.
+CURES = "again|ower|aise|orrect|oad|Use|use a|nstall|rain|Say|say |must|ame |hoose|Ask|ook for|eave|nset"
+
+
+@dataclass
+class Sound:
+    """A repository, the target that its draft is for, and how the two come together."""
+
+    folder: Path
+    target: CausalLM
+    load: Callable[[Path, CausalLM], SpecDecPPAssistant]
+
+    @cached_property
+    def text(self) -> list[int]:
+        """What the target says without a draft."""
+        return greedy(self.target, None, TEXT, max_new_tokens=4, pad_token_id=0)
+
+
+def from_pretrained(folder: Path, target: CausalLM) -> SpecDecPPAssistant:
+    return SpecDecPPAssistant.from_pretrained(folder, target=target)
+
+
+def _ours(assistant: SpecDecPPAssistant, target: CausalLM, folder: Path) -> Sound:
+    assistant.save_pretrained(folder)
+    assistant.detach()
+    return Sound(folder, target, from_pretrained)
+
+
+def _early_exit(folder: Path) -> Sound:
+    """With all files that an assistant can have."""
+    target = tiny("llama")
+    adapter = save_adapter(early_exit(target, 2), folder / "peft")
+    head, vocab = head_for(target, inputs="before"), list(range(40))
+    made = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=head, draft_vocab=vocab)
+    made.config.acceptance_by_rank = {"greedy": [0.5, 0.25], "sampled": [0.5]}
+    return _ours(made, target, folder / "ours")
+
+
+def _conditioned(folder: Path) -> Sound:
+    target = tiny("llama")
+    return _ours(SpecDecPPAssistant.from_conditioned(target, [2], fusion=random_fusion(target)), target, folder)
+
+
+def _layer(folder: Path) -> Sound:
+    target = tiny("llama")
+    return _ours(SpecDecPPAssistant.from_eagle3(target, random_layer(target)), target, folder)
+
+
+def _block(folder: Path) -> Sound:
+    target = dflash_files.target_for("llama").float()
+    module = block.untrained(block.settings_for(target, [1], 3, 1, 11), target)
+    made = SpecDecPPAssistant(SpecDecPPConfig(draft_kind="dflash"), None, None, Parts(module=module))
+    made.attach(target)
+    return _ours(made, target, folder)
+
+
+def _eagle3(variant: str, dialect: str) -> Callable[[Path], Sound]:
+    def make(folder: Path) -> Sound:
+        return Sound(eagle3_files.VARIANTS[variant].save(folder, dialect), tiny("llama"), from_pretrained)
+
+    return make
+
+
+def _dflash(variant: str, dialect: str) -> Callable[[Path], Sound]:
+    def make(folder: Path) -> Sound:
+        saved = dflash_files.VARIANTS[variant].save(folder, dialect)
+        return Sound(saved, dflash_files.target_for("llama"), from_pretrained)
+
+    return make
+
+
+def _gemma4(variant: str) -> Callable[[Path], Sound]:
+    def make(folder: Path) -> Sound:
+        made = gemma4_files.VARIANTS[variant]
+        made.theirs().save_pretrained(folder)
+        return Sound(folder, gemma4_files.target_for(made.of), from_pretrained)
+
+    return make
+
+
+def _mtp(family: str) -> Callable[[Path], Sound]:
+    def make(folder: Path) -> Sound:
+        mtp_files.Files(family).save(folder)
+        return Sound(folder, mtp_files.load(folder), lambda source, target: SpecDecPPAssistant.from_mtp(target, source))
+
+    return make
+
+
+MAKERS: dict[str, Callable[[Path], Sound]] = {
+    "early exit": _early_exit,
+    "conditioned": _conditioned,
+    "trained layer": _layer,
+    "trained block": _block,
+    "EAGLE-3": _eagle3("plain", "original"),
+    "EAGLE-3, all tokens": _eagle3("all tokens", "original"),
+    "EAGLE-3 of speculators": _eagle3("qwen3", "speculators"),
+    "DFlash": _dflash("scaled", "original"),
+    "DFlash of transformers": _dflash("windows", "transformers"),
+    "DFlash of speculators": _dflash("windows", "speculators"),
+    "Gemma 4": _gemma4("values are keys"),
+    "Gemma 4, clusters": _gemma4("clusters"),
+    "MTP": _mtp("glm4_moe"),
+    "MTP of Qwen": _mtp("qwen3_next"),
+}
+
+# What makes transformers fetch or import, where a config of a model has it.
+CODE: dict[str, Any] = {
+    "attn_implementation": "kernels-community/x",
+    "_attn_implementation": "kernels-community/x",
+    "_attn_implementation_internal": "kernels-community/x",
+    "experts_implementation": "kernels-community/x",
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"},
+    "trust_remote_code": True,
+    "return_dict": False,
+}
+ODD: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 3, 1.5, 1e-30, 1e308, float("nan"), float("inf"), 64, 65, 10**4, 2**22, 2**31 - 1,
+    2**31, 2**63, 10**18, 10**30, 10**400, "", "x", "1", "kernels-community/x", [], [0], [1, 2, 3], ["x"], [None],
+    [0] * 3000, {}, {"x": 1}, {"greedy": [None]}, "full_attention", ["full_attention"] * 2, "sliding_attention", "relu",
+]  # fmt: skip
+
+
+def mappings(value: Any) -> Iterator[Any]:
+    """All lists and mappings within a value, itself first."""
+    if isinstance(value, dict | list) and value:
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from mappings(inner)
+
+
+def _another(value: Any, chance: random.Random) -> Any:
+    """A value of another type or size."""
+    near: list[Any] = [[value], {"x": value}, str(value)]
+    if isinstance(value, int | float):
+        near += [value + 1, value - 1, 2 * value, -value, float(value), value * 1000]
+    if isinstance(value, list):
+        near += [value[1:], value * 2, value[::-1], value * 1000, [[each] for each in value]]
+    return chance.choice(near if chance.random() < 0.4 else ODD)
+
+
+def damage_config(path: Path, chance: random.Random) -> str:
+    """Exchange, remove or add a field, at any depth."""
+    raw = json.loads(path.read_text())
+    inner = chance.choice(list(mappings(raw)))
+    if isinstance(inner, dict) and chance.random() < 0.1:
+        name = chance.choice(list(CODE))
+        inner[name] = CODE[name]
+        done = f"{name} added"
+    else:
+        place: Any = chance.choice(list(inner)) if isinstance(inner, dict) else chance.randrange(len(inner))
+        if chance.random() < 0.15:
+            del inner[place]
+            done = f"{place} removed"
+        else:
+            inner[place] = _another(copy.deepcopy(inner[place]), chance)
+            done = f"{place}={str(inner[place])[:60]}"
+    path.write_text(json.dumps(raw))
+    return done
+
+
+def damage_tensors(path: Path, chance: random.Random) -> str:
+    """Change one tensor or its name, add one, or damage the bytes of the file."""
+    tensors = load_file(path)
+    name = chance.choice(sorted(tensors))
+    found = tensors[name]
+    dtypes = [torch.float8_e4m3fn, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.bfloat16, torch.uint16]
+    ways: dict[str, Callable[[], dict[str, Tensor]]] = {
+        "missing": dict,
+        "flat": lambda: {name: found.flatten().clone()},
+        "of another type": lambda: {name: found.to(chance.choice(dtypes))},
+        "wider": lambda: {name: torch.cat((found, found), -1) if found.dim() else found[None]},
+        "empty": lambda: {name: found.flatten()[:0]},
+        "unbounded": lambda: {name: torch.full_like(found.double(), math.inf).to(torch.float32)},
+        "huge": lambda: {name: torch.full(found.shape, 3e38)},
+        "elsewhere": lambda: {
+            re.sub(r"\d+", str(chance.choice([7, 65, 10**5])), name) + chance.choice(["", ".x"]): found
+        },
+        "beside": lambda: {name: found, chance.choice(["layers.9.x", "x", "d2t", "t2d", "bias"]): found.clone()},
+        "many": lambda: {name: found, **{f"layers.{i}.x.weight": torch.zeros(1) for i in range(1, 3000)}},
+    }
+    way = chance.choice([*ways, "bytes"])
+    if way == "bytes":
+        content = bytearray(path.read_bytes())
+        content[chance.randrange(min(len(content), 2000))] = chance.randrange(256)
+        path.write_bytes(content[: chance.choice([len(content), chance.randrange(len(content))])])
+        return f"{path.name}: bytes"
+    save_file({**{other: tensor for other, tensor in tensors.items() if other != name}, **ways[way]()}, path)
+    return f"{path.name}: {name} {way}"
+
+
+def copied(sound: Sound, folder: Path) -> Path:
+    """A copy, in the place of an earlier one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return Path(shutil.copytree(sound.folder, folder))
+
+
+def damaged(sound: Sound, folder: Path, chance: random.Random) -> str:
+    """Write a copy with one thing or two that are wrong; what they are."""
+    copied(sound, folder)
+    configs = sorted(path for path in folder.rglob("*config.json") if path.name != "generation_config.json")
+    weights = sorted(folder.rglob("*.safetensors"))
+    done = []
+    for _ in range(chance.choice([1, 1, 2])):
+        if weights and chance.random() < 0.2:
+            done.append(damage_tensors(path := chance.choice(weights), chance))
+            weights.remove(path)  # it may be no safetensors file any more
+        else:
+            done.append(damage_config(chance.choice(configs), chance))
+    return "; ".join(done)
+
+
+@contextmanager
+def bounded(what: str) -> Iterator[None]:
+    """Within, no more processor time and memory are taken than a small repository may."""
+    Path("/proc/self/clear_refs").write_text("5")  # the most that was in memory is counted anew
+    before, begin = _memory("VmRSS"), time.process_time()
+    yield
+    seconds, megabytes = time.process_time() - begin, _memory("VmHWM") - before
+    assert seconds < MOST_SECONDS, f"{what}: {seconds:.1f} s"
+    assert megabytes < MOST_MEGABYTES, f"{what}: {megabytes:.0f} MB"
+
+
+def _memory(name: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) / 1024
+
+
+def check(sound: Sound, folder: Path, what: str) -> bool:
+    """Whether a damaged copy is refused, with what is wrong and what to do; else its draft changes no text."""
+    refusal = None
+    with bounded(what):
+        if sound.load is from_pretrained:
+            inspect(Repository(str(folder)))
+        try:
+            assistant = sound.load(folder, sound.target)
+        except (ValueError, FileNotFoundError) as error:
+            refusal = str(error)
+        else:
+            text = greedy(sound.target, assistant, TEXT, max_new_tokens=4, pad_token_id=0)
+            assistant.detach()
+    if refusal is None:
+        assert text == sound.text, what
+        return False
+    assert re.search(CURES, refusal), f"{what}: {refusal}"
+    return True

@@ -1,0 +1,178 @@
+"""Clocks that stand, are coarse, or are set back: texts are right, and what clocks cannot tell is not believed."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_of, prompt, tiny
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, files
+from hf_specdecpp.clocks import TOLD_BY, first_sensible, least_times, typical
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.products import OWN
+from hf_specdecpp.throughput import measuring, product_choice
+from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, as_expected, corrected
+
+real = time.perf_counter
+random_numbers = random.Random(0)
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+
+
+def backwards() -> Callable[[], float]:
+    ticks = count()
+    return lambda: 1e9 - 0.001 * next(ticks)
+
+
+# What a clock says that is called again and again.
+CLOCKS: dict[str, Callable[[], Callable[[], float]]] = {
+    "stands": lambda: lambda: 5.0,
+    "10 ms": lambda: lambda: math.floor(real() / 0.01) * 0.01,
+    "backwards": backwards,
+    "jumps": lambda: lambda: random_numbers.uniform(-1.0, 1.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing is known yet, on disk and in memory."""
+    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(product_choice, "_known", {})
+    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = CLOCKS[request.param]()
+    monkeypatch.setattr(time, "perf_counter", now)
+    monkeypatch.setattr(time, "thread_time", now)
+
+
+DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
+    "lookup": lambda target: SpecDecPPAssistant.from_lookup(target),
+    "eagle3": lambda target: assistant_of("eagle3", target, rule="throughput", lookup=True),
+    "trees": lambda target: assistant_of("early_exit", target, rule="throughput", tree="dyspec", tree_budget=6),
+    "batch": lambda target: assistant_of("early_exit", target, rule="throughput"),
+}
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("clock", "draft"),
+    [*(("stands", draft) for draft in DRAFTS), ("backwards", "eagle3"), ("jumps", "trees"), ("10 ms", "lookup")],
+    indirect=["clock"],
+)
+def test_texts_and_statistics(draft: str) -> None:
+    target = tiny("llama", num_hidden_layers=2)
+    ids = torch.cat((prompt(12), prompt(12, seed=5))) if draft == "batch" else prompt(12)
+    plain, assistant = target.generate(ids, **GREEDY), DRAFTS[draft](target)
+    for _ in range(2):
+        assert torch.equal(target.generate(ids, **GREEDY, assistant_model=assistant), plain)
+        assert "nan" not in str(assistant.stats).lower()
+    for known in measuring._known.values():
+        assert all(0.0 < seconds < math.inf for seconds in known.at(16).verify)
+
+
+def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama")
+    plain, assistant = target.generate(prompt(12), **GREEDY), DRAFTS["lookup"](target)
+    said: list[str] = []
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("of no importance")
+
+    monkeypatch.setattr(KnownCosts, "learn", fails)
+    monkeypatch.setattr("hf_specdecpp.generation.candidate_generator.logger.warning", said.append)
+    assert torch.equal(target.generate(prompt(12), **GREEDY, assistant_model=assistant), plain)
+    assert "ZeroDivisionError('of no importance')" in said[0]
+
+
+# Measuring. -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("clock", ["stands", "backwards"], indirect=True)
+def test_costs_are_assumed_and_not_kept(cache: Path) -> None:
+    """By the number of weights."""
+    target = tiny("llama")
+    assistant = assistant_of("early_exit", target, rule="throughput")
+    target.generate(prompt(12), **GREEDY, assistant_model=assistant)
+    (known,) = measuring._known.values()
+    assert known.first.verify == (measuring.ASSUMED_SECONDS,)
+    assert 0.1 < known.first.draft / measuring.ASSUMED_SECONDS < 0.9, "one of three layers, and the LM head"
+    assert not list(cache.glob("*.json"))
+
+
+@pytest.mark.parametrize("clock", ["stands", "backwards"], indirect=True)
+@pytest.mark.usefixtures("clock")
+def test_products_stay_pytorch_s_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    target = tiny("llama").float()
+    (part,) = product_choice.parts_of(target, None, None)
+    assert part.ways == OWN
+    assert not list(cache.glob("*.json"))
+
+
+def test_a_coarse_clock_tells_by_the_mean() -> None:
+    """It moves by 4 in every other action."""
+    readings = (4.0 * (place // 4) for place in count(1))
+    assert least_times({1: lambda: None}, 1e9, lambda: next(readings), 40, least=1)[1] == pytest.approx(2.0)
+    assert typical([0.0] * 22 + [0.01] * 3) == pytest.approx(0.0012)
+    assert typical([0.0, 0.0]) is typical([-1.0]) is typical([math.nan]) is first_sensible(math.inf) is None
+
+
+@pytest.mark.parametrize("reading", [3.0, math.inf])
+def test_a_clock_that_stands_ends_a_measurement(reading: float) -> None:
+    calls: list[int] = []
+    assert least_times({1: lambda: calls.append(1), 2: lambda: calls.append(2)}, 1e9, lambda: reading) == {}
+    assert len(calls) == 2 + 2 * TOLD_BY
+
+
+# Rounds. --------------------------------------------------------------------------------------------------------------
+
+
+MEASURED = Costs(0.002, (0.010, 0.030))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, -math.inf, math.nan])
+def test_rounds_of_no_sensible_time_change_nothing(seconds: float) -> None:
+    passes, drafts = {1: [seconds] * 9, 4: [seconds] * 9}, [(Drafting(steps), seconds) for steps in (1, 2, 2)]
+    assert as_expected(MEASURED, passes) == []
+    assert corrected(MEASURED, passes, drafts) == MEASURED.known_for(3)
+
+
+def test_costs_of_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match="each must be positive"):
+        Costs(0.1, (1.0, 0.0))
+    with pytest.raises(ValueError, match="each must be positive"):
+        SpeculationConfig(rule="throughput", costs={"draft": 0.1, "verify": [1.0, 0.0]}).validate()
+
+
+def test_a_file_of_deeply_nested_lists(cache: Path) -> None:
+    of = {"a": 1}
+    files.remember("costs", of, {})
+    (path,) = cache.glob("*.json")
+    path.write_text("[" * 100_000)
+    assert files.recall("costs", of) is None
+
+
+def test_a_round_that_ends_before_it_began() -> None:
+    moments = iter([3.0, 2.0, 1.0])
+    times = RoundTimes(lambda: next(moments))
+    times.begin()
+    times.drafted(Drafting(1))
+    times.end(16, 1)
+    known = KnownCosts(MEASURED)
+    assert known.learn(times) == []
+    assert known.at(16) == MEASURED
