@@ -98,9 +98,9 @@ class CapturedChain:
     @property
     def cache(self) -> RoomCache:
         """With room for a round: graphs read and write it, so it is kept from text to text."""
-        return self._with_room(self.held + self.tokens.shape[1] + self.most)
+        return self.with_room(self.held + self.tokens.shape[1] + self.most)
 
-    def _with_room(self, num_tokens: int) -> RoomCache:
+    def with_room(self, num_tokens: int) -> RoomCache:
         room, smaller = room_for(num_tokens), self._cache
         if smaller is not None and smaller.room >= room:
             return smaller
@@ -131,7 +131,7 @@ class CapturedChain:
                 states = torch.cat((self.states[:, : self.pending], states), dim=1)
         now = 1 if self.reads_states else min(2, tokens.shape[1])
         before = tokens.shape[1] - now
-        cache = self._with_room(self.held + before + max(self.tokens.shape[1] + self.most, SEVERAL))
+        cache = self.with_room(self.held + before + max(self.tokens.shape[1] + self.most, SEVERAL))
         at_once = SEVERAL if self.held else READ_AT_ONCE  # the former are captured
         for start in range(0, before, at_once):
             piece = slice(start, min(start + at_once, before))

@@ -161,7 +161,7 @@ class RoundsOfText:
         stats, rounds = self.decoding.stats, self.rounds
         begin = time.perf_counter()
         if not self._has_begun:
-            self._begin(input_ids)
+            self.begin(input_ids)
         k = self._candidates(input_ids)
         if k:
             self._catch_up()
@@ -187,7 +187,7 @@ class RoundsOfText:
     def graphs(self) -> Graphs:
         return self.rounds.graphs
 
-    def _begin(self, input_ids: Tensor) -> None:
+    def begin(self, input_ids: Tensor) -> None:
         """The draft reads the prompt; what rounds take is measured where it is not known."""
         generator, rounds = self.decoding.generator, self.rounds
         session, tokens, states = generator.read_prompt(input_ids, self.decoding.states.found)

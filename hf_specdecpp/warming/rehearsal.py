@@ -18,6 +18,7 @@ from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession
 from hf_specdecpp.drafting.captured_trees import LEAST_NODES, LEAST_WIDTH, CapturedTreeSession
 from hf_specdecpp.generation.attached import decoding_of
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured_text import CapturedText
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.refusals import check_mode
@@ -55,26 +56,45 @@ class RehearsedDecoding(AssistedDecoding):
                 f"{self.stats.uncaptured or 'SpeculationConfig.graphs is off'}; nor can the draft's steps."
             )
         with self.generator.products:
-            self._plan(input_ids)
+            whole = rounds_of(self)
+            if isinstance(whole, RoundsOfText):
+                whole.begin(input_ids)
+            else:
+                self._plan(input_ids)
             self.generator.times = None  # these rounds are unlike others
-            room, largest = LEAST_ROOM, room_for(self.config.max_length + self._further())
-            while room <= largest:
-                if isinstance(text, CapturedText):
-                    self._read_target(text, room, input_ids)
-                if isinstance(session, CapturedSession):
-                    self._read_draft(session, room, input_ids)
-                for _ in range(ROUNDS):
-                    input_ids, _ = self._round(input_ids)
+            further = 2 * width_of(self.generator.setup.speculation.most_tokens + 1) + SEVERAL
+            room = LEAST_ROOM
+            while room <= room_for(self.config.max_length + further):
+                if isinstance(whole, RoundsOfText):
+                    self._make_rounds(whole, room, input_ids)
+                else:
+                    input_ids = self._make_passes(room, input_ids)
                 room *= 2
+        return input_ids
+
+    def _make_rounds(self, whole: RoundsOfText, room: int, input_ids: Tensor) -> None:
+        """Rounds of each number of candidates that are captured whole, and what the draft reads after one of none."""
+        rounds, states = whole.rounds, self.states.found
+        rounds.passes.with_room(room)
+        rounds.chain.with_room(room)
+        for count in (1, 4):
+            own = None if states is None else states[:, -1:].expand(-1, count, -1)
+            rounds.chain.append(input_ids[:, -1:].expand(-1, count), own)
+        for k in {0, rounds.chain.most, *(whole.tiers.tiers if whole.tiers is not None else [])}:
+            rounds.time(k, whole.rules)
+
+    def _make_passes(self, room: int, input_ids: Tensor) -> Tensor:
+        """Passes of the target and of the draft, and some rounds: the text after them."""
+        if isinstance(self.prefix, CapturedText):
+            self._read_target(self.prefix, room, input_ids)
+        if isinstance(self.generator.session, CapturedSession):
+            self._read_draft(self.generator.session, room, input_ids)
+        for _ in range(ROUNDS):
+            input_ids, _ = self._round(input_ids)
         return input_ids
 
     def _first_stop(self, input_ids: Tensor, before: int, emitted: list[int], *_: Any) -> tuple[int, bool]:  # noqa: ARG002
         return len(emitted), False
-
-    def _further(self) -> int:
-        """Rows that caches may need after the longest text."""
-        width = width_of(self.generator.setup.speculation.most_tokens + 1)
-        return 2 * width if self.generator.trees is not None else max(width, SEVERAL)
 
     def _read_target(self, text: CapturedText, room: int, input_ids: Tensor) -> None:
         """A pass of each width; of trees a path of each, too."""
