@@ -63,6 +63,7 @@ def grouped_attention(
 PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
 NOTES = {"_previous_max_cache_length"}  # that `generate()` leaves at a model, and which decide nothing of a pass
 
+
 def for_groups(mask: Any, model: CausalLM) -> Any:
     """A mask, or several by kind of layer, in the form that `grouped_attention` uses without changing it: made once for
     all layers of a pass.

@@ -44,7 +44,9 @@ class RoundRules:
     def key(self) -> Hashable:
         """All of this that a graph has in it."""
         processors = [*self.draft_processing.processors, None, *self.processing.processors]
-        described = tuple((type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors)
+        described = tuple(
+            (type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors
+        )
         judge = id(self.estimator) if isinstance(self.estimator, nn.Module) else type(self.estimator)
         return self.greedy, described, judge, self.threshold, self.min_tokens, self.verification
 

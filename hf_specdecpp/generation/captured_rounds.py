@@ -8,8 +8,7 @@ as where the stopping rule ends the draft, is computed on the device (`sampling.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +23,7 @@ from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
 from hf_specdecpp.throughput.chains import lag_of
 from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
 
-if TYPE_CHECKING:
-    from hf_specdecpp.generation.decoding import AssistedDecoding
-
 TIMED_ROUNDS = 3  # of a tier, of which the fastest counts
-
-# By target, what is kept of rounds from text to text: by draft and ways of drawing.
-_known: WeakKeyDictionary[CapturedTarget, dict[Any, CapturedRounds]] = WeakKeyDictionary()
 
 
 class CapturedRounds:
@@ -119,9 +112,7 @@ class CapturedRounds:
         if chain.q is None:
             accepted, token = accept_greedily(candidates, count, scores.argmax(-1))
         else:
-            accepted, token = accept_sampled(
-                candidates, count, scores.softmax(-1), chain.q[:k], rules.verification
-            )
+            accepted, token = accept_sampled(candidates, count, scores.softmax(-1), chain.q[:k], rules.verification)
         together = torch.cat(states, dim=-1) if states else None
         if k:
             chain.take(k, accepted, token, together)
@@ -131,7 +122,6 @@ class CapturedRounds:
         passes.room.cache.length.add_(accepted + 1)
         parts = [torch.stack((accepted, count, token)), chain.candidates, chain.estimates]
         self.report.copy_(torch.cat([part.to(self.report) for part in parts]))
-
 
     def _keep_state(self, state: Tensor) -> None:
         """The state `[1, 1, width]` at a token that was emitted without the draft."""
@@ -145,14 +135,14 @@ class RoundsOfText:
     """The rounds of one text.
 
     Args:
-        decoding: whose text is captured.
+        decoding: an `AssistedDecoding` whose text is captured.
         rounds: that no other text is using.
         rules: how candidates are drawn, judged and verified.
         tiers: chooses how many candidates a round has; `None`: always the most.
     """
 
     def __init__(
-        self, decoding: AssistedDecoding, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
+        self, decoding: Any, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
     ) -> None:
         self.decoding, self.rounds, self.rules = decoding, rounds, rules
         self.rule, self._has_begun = decoding.generator.rule, False
@@ -222,7 +212,7 @@ class RoundsOfText:
         return 0 if estimator is None else max(count - lag_of(estimator), 0)
 
 
-def rounds_of(decoding: AssistedDecoding) -> RoundsOfText | str:
+def rounds_of(decoding: Any) -> RoundsOfText | str:
     """The rounds of a text whose passes are captured, or why they are made step by step."""
     generator, text = decoding.generator, decoding.prefix
     session, speculation = generator.session, generator.setup.speculation
@@ -237,7 +227,7 @@ def rounds_of(decoding: AssistedDecoding) -> RoundsOfText | str:
         speculation.threshold if speculation.rule == "threshold" else None, speculation.min_tokens,
         speculation.verification,
     )  # fmt: skip
-    known = _known.setdefault(text.passes, {})
+    known = text.passes.rounds
     key = id(session.steps), most, greedy, session.vocab_size
     if key not in known:
         known[key] = CapturedRounds(text.passes, CapturedChain(session, most, greedy))
@@ -257,7 +247,7 @@ def most_candidates(speculation: SpeculationConfig) -> int:
     return min(speculation.max_tokens, TIERS[-1])
 
 
-def _why_not(decoding: AssistedDecoding) -> str | None:
+def _why_not(decoding: Any) -> str | None:
     """Why a text's rounds are made step by step although its passes are captured."""
     generator = decoding.generator
     session, processing, speculation = generator.session, generator.processing, generator.setup.speculation

@@ -108,7 +108,12 @@ class CapturedText:
 
 
 def captured_text(
-    target: CausalLM, prefix: Prefix, reader: StateReader | None, config: GenerationConfig, input_ids: Tensor, fuse: bool
+    target: CausalLM,
+    prefix: Prefix,
+    reader: StateReader | None,
+    config: GenerationConfig,
+    input_ids: Tensor,
+    fuse: bool,
 ) -> CapturedText | str:
     """The text after its prompt, to be continued with captured passes, or why it cannot be.
 

@@ -458,9 +458,7 @@ class AssistedDecoding:
     def _compare_passes(self, input_ids: Tensor) -> None:
         """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
         config, products = self.generator.setup.speculation, self.generator.products
-        seconds = pass_seconds(
-            self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, [])
-        )
+        seconds = pass_seconds(self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, []))
         self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:

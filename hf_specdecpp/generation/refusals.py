@@ -139,6 +139,8 @@ def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None
             f"attn_implementation={target.config._attn_implementation!r}: plain generate() gives a wrong text, too. "
             f'Load the target with attn_implementation="sdpa", or {other}.'
         )
+
+
 def _is_state(value: object) -> bool:
     """Whether an argument of a forward changes from pass to pass: another cache, or a stream of what is read."""
     return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")

@@ -98,7 +98,9 @@ def test_the_distribution_is_the_targets(stop: str, verification: Verification) 
     assert error(STOPS[stop], verification) < 1e-12
 
 
-def with_q_after_the_stop(candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification) -> tuple[Tensor, Tensor]:
+def with_q_after_the_stop(
+    candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification
+) -> tuple[Tensor, Tensor]:
     """A mutant: the token after the last candidate comes from the residual."""
     tests, _ = outcomes(candidates, count, p, q, how)
     _, weights = outcomes(candidates, torch.tensor(K), p, q, how)
@@ -110,7 +112,9 @@ def one_more(candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verif
     return outcomes(candidates, (count - (candidates[count - 1] == 1).long()).clamp_min(0), p, q, how)
 
 
-def without_residual(candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification) -> tuple[Tensor, Tensor]:
+def without_residual(
+    candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, how: Verification
+) -> tuple[Tensor, Tensor]:
     tests, _ = outcomes(candidates, count, p, q, how)
     return tests, p
 
