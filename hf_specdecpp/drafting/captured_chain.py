@@ -78,7 +78,7 @@ class CapturedChain:
         self.device, self.reads_states = session.device, session.reads_states
         steps = session.steps.drafter
         with lasting():
-            whole = {"dtype": torch.long, "device": self.device}
+            whole: dict[str, Any] = {"dtype": torch.long, "device": self.device}
             width = most + 1 if self.reads_states else 2
             self.tokens, self.last = torch.zeros((1, width), **whole), torch.zeros(1, **whole)
             self.states: Tensor | None = None
@@ -104,7 +104,7 @@ class CapturedChain:
         if smaller is not None and smaller.room >= room:
             return smaller
         if room not in self._rooms:
-            self._rooms[room] = RoomCache(self.session.steps.num_layers, room, self.device)
+            self._rooms[room] = RoomCache(self.session.steps.num_layers or 0, room, self.device)
         self._cache = cache = self._rooms[room]
         cache.clear()
         if smaller is not None:

@@ -158,7 +158,7 @@ class AssistedDecoding:
         outputs = self.states.catch(self.target._prefill, input_ids, self.config, prefix.model_kwargs)
         cache = cache_among(outputs)
         check_prompt(outputs)
-        check_numbers(self.target, outputs.logits, self.prefix.model_kwargs.get("attention_mask"))
+        check_numbers(self.target, outputs.logits, prefix.model_kwargs.get("attention_mask"))
         if self.generator.trees is not None:
             prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +37,11 @@ def test_the_first_run_counts_once() -> None:
     """Though the function runs several times then; a tensor that is not named as changed is off."""
     for changes, expected in ((True, 1), (False, 4)):
         graphs, length = Graphs(CPU), torch.tensor(0)
-        graphs.run("one", partial(length.add_, 1), [length] if changes else [])
+
+        def add(length: Tensor = length) -> None:
+            length.add_(1)
+
+        graphs.run("one", add, [length] if changes else [])
         assert int(length) == expected
 
 

@@ -86,8 +86,8 @@ def assert_captured_as_uncaptured(kind: str, target: CausalLM, **settings: Any) 
     """Texts are plain generation's and, of the assistant uncaptured, all that rounds drew and accepted; and nothing is
     captured for a room a second time.
 
-    Rounds that are captured whole draw other numbers, and are not cut where the text ends; those whose rule stops may be
-    shorter.
+    Rounds that are captured whole draw other numbers, and are not cut where the text ends; those whose rule stops may
+    be shorter.
     """
     assistant = assistant_of(kind, target, adapt=False, draft_successors=False, **settings)
     is_whole = "tree" not in settings and "lookup" not in settings
