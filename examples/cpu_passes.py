@@ -2,9 +2,8 @@
 
     OMP_NUM_THREADS=1 python examples/cpu_passes.py HuggingFaceTB/SmolLM2-135M-Instruct
 
-Four rows: plain PyTorch (`cpu_products="off"`), what was chosen on such passes (`"auto"`), the same where weights may
-be packed (`pack_weights=True`), and int8, which is for drafts only (`int8_draft=True`). Milliseconds, the least of
-several passes taken in turns. Before them, which product was chosen for how many rows, and how far these are filled up.
+Four rows: plain PyTorch, oneDNN with the weights as they are, oneDNN with packed weights (`pack_weights=True`), and
+int8, which is for drafts only (`int8_draft=True`). Milliseconds, the least of several passes taken in turns.
 """
 
 import sys
@@ -14,9 +13,9 @@ from contextlib import nullcontext
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part
 from hf_specdecpp.models.int8_products import quantise
-from hf_specdecpp.throughput.product_choice import parts_of
+from hf_specdecpp.models.products import Always
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, TURNS = 64, 7
@@ -44,19 +43,14 @@ def least_times(model, contexts):
 def main(name):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     packed = PackedWeights()
-    auto, with_packed = (parts_of(model, None, each) for each in (None, packed))
     contexts = {
-        "off": nullcontext(),
-        "auto": FasterProducts(*auto),
-        "packed": FasterProducts(*with_packed, packed=packed),
+        "own": nullcontext(),
+        "onednn": FasterProducts(Part([model], Always("onednn"))),
+        "packed": FasterProducts(Part([model], Always("packed")), packed=packed),
         "int8": FasterProducts(draft=[model], int8=PackedWeights(quantise)),
     }
     best = least_times(model, contexts)
     print(f"{name}, {torch.get_num_threads()} thread(s), ms a pass")
-    for kind, ((_, ways),) in (("auto", auto), ("packed", with_packed)):
-        chosen = (f"{rows}: {product}" for rows, (product, _) in ((n, ways.of(n)) for n in (*range(1, 17), 64)))
-        filled = {rows: rows + ways.of(rows)[1] for rows in range(1, 17) if ways.of(rows)[1]}
-        print(f"{kind}: {', '.join(chosen)}; filled up: {filled}")
     print(f"packed copies take {packed.bytes / 2**20:.0f} MiB")
     print("tokens " + "".join(f"{count:>7}" for count in COUNTS))
     for kind in contexts:

@@ -15,7 +15,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, demo
 from hf_specdecpp.cli import app
 from hf_specdecpp.generation import decoding
 from hf_specdecpp.models.loading import load_model
-from hf_specdecpp.throughput import plain_passes
+from hf_specdecpp.throughput.target_passes import TargetPasses
 from hf_specdecpp.trees.drawing import DrawnTree
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
@@ -65,7 +65,7 @@ def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pyt
     """Passes that were timed at another moment, here a thousand times too fast, do not decide."""
     seen = []
     monkeypatch.setattr(demo, "_report", lambda stats, seconds, _: seen.append((stats, seconds)))
-    monkeypatch.setattr(plain_passes, "time_passes", lambda *_: plain_passes.PassSeconds(2e-6, 1e-6))
+    monkeypatch.setattr(TargetPasses, "seconds", lambda *_: (2e-6, 1e-6))
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS])
     assert result.exit_code == 0, result.output
     [(stats, seconds)] = seen

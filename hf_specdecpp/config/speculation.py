@@ -88,15 +88,15 @@ class SpeculationConfig:
             `"token"`: one candidate after the other, as in the papers (arXiv 2211.17192 and 2410.11744). Greedy
             decoding has no choice. Unattached targets and logits processors that must be called in order have
             `"token"`.
-        cpu_products: on a CPU. `"auto"`: float32 linear layers of target and draft compute with oneDNN for the numbers
-            of tokens for which whole passes were measured to be at least 1.05 times as fast (a second or two for a
-            small model, once a machine), and passes over few tokens are filled up with rows of zeros where that is
-            faster. It rounds the last digits differently. And attention over several tokens reads keys and values that
-            heads share without copying them, which computes the same bits. `"off"`: always PyTorch's own products, in
-            transformers' attention.
-        pack_weights: with `cpu_products="auto"`, copies of these weights in oneDNN's own order may be kept, for up to
-            twice the memory until `detach`; they are where that was measured to be faster still. Each `generate()` then
-            first reads the weights to see whether they were changed, which takes about as long as one plain token.
+        cpu_products: on a CPU. `"auto"`: float32 linear layers of an attached target and its draft compute with oneDNN
+            for the numbers of tokens for which the target's passes are at least 1.05 times as fast: the first texts
+            make them with both products in turns. It rounds the last digits differently. And attention over several
+            tokens reads keys and values that heads share without copying them, which computes the same bits. `"off"`:
+            always PyTorch's own products, in transformers' attention.
+        pack_weights: with `cpu_products="auto"`, oneDNN computes with copies of these weights in its own order, for up
+            to twice the memory until `detach`, or until PyTorch's own products were faster for all numbers of tokens
+            that were compared. Each `generate()` then first reads the weights to see whether they were changed, which
+            takes about as long as one plain token.
         int8_draft: on a CPU, for a float32 draft of an attached target: it reads a few tokens with int8 copies of its
             weights (a quarter of their memory), which takes about a third of the time. Prompts it reads as ever. The
             output is the target's own as before; a few candidates fewer are accepted.
@@ -201,6 +201,12 @@ class SpeculationConfig:
     def mixes(self, greedy: bool, reads_states: bool) -> bool:
         """Whether a draft is mixed with the target's successors (`draft_successors`) in such texts."""
         return greedy and reads_states if self.draft_successors is None else self.draft_successors
+
+    @property
+    def products(self) -> str:
+        """Which matrix products passes may take, on which their costs depend."""
+        chosen = self.cpu_products, "packed" * self.pack_weights, "int8" * self.int8_draft
+        return " ".join(filter(None, chosen))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

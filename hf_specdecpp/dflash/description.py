@@ -50,7 +50,7 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         raise ValueError("The config.json of this DFlash draft lacks what describes its layers. Download it again.")
     said = {**raw, **own}
     check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS)
-    layer = _layer(layers, is_theirs)
+    layer, has_other_windows = _layer(layers, said, is_theirs)
     ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
     for name, value in {"block_size": said.get("block_size"), "mask_token_id": said.get("mask_token_id"),
                         **{name: layers.get(name) for name in NEEDED}}.items():  # fmt: skip
@@ -68,7 +68,6 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
             f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) "
             f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {INSTEAD}."
         )
-    layer, has_other_windows = _layer(layers, said, is_theirs)
     causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
     if causal is None and has_other_windows:
         causal = False

@@ -75,11 +75,6 @@ class DFlashDraft(Draft):
     def describe(self) -> dict[str, Any]:
         return {"reads": self.settings.to_config(), "draft_vocab": None, "compiled": False}
 
-    def read_some(self, count: int) -> None:
-        states = torch.zeros(1, count, self.reads.width, dtype=self.dtype)
-        block = torch.zeros(1, count, self.hidden_size, dtype=self.dtype)
-        self.logits(self.model(block, states, 0, Rows(len(self.model.layers)))[0], 1)
-
     def embed(self, tokens: Tensor) -> Tensor:
         """The bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
         weight = self.embeddings.weight

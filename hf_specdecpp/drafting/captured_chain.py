@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,13 +78,14 @@ class CapturedChain:
         self.device, self.reads_states = session.device, session.reads_states
         steps = session.steps.drafter
         with lasting():
-            whole: dict[str, Any] = {"dtype": torch.long, "device": self.device}
             width = most + 1 if self.reads_states else 2
-            self.tokens, self.last = torch.zeros((1, width), **whole), torch.zeros(1, **whole)
+            self.tokens = torch.zeros((1, width), dtype=torch.long, device=self.device)
+            self.last = torch.zeros(1, dtype=torch.long, device=self.device)
             self.states: Tensor | None = None
             if self.reads_states:
                 self.states = torch.zeros((1, width, steps.fusion.width), dtype=steps.dtype, device=self.device)
-            self.candidates, self.count = torch.zeros(most, **whole), torch.zeros((), **whole)
+            self.candidates = torch.zeros(most, dtype=torch.long, device=self.device)
+            self.count = torch.zeros((), dtype=torch.long, device=self.device)
             self.estimates = torch.zeros(most, device=self.device)
             self.q = None if greedy else torch.zeros((most, self.vocab_size), device=self.device)
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
@@ -185,7 +185,7 @@ class CapturedChain:
             self.q[index] = step.q
         return step
 
-    def _count(self, k: int, judged: list[Tensor | None], rules: RoundRules) -> Tensor | int:
+    def _count(self, k: int, judged: list[Tensor | None], rules: RoundRules) -> Tensor:
         """How many of k candidates are submitted: the one at which the rule stops is."""
         known = [each for each in judged if each is not None]
         if known:

@@ -50,8 +50,9 @@ class Chain:
         """The candidates `[k]` on a device."""
         if self.drawn is not None:
             return self.drawn.to(device)
-        ids = torch.tensor(self.tokens, dtype=torch.long)
-        return ids.to(device) if self.tokens else torch.empty_like(ids, device=device)
+        if not self.tokens:
+            return torch.empty(0, dtype=torch.long, device=device)
+        return torch.tensor(self.tokens, dtype=torch.long).to(device)
 
 
 Drafting: TypeAlias = Generator[list[Tensor], bool | None, Chain]

@@ -132,9 +132,6 @@ class Draft:
         """All that decides what drafting costs, beside the model; JSON-able."""
         raise NotImplementedError
 
-    def read_some(self, count: int) -> None:
-        """A pass over so many tokens, to time its matrix products."""
-
     def check_can(self, what: str) -> None:
         """Raise `ValueError` if it cannot do this (`cannot`)."""
         if (reason := self.cannot.get(what)) is not None:

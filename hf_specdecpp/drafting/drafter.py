@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
 from hf_specdecpp.drafting.captured import CapturedSession, CapturedSteps
@@ -76,12 +74,6 @@ class Drafter(DraftModel, Draft):
             "draft_vocab": None if self.draft_vocab is None else self.draft_vocab.numel(),
             "captured": self.is_captured,
         }
-
-    def read_some(self, count: int) -> None:
-        width = 0 if self.fusion is None else self.fusion.width
-        states = torch.zeros(1, count, width, dtype=self.dtype) if width else None
-        hidden = self.hidden_states(torch.arange(count)[None] % 8, None, states, are_known=True)[0, -1]
-        self.vocab_logits(hidden)
 
 
 def check_head(head: AcceptanceHead, drafter: Drafter, draft_name: str) -> None:

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_specdecpp.config.bounds import (
     ACTIVATIONS,
+    CURE,
     DEPTH,
     FULL,
     HEAD_SIZE,
@@ -122,6 +123,9 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     layers = {name: text[name] for name in TEXT if text.get(name) is not None}
     check_fields(own, OWN)
     check_layers(layers, "text_config.", TEXT)
+    rope = layers.get("rope_parameters")
+    if rope is not None and None in (rope.get(FULL), rope.get(SLIDING)):
+        raise ValueError(f"text_config.rope_parameters={shown(rope)} must have both {FULL} and {SLIDING}. {CURE}")
     return {**own, "text_config": {"model_type": usual, **layers}}
 
 

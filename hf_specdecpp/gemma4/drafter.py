@@ -86,10 +86,6 @@ class Gemma4Draft(Draft):
         clusters = self.model.config.centroid_intermediate_top_k if self.model.config.use_ordered_embeddings else None
         return {"reads": {"sources": self.sources, "clusters": clusters}, "draft_vocab": None, "captured": False}
 
-    def read_some(self, count: int) -> None:
-        states = torch.zeros(1, count, self.embedding_size, dtype=self.dtype, device=self.device)
-        self.run(torch.zeros(1, count, dtype=torch.long, device=self.device), states, self.nothing(count))
-
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
         known = tokens.where(tokens < len(self.embeddings.weight), 0)

@@ -347,7 +347,10 @@ def decoding_of(
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
     most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
     prepare_static(model_kwargs, config, most_in_tree)
-    kind = RankDecoding if is_spread(target) else kind
+    if is_spread(target):
+        kind = RankDecoding
+    else:
+        generator.begin_text(input_ids.shape[1])
     decoding = kind(target, generator, stopping_criteria, config, streamer, model_kwargs)
     return partial(_run, decoding.run, cache, unused)
 

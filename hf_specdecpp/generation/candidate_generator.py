@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from hf_specdecpp.throughput.chains import Throughput, ThroughputState
 from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
+from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.checks import check_tree
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -60,7 +62,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     Attributes:
         stats: of this generation.
-        products: the matrix products of target and draft; the loops draft and verify within them.
+        products: the matrix products of target and draft, within which the loops draft and verify.
         trees: drafts trees; `None` where chains are drafted.
         rule: stops chains; `None` where trees are drafted.
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
@@ -68,6 +70,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         waits: whether rounds still have no candidates, since what the passes of this text cost is measured in the text
             itself (`plan_rounds`): they are captured, or over a static cache.
         times: of its rounds, where the costs follow them.
+        rests: whether rounds are left to the target, as drafting does not pay: nothing is noted for the draft then.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
 
     Raises:
@@ -120,14 +123,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()
-        self.products = products or setup.products(target)
-        own = set() if target is None else set(target.modules())
-        self.stats.has_products = any(layer in own for layer, _ in self.products.layers)
+        self._products = products
         self.rule: StoppingRule | None = None
         self.trees = self._tree_drafting() if draws_trees else None
         self.plan: ThroughputState | TreeThroughput | None = None
         self.lookup: LookingUp | None = None
         self.times: RoundTimes | None = None
+        self.rests = False
         self._target, self._generation_config = target, generation_config
         measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
         # Passes that are captured, or over a static cache, are measured in the text itself.
@@ -139,6 +141,17 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._seen_length = 0
         self._num_accepted = 0
         self._chain = Chain([], [])
+
+    @property
+    def products(self) -> FasterProducts:
+        """Made where they are needed first: that reads every packed weight."""
+        if self._products is None:
+            begin = time.perf_counter()
+            self._products = self.setup.products(self._target)
+            own = set() if self._target is None else set(self._target.modules())
+            self.stats.has_products = any(layer in own for layer in self._products.layers)
+            self.stats.preparing_seconds += time.perf_counter() - begin
+        return self._products
 
     def _tree_drafting(self) -> TreeDrafting:
         setup, estimator = self.setup, self.setup.head or DraftProbability()
@@ -154,7 +167,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             own: the text's passes, over a static cache.
         """
         setup, target, generation = self.setup, self._target, self._generation_config
-        with self.products:  # costs are measured with them
+        measures = own is not None or not setup.speculation.track_costs
+        with self.products if measures else nullcontext():
             if self.trees is None:
                 self.rule = rule_of(setup, target, generation, own)
                 self.plan = self.rule.state if isinstance(self.rule, Throughput) else None
@@ -166,6 +180,27 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             if target is not None and self.plan.known is not None:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self.waits = False
+
+    def begin_text(self, length: int) -> None:
+        """Find out, before a prompt of so many tokens is read, whether the text rests."""
+        follows = self.lookup is not None or not self.setup.drafter.places
+        self.rests = self.plan is not None and not follows and self.plan.rests(length)
+        if self.rests and self._target is not None:
+            self.successors = None
+            if passes_of(self._target, self.setup.speculation).chosen.get(1) == "own":
+                self._products = FasterProducts()  # hardly a pass of the text would take others
+
+    def begin_rest(self) -> None:
+        """Take note that a round without a draft begins."""
+        if self.times is not None:
+            self.times.begin()
+
+    def end_rest(self, length: int) -> None:
+        """Take note of a round without a draft. One that needs no states may begin now, at this length of the text."""
+        self.stats.record_round(0, 0)
+        if self.plan is not None:
+            self.plan.credit.rest()
+            self.rests = self.setup.drafter.reads is not None or self.plan.rests(length)
 
     @torch.inference_mode()
     def draft(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> Chain:

@@ -212,14 +212,12 @@ class RoundsOfText:
         return 0 if estimator is None else max(count - lag_of(estimator), 0)
 
 
-def rounds_of(decoding: Any) -> RoundsOfText | str:
-    """The rounds of a text whose passes are captured, or why they are made step by step."""
+def rounds_of(decoding: Any) -> RoundsOfText | None:
+    """The rounds of a text whose passes are captured; `None` where they have to be made step by step."""
     generator, text = decoding.generator, decoding.prefix
     session, speculation = generator.session, generator.setup.speculation
-    if not isinstance(text, CapturedText):
-        return "passes are not captured"
-    if (reason := _why_not(decoding)) is not None:
-        return reason
+    if not isinstance(text, CapturedText) or not isinstance(session, CapturedSession) or not _can_be_whole(decoding):
+        return None
     greedy, most = generator.randomness is None, most_candidates(speculation)
     rules = RoundRules(
         greedy, generator.draft_processing, generator.processing,
@@ -247,16 +245,11 @@ def most_candidates(speculation: SpeculationConfig) -> int:
     return min(speculation.max_tokens, TIERS[-1])
 
 
-def _why_not(decoding: Any) -> str | None:
-    """Why a text's rounds are made step by step although its passes are captured."""
+def _can_be_whole(decoding: Any) -> bool:
+    """Whether nothing in a round has to be decided on the host: only chains of a draft model, with processors that do
+    not look at the tokens."""
     generator = decoding.generator
-    session, processing, speculation = generator.session, generator.processing, generator.setup.speculation
-    if not isinstance(session, CapturedSession) or generator.trees is not None:
-        return "only chains of a draft model are captured whole"
-    if speculation.lookup or generator.successors is not None:
-        return "candidates are looked up, or drafted with what the target said lately"
-    if decoding.keeps_logits or decoding.records.scores is not None:
-        return "scores or logits are asked for"
-    if not (processing.prefix_free and generator.draft_processing.prefix_free) or processing.may_forbid_all:
-        return "logits processors look at the tokens"
-    return None
+    own = generator.trees is not None or generator.setup.speculation.lookup or generator.successors is not None
+    kept = decoding.keeps_logits or decoding.records.scores is not None
+    processing = generator.processing.prefix_free and generator.draft_processing.prefix_free
+    return not own and not kept and processing and not generator.processing.may_forbid_all

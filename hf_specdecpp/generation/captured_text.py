@@ -43,7 +43,8 @@ class CapturedText:
     pending, mark, static = 0, None, None
 
     def __init__(self, prefix: Prefix, passes: CapturedTarget, reader: StateReader | None) -> None:
-        self.passes, self.width, self._prefix = passes, 0, prefix
+        self.passes, self.width = passes, 0
+        self._prefix = prefix
         passes.watch(reader)
         passes.begin(prefix.cache, prefix.rows, prefix.shown, prefix.position)
 

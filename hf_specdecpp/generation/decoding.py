@@ -8,7 +8,7 @@ where it ends; scores, hidden states and attentions belong to the token they are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -19,27 +19,26 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.caches.paths import PathRows
-from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
-from hf_specdecpp.generation.captured_text import CapturedText, captured_text
+from hf_specdecpp.generation.captured_text import CapturedText
+from hf_specdecpp.generation.capturing import Captured
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix, try_pass
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
+from hf_specdecpp.generation.tree_verification import TreeVerification
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device, upload
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
-from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy
+from hf_specdecpp.sampling.verification import verify_greedy
 from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.throughput.plain_passes import pass_seconds
-from hf_specdecpp.trees.at_once import verify_tree_at_once
+from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
-from hf_specdecpp.trees.verification import follow_tree, verify_tree, verify_tree_block, verify_tree_greedy
+from hf_specdecpp.trees.verification import follow_tree
 
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
 
@@ -64,16 +63,16 @@ class AssistedDecoding:
         model_kwargs: dict[str, Any],
     ) -> None:
         self.target, self.generator, self.config, self.streamer = target, generator, generation_config, streamer
-        self.states = TargetStates(target, generator.setup.drafter.reads)
+        self.states = TargetStates(target, None if generator.rests else generator.setup.drafter.reads)
         self.prefix: Prefix | CapturedText = Prefix(target, self.states.asked_for(model_kwargs))
         generator.session.share(self.prefix)
         self.device = input_device(target)
+        self.passes = passes_of(target, generator.setup.speculation)
         self.stats = generator.stats
         self.records = TokenRecords(generation_config, target.config.get_text_config(decoder=True))
         # Those before processors, where anyone asks for them.
         self.keeps_logits = self.records.keeps_logits or generator.successors is not None
-        self._whole: RoundsOfText | None = None  # where a round is two launches
-        self._drafts = True
+        self.captured = Captured(self)
         self.criteria = stopping_criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         self.max_lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -85,10 +84,10 @@ class AssistedDecoding:
         try:
             input_ids = self._generate(input_ids)
         except BaseException:
-            self._give_back().roll_back()
+            self.captured.end().roll_back()
             raise
         finally:
-            self._give_back().end()
+            self.captured.end().end()
         self.generator.finish()
         self.generator.remember(input_ids)
         if self.streamer is not None:
@@ -97,55 +96,29 @@ class AssistedDecoding:
 
     def _generate(self, input_ids: Tensor) -> Tensor:
         """The prompt's pass, then rounds until the text ends."""
-        begin = time.perf_counter()
-        with self.generator.products:
+        products, begin = self.generator.products, time.perf_counter()
+        with products:
             input_ids, finished = self._prompt(input_ids)
         self.stats.prompt_seconds = time.perf_counter() - begin  # its token has been read
         with self.target._optimize_model_for_decode():
-            if not finished and not self.prefix.is_at_change(input_ids):
-                self._compare_passes(input_ids)
             if not finished:
-                self._capture(input_ids)
-            return self._rounds(input_ids, finished)
-
-    def _capture(self, input_ids: Tensor) -> None:
-        """Go on with captured passes, where they can be had."""
-        setup, prefix = self.generator.setup, self.prefix
-        if setup.speculation.graphs == "off" or not isinstance(prefix, Prefix):
-            return
-        text = captured_text(
-            self.target, prefix, setup.drafter.reads, self.config, input_ids, setup.speculation.compile
-        )
-        if isinstance(text, CapturedText):
-            self.prefix = text
-        else:
-            self.stats.uncaptured = text
-
-    def _give_back(self) -> Prefix:
-        """The text in the cache that `generate()` returns."""
-        if isinstance(self.prefix, CapturedText):
-            self.stats.graphs, self.stats.graph_seconds, self.stats.graph_bytes = self.prefix.spent
-            self.stats.uncaptured = self.stats.uncaptured or self.prefix.passes.why_not
-            if self._whole is not None:
-                self.stats.graphs += len(self._whole.graphs)
-                self.stats.graph_seconds += self._whole.graphs.seconds
-                self._whole = None  # which refers to this
-            self.prefix = self.prefix.give_back()
-        return self.prefix
+                self.captured.begin(input_ids)
+            input_ids = self._rounds(input_ids, finished)
+        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = self.passes.seconds(1)
+        return input_ids
 
     def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:
         """Rounds until the text ends."""
         with self.generator.products:
-            whole = rounds_of(self) if not finished else ""
-            self._whole = None if isinstance(whole, str) else whole
             while not finished:
-                if self._whole is None:
+                if self.captured.rounds is None:
                     self._plan(input_ids)
+                    self.compare_passes(input_ids)
                 begin = time.perf_counter()
                 spent = self.stats.draft_seconds + self.stats.target_seconds
                 length = input_ids.shape[1]
                 input_ids, finished = self._round(input_ids)
-                if self._whole is None:
+                if self.captured.rounds is None:
                     self.generator.end_round(length, self.prefix.width)
                 spent = self.stats.draft_seconds + self.stats.target_seconds - spent
                 self.stats.overhead_seconds += time.perf_counter() - begin - spent
@@ -168,16 +141,19 @@ class AssistedDecoding:
 
     def _round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
         """Draft, one target pass, verify, emit."""
-        if self._whole is not None:
-            try:
-                return self._whole.round(input_ids)
-            except CannotCaptureError as error:
-                self._go_on_uncaptured(str(error))
+        if (whole := self.captured.round(input_ids)) is not None:
+            return whole
+        if self.generator.rests:
+            self.generator.begin_rest()
+            return self._pass(input_ids, Chain([], []))
         if self.generator.trees is not None:
             return self._tree_round(input_ids)
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        most = 0 if self.prefix.pending >= MOST_PENDING or not self._drafts else self._room(input_ids)
-        chain = self._draft(input_ids, most)
+        most = 0 if self.prefix.pending >= MOST_PENDING or not self.captured.drafts else self._room(input_ids)
+        return self._pass(input_ids, self._draft(input_ids, most))
+
+    def _pass(self, input_ids: Tensor, chain: Chain) -> tuple[Tensor, bool]:
+        """One target pass over candidates, verify, emit."""
         begin = time.perf_counter()
         inputs = self.prefix.chain_inputs(input_ids, chain.ids(input_ids.device))
         outputs = self._read(inputs, len(chain.tokens) + 1)
@@ -192,7 +168,10 @@ class AssistedDecoding:
             outputs = self.prefix.forward(**inputs)
             self.states.give(outputs.states)
             return outputs
-        outputs = self.states.catch(self.target, **inputs, return_dict=True)
+        is_timed = self.device.type == "cpu"  # elsewhere a pass goes on after its call
+        has_choice = self.generator.products.has_choice
+        with self.passes.timed(self.prefix.width, has_choice) if is_timed else nullcontext():
+            outputs = self.states.catch(self.target, **inputs, return_dict=True)
         if self.prefix.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, :count].clone()
@@ -233,10 +212,16 @@ class AssistedDecoding:
         if self.generator.successors is not None:
             paths = [chain.tokens[:place] for place in range(count + 1)]
             self.generator.successors.learn(contexts_of(input_ids, paths), raw)
-        if count or self.stats.generated:
-            self.generator.update_candidate_strategy(input_ids, scores, accepted)
+        self._learn(input_ids, scores, accepted)
         emitted = [*chain.tokens[:accepted], token]
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
+
+    def _learn(self, input_ids: Tensor, scores: Tensor, accepted: int) -> None:
+        """Tell the generator what became of a round; the prompt's pass is none."""
+        if self.stats.generated and self.generator.rests:
+            self.generator.end_rest(input_ids.shape[1])
+        elif self.stats.generated:
+            self.generator.update_candidate_strategy(input_ids, scores, accepted)
 
     def _verify(self, chain: Chain, ids: Tensor, scores: Tensor) -> tuple[int, int]:
         """How many candidates stand, and the token after them.
@@ -282,8 +267,7 @@ class AssistedDecoding:
         """
         tree, count = DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores), len(chain.tokens)
         path, emitted, scores, raw, _ = self._walk(input_ids, TreePass(tree), outputs)
-        if count or self.stats.generated:
-            self.generator.update_candidate_strategy(input_ids, scores, len(path))
+        self._learn(input_ids, scores, len(path))
         return self._emit(input_ids, emitted, scores, raw, outputs, count)
 
     def _walk(
@@ -296,13 +280,15 @@ class AssistedDecoding:
             The accepted nodes; the k emitted tokens; `[k, vocab]` logits that they were chosen from, with and without
             processing; the rows of the root and the accepted nodes in the pass.
         """
-        tree, rows = tree_pass.tree, tree_pass.rows
+        tree, rows, generator = tree_pass.tree, tree_pass.rows, self.generator
+        verification = generator.setup.speculation.verification
+        verifier = TreeVerification(generator.processing, generator.randomness, verification, self.eos)
         logits = outputs.logits[0, -len(rows) :]
         if self._verifies_at_once(input_ids):
             every = logits.to(input_ids.device, torch.float32, copy=True)
-            every = self._process_all(input_ids, tree_pass, every)
+            every = verifier.process_all(input_ids, tree_pass, every)
             begin = time.perf_counter()
-            path, token = self._accept_at_once(tree_pass, every)
+            path, token = verifier.accept_at_once(tree_pass, every)
             self._note_wait(begin)
 
             def scores(node: int) -> Tensor:
@@ -312,12 +298,12 @@ class AssistedDecoding:
             @cache
             def scores(node: int) -> Tensor:
                 row = logits[rows[node]].to(input_ids.device, torch.float32, copy=True)
-                if self._ends_text(tree, node):
+                if verifier.ends_text(tree, node):
                     return row
                 return self.generator.processing.one(input_ids, tree.path(node), row)
 
-            path, token = self._accept(tree, scores)
-        path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
+            path, token = verifier.accept(tree, scores)
+        path, token = follow_tree(tree, path, token, lambda node: verifier.draw(scores(node)))
         if self.generator.successors is not None:
             paths = [tree.path(node) for node in tree_pass.order]
             self.generator.successors.learn(contexts_of(input_ids, paths), logits)
@@ -331,44 +317,6 @@ class AssistedDecoding:
     def _verifies_at_once(self, input_ids: Tensor) -> bool:
         """Whether a tree is verified on the device, with one read."""
         return waits_for_reads(input_ids.device) and not self.generator.processing.in_order
-
-    def _accept(self, tree: DraftTree, scores: Callable[[int], Tensor]) -> tuple[list[int], int]:
-        """The accepted nodes and the token after them, by `[vocab]` scores that are asked for where they matter."""
-        randomness = self.generator.randomness
-        if randomness is None:
-            return verify_tree_greedy(tree, lambda node: likeliest_tokens(scores(node)[None])[0])
-        is_block = self.generator.setup.speculation.verification == "block" and not self.generator.processing.in_order
-        verify = verify_tree_block if is_block else verify_tree
-        return verify(tree, lambda node: scores(node).softmax(dim=-1), randomness)
-
-    def _accept_at_once(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
-        """The same with one read from the device, by the scores of all rows, `[rows, vocab]`."""
-        randomness, tree = self.generator.randomness, tree_pass.tree
-        if randomness is None:
-            choices = likeliest_tokens(scores)
-            return verify_tree_greedy(tree, lambda node: choices[tree_pass.rows[node]])
-        verification = self.generator.setup.speculation.verification
-        return verify_tree_at_once(tree_pass, scores.softmax(dim=-1), randomness, verification)
-
-    def _draw(self, scores: Tensor) -> int:
-        """A token by `[vocab]` processed scores of the target."""
-        if self.generator.randomness is None:
-            return likeliest_tokens(scores[None])[0]
-        return int(self.generator.randomness.categorical(scores.softmax(dim=-1)))
-
-    def _process_all(self, input_ids: Tensor, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the scores of all rows, `[rows, vocab]`."""
-        tree, order = tree_pass.tree, tree_pass.order
-        rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
-        paths, process = [tree.path(order[row]) for row in rows], self.generator.processing.after_each
-        if len(rows) == len(scores):
-            return process(input_ids, paths, scores)
-        scores[rows] = process(input_ids, paths, scores[rows])
-        return scores
-
-    def _ends_text(self, tree: DraftTree, node: int) -> bool:
-        """Whether a node ends the text: plain generation does not ask the processors what would follow."""
-        return node > 0 and tree.tokens[node] in self.eos
 
     def _emit(
         self,
@@ -416,14 +364,6 @@ class AssistedDecoding:
             self.streamer.put(torch.tensor([emitted[:kept]]))
         return input_ids[:, : before + kept], finished
 
-    def _go_on_uncaptured(self, reason: str) -> None:
-        """Make the other rounds step by step. The draft begins anew if it can; what it would have to read of the target
-        is gone after a round."""
-        self.stats.uncaptured = f"a round cannot be captured ({reason})"
-        self._drafts, self._whole = not self.stats.rounds, None
-        if self._drafts:
-            self.generator.begin_again()
-
     def _settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
         """Keep what the draft reads of the pass, and leave the cache at what was emitted."""
         # All of the prompt; later the last token before the round and the accepted candidates.
@@ -455,11 +395,19 @@ class AssistedDecoding:
                 return i + 1, True
         return kept, finished
 
-    def _compare_passes(self, input_ids: Tensor) -> None:
-        """Note what a pass over one token takes, measured once a target, so that the verdict can compare."""
-        config, products = self.generator.setup.speculation, self.generator.products
-        seconds = pass_seconds(self.target, config, products, lambda: self.prefix.chain_inputs(input_ids, []))
-        self.stats.plain_pass_seconds, self.stats.same_pass_seconds = seconds
+    def compare_passes(self, input_ids: Tensor) -> None:
+        """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""
+        if isinstance(self.prefix, CapturedText):
+            return
+        tell_it = self.generator.rests and self.device.type == "cpu"
+        if tell_it or self.prefix.pending or self.prefix.is_at_change(input_ids):
+            return
+        product = self.passes.missing(1, self.stats.rounds, self.generator.products.has_choice)
+        if product is not None:
+            begin = time.perf_counter()
+            self.passes.make(1, product, self.target, self.prefix.chain_inputs(input_ids, []), self.device)
+            self.stats.compared_passes += 1
+            self.stats.preparing_seconds += time.perf_counter() - begin
 
     def _output(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:

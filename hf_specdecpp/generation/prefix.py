@@ -47,6 +47,7 @@ class Prefix:
         self.is_masked = mask is not None and not bool(mask.all())
         self.num_settled = 0 if self.cache is None else num_rows(self.cache)
         self.static = StaticRows(self.cache, longest_text(target)) if isinstance(self.cache, StaticCache) else None
+        self._is_recurrent: bool | None = None
         self.pending, self.width = 0, 0  # the latter: tokens that the last pass was prepared for, dummies included
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
         # Of a mask with four dimensions others might ask more than whether it is there.
@@ -130,7 +131,9 @@ class Prefix:
         Args:
             has_mask: whether the caller has one, so that none needs to be made.
         """
-        if not self.pending and is_recurrent(self.cache):
+        if self._is_recurrent is None:  # once, after the prompt: each layer is asked
+            self._is_recurrent = is_recurrent(self.cache)
+        if not self.pending and self._is_recurrent:
             self.mark = Mark(self.cache)
         count = len(candidates)
         tokens = extend(input_ids, candidates) if count else input_ids
@@ -201,7 +204,7 @@ class Prefix:
     def _adopt(self, cache: Any) -> None:
         """Go on with another cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
         cache.activate_past_recording()
-        self.static = None
+        self.static = self._is_recurrent = None
         own = {cache_argument(self.target): cache}
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 

@@ -24,7 +24,7 @@ from hf_specdecpp.models.vocabulary import special_ids
 from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.throughput.product_choice import parts_of
+from hf_specdecpp.throughput.target_passes import parts_of
 from hf_specdecpp.throughput.trees import TreeThroughput
 
 logger = logging.get_logger("hf_specdecpp")
@@ -83,8 +83,6 @@ class DraftSetup:
         """
         config = self.speculation
         packs = config.cpu_products == "auto" and config.pack_weights and target is not None
-        if not packs:
-            self.packed.clear()
         in_int8 = config.int8_draft and target is not None and not self.drafter.is_captured
         if in_int8 and not is_available():
             logger.warning_once("int8_draft=True: this PyTorch has no int8 products, so the draft runs in float32.")
@@ -94,7 +92,9 @@ class DraftSetup:
         packed, int8 = self.packed if packs else None, self.int8 if in_int8 else None
         parts: list[Part] = []
         if config.cpu_products == "auto":
-            parts = parts_of(target, None if in_int8 or self.drafter.is_captured else self.drafter, packed)
+            parts = parts_of(target, None if in_int8 or self.drafter.is_captured else self.drafter, config)
+        if not any("packed" in part.ways.products for part in parts):
+            self.packed.clear()
         draft = [] if self.drafter.is_captured else self.drafter.parts
         return FasterProducts(*parts, packed=packed, draft=draft, target=target, int8=int8)
 
@@ -120,7 +120,8 @@ def looking_up(
     learned = memory.recall_lookups(drafter if target is None else target, generation)
     draws, choice = drafter.places > 0, None
     if plan is not None:
-        key = isinstance(plan, TreeThroughput), setup.rows, draws
+        is_assumed = plan.known is not None and plan.known.is_assumed
+        key = isinstance(plan, TreeThroughput), setup.rows, draws, is_assumed
         if key not in learned.choices:
             promised = plan.rate if isinstance(plan, TreeThroughput) else plan.plan.rate
             learned.choices[key] = Choice(plan.costs.pass_seconds, promised if draws else None)

@@ -12,9 +12,9 @@ PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
 # First candidates that a draft for this very target would hardly ever miss: too small a share of many, or all of a few,
 # since a rule may stop drafting soon.
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
+FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
 # Of two calls the larger, since they count what there is by now; and the first that is given.
 LATEST, REASONS = ("state_bytes", "graphs", "graph_seconds", "graph_bytes"), ("suspect", "refusal", "uncaptured")
-FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
 
 
 @dataclass
@@ -45,6 +45,9 @@ class SpeculationStats:
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
             was not.
         same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
+        compared_passes: target passes beside those of the rounds, over one token, to know what these take and which CPU
+            products are faster. The first texts of a process make most of them.
+        preparing_seconds: these, and making or checking packed and int8 copies of weights.
         state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
         graphs, graph_seconds, graph_bytes: CUDA graphs of the target's passes up to now, seconds that capturing them
             took, and the memory of the caches that they work in.
@@ -80,6 +83,8 @@ class SpeculationStats:
     target_seconds: float = 0.0
     prompt_seconds: float = 0.0
     overhead_seconds: float = 0.0
+    compared_passes: int = 0
+    preparing_seconds: float = 0.0
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
     state_bytes: int = 0
@@ -373,8 +378,10 @@ class SpeculationStats:
     def _time_split(self) -> str:
         if not self.complete:
             return f"draft {self.draft_seconds:.2f} s"
+        beside = f" ({self.compared_passes} passes compared)" if self.compared_passes else ""
+        preparing = f"preparing {self.preparing_seconds:.2f} s{beside}, " if self.preparing_seconds >= 0.005 else ""
         return (
-            f"prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, "
+            f"{preparing}prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, "
             f"target {self.target_seconds:.2f} s, overhead {self.overhead_seconds:.2f} s"
         )
 

@@ -2,8 +2,8 @@
 
 PyTorch gives float32 products to MKL. oneDNN, which comes with PyTorch and does its bfloat16 products, is faster for
 some models, on some processors, and faster still if it may keep a copy of the weights in an order of its own
-(`PackedWeights`). Which product the large layers of a model take for how many rows (`products.Ways`) is measured on its
-own passes (`throughput.product_choice`); small layers keep PyTorch's own.
+(`PackedWeights`). Which product the large layers of a model take for how many rows (`products.Ways`) is decided on the
+target's passes (`throughput.target_passes`); small layers keep PyTorch's own.
 
 A draft may compute in int8 (`int8_products`), which is three times as fast and not the same.
 
@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models import int8_products
 from hf_specdecpp.models.causal_lm import has_compiled_call
-from hf_specdecpp.models.products import Ways, filled_up, onednn, pack
+from hf_specdecpp.models.products import Ways, onednn, pack
 
 Forward = Callable[[Tensor], Tensor]
 UNUSUAL = ("position_bias", "cache", "softcap")  # arguments of attention that transformers handles
@@ -77,6 +77,9 @@ class FasterProducts:
         draft: modules whose large layers compute in int8 where they are given a few tokens.
         target: a layer that it shares with the draft stays as it is: int8 would change the output.
         int8: keeps the int8 copies of the draft's, likewise. Without it the draft is one of the parts.
+
+    Attributes:
+        has_choice: whether layers of the parts can take another product than PyTorch's.
     """
 
     def __init__(
@@ -100,8 +103,9 @@ class FasterProducts:
                 copy = None
                 if packed is not None and "packed" in ways.products and can_be_packed(layer):
                     copy = packed.current(layer.weight)
-                if not ways.are_own:
+                if ways.products != {"own"}:
                     self.layers.setdefault(layer, _forward(layer, ways, copy))
+        self.has_choice = any(ways.products != {"own"} for _, ways in parts)
         models = [module for modules, _ in parts for module in modules]
         # Attention that comes and goes would compile a compiled model again.
         self.groups_attention = any(map(_on_cpu, models)) and not any(map(_recompiles, models))
@@ -312,27 +316,19 @@ def can_be_packed(layer: nn.Linear) -> bool:
 
 def _forward(layer: nn.Linear, ways: Ways, packed: PackedCopy | None) -> Forward:
     """A forward of the layer that goes these ways; without a packed copy oneDNN takes the weight as it is."""
-    is_current = _unchanged(layer)
-
-    def multiply(x: Tensor, product: str) -> Tensor:
-        if product == "packed" and packed is not None:
-            return (
-                onednn(x, packed.tensor, layer.bias) if is_current() else functional.linear(x, layer.weight, layer.bias)
-            )
-        if product == "own":
-            return functional.linear(x, layer.weight, layer.bias)
-        return onednn(x, layer.weight, layer.bias)
+    is_current, width = _unchanged(layer), layer.in_features
 
     def forward(input: Tensor) -> Tensor:
-        if not (rows := _plain_rows(layer, input)):
+        product = ways.of(input.numel() // width)  # first: there are hundreds of layers
+        if product == "own" or not _plain_rows(layer, input):
             return functional.linear(input, layer.weight, layer.bias)
-        product, dummies = ways.of(rows)
-        if not dummies:
-            return multiply(input, product)
-        return multiply(filled_up(input, dummies), product)[:rows].view(*input.shape[:-1], -1)
+        if product == "onednn" or packed is None:
+            return onednn(input, layer.weight, layer.bias)
+        if not is_current():
+            return functional.linear(input, layer.weight, layer.bias)
+        return onednn(input, packed.tensor, layer.bias)
 
-    used = set(ways.products) - {"own"}
-    return _named(forward, "own, filled" if not used else "onednn" if packed is None else "packed")
+    return _named(forward, "onednn" if packed is None else "packed")
 
 
 def _int8_forward(layer: nn.Linear, copy: PackedCopy) -> Forward:

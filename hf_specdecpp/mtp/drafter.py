@@ -76,9 +76,6 @@ class MtpDraft(Draft):
     def describe(self) -> dict[str, Any]:
         return {**self.first.describe(), "multi_token_layers": len(self.layers)}
 
-    def read_some(self, count: int) -> None:
-        self.first.read_some(count)
-
 
 class Rows:
     """What one layer has read: its cache, and the states that it reads.

@@ -72,8 +72,8 @@ class ThroughputState:
         self._plans: dict[int, tuple[Costs, Plan]] = {}  # by class, the latest
         self._is_stale = False  # whether the plan is to be made again
         self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
+        self.credit = ExplorationBudget(1.0)
         self._reckon_with(costs.at(0) if isinstance(costs, KnownCosts) else costs)
-        self.credit = ExplorationBudget(float(self.seconds[0]))
 
     @property
     def plan(self) -> Plan:
@@ -88,6 +88,7 @@ class ThroughputState:
 
     def _reckon_with(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, costs.round_seconds(self.max_tokens)
+        self.credit.plain = float(self.seconds[0])
         known, plan = self._plans.get(self._kind, (None, None))
         if plan is not None and known is costs:
             self._plan = plan
@@ -100,7 +101,7 @@ class ThroughputState:
         Args:
             rate: of the last plan, if there was one.
         """
-        how: dict[str, Any] = {} if rate is None else {"rate": rate, "most_steps": NEXT_STEPS, "tolerance": CLOSE}
+        how: dict[str, Any] = {"tolerance": CLOSE} | ({} if rate is None else {"rate": rate, "most_steps": NEXT_STEPS})
         self._plan = solve(self.rates.acceptance, self.rates.following, self.seconds, self.lag, **how)
         self._plans[self._kind], self._is_stale = (self.costs, self._plan), False
 
@@ -114,7 +115,6 @@ class ThroughputState:
             self._kind = length_class(length)
             if (costs := self.known.at(length)) is not self.costs:
                 self._reckon_with(costs)
-                self.credit.plain = float(self.seconds[0])
             self.trials = self._worth_trying()
         self._catch_up()  # now, and not when the round is timed: it takes a while
 
@@ -141,11 +141,20 @@ class ThroughputState:
         latest = max(self._confirmed.get((kind, length + 1), -TRIED_AGAIN) for kind in alike(self._kind))
         return self.texts - latest >= TRIED_AGAIN
 
+    def rests(self, length: int) -> bool:
+        """Whether a text of this length, which the draft has not read, is left to the target."""
+        self.follow(length)
+        return not (self.pays or any(self.trials) or self.credit.is_worth_following(self._price(length)))
+
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
         if self.pays or not self.max_tokens:  # nothing drafts
             return self.pays
-        return self.credit.seconds >= self.costs.read * unread + float(self.seconds[1] - self.seconds[0])
+        return self.credit.seconds >= self._price(unread)
+
+    def _price(self, unread: int) -> float:
+        """Of the next probe."""
+        return self.costs.read * unread + float(self.seconds[1] - self.seconds[0])
 
     def next_trial(self) -> int | None:
         """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
@@ -176,7 +185,10 @@ class ThroughputState:
     def learn(self, times: RoundTimes) -> None:
         """Let the costs follow the rounds of a text that is over."""
         if self.known is not None:
-            as_expected = self.known.learn(times)
+            was_assumed, as_expected = self.known.is_assumed, self.known.learn(times)
+            if was_assumed:  # what was reckoned with passes is seconds now
+                self._plans.clear()
+                self._reckon_with(self.known.at(0))
             self._confirmed |= dict.fromkeys(as_expected, self.texts)
             self.were_wrong = len(as_expected) < sum(map(len, times.passes.values()))
 

@@ -1,4 +1,4 @@
-"""The costs of one target and draft, by the length of the text: measured once, then corrected by their rounds."""
+"""The costs of one target and draft, by the length of the text: assumed or measured at first, then what rounds say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.files import remember
-from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, length_class
+from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, in_seconds, length_class
 
 KEPT = 0.03  # change of a cost, as a share of it, that counts
 
@@ -27,6 +27,7 @@ class KnownCosts:
             batch, widths of passes that are filled up.
         of: all that they depend on; they are kept on disk under it. `None` keeps them in this object.
         by_length: what earlier rounds have made of them, by class of length (`round_times.length_class`).
+        is_assumed: nothing was measured: until the first text is over `measured` are shares of a pass over one token.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class KnownCosts:
         form: Callable[[Costs], Costs] = as_they_are,
         of: dict[str, Any] | None = None,
         by_length: Mapping[int, Costs] | None = None,
+        is_assumed: bool = False,
     ) -> None:
-        self.measured, self._form, self._of = measured, form, of
+        self.measured, self.is_assumed, self._form, self._of = measured, is_assumed, form, of
         self._by_length = dict(by_length or {})
         self._on_disk = dict(self._by_length)
         self._formed: dict[int, Costs] = {}  # by class of length, too
@@ -74,6 +76,8 @@ class KnownCosts:
             By class of length and width the passes that took what was known of them.
         """
         taken: list[tuple[int, int]] = []
+        if self.is_assumed and times.passes:
+            self.measured, self.is_assumed = in_seconds(self.measured, times), False
         for kind, passes in times.passes.items():
             known = self._by_length.get(self._nearest(kind), self.measured)
             confirmed, now = self._confirmed.setdefault(kind, set()), as_expected(known, passes)

@@ -1,6 +1,6 @@
-"""What drafting and verifying cost on this machine, measured before the first text of a target and a draft.
+"""What drafting and verifying cost on this machine, before the first text of a target and a draft: assumed or measured.
 
-From then on the costs follow the rounds (`KnownCosts`). Keeping them on disk saves a second or two.
+From then on the costs follow the rounds (`KnownCosts`), and are kept on disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import logging
 
@@ -32,7 +32,6 @@ from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import forget, recall
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, longest_text, trying
 from hf_specdecpp.models.checks import keeps_recurrent_state
-from hf_specdecpp.models.cpu_products import products_of
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.processors import Processing
@@ -54,9 +53,11 @@ BATCH_CONTEXT = 128  # in the target's of a batch, where further tokens cost mor
 DRAFTED = 4  # candidates in a measured round
 READ = 32  # tokens that the draft reads at once
 WIDTH = 8  # nodes of a measured level of a tree
+# Assumed shares of a pass over one token: of each further token; of a draft's step beside its share of the target's
+# weights; of a token that the draft reads among many, or of a further place of its pass, in its steps.
+WIDER, LEAST_STEP, AMONG_MANY = 0.03, 0.03, 0.1
 DRAFT_SECONDS, GROWING_SECONDS, TARGET_SECONDS = 0.4, 0.2, 1.0
 MOST_TURNS = 25
-ASSUMED_SECONDS = 0.01  # of a target's pass, where no clock can tell
 
 # In this process, by what they depend on.
 _known: dict[str, KnownCosts] = {}
@@ -72,6 +73,7 @@ class Rounds:
         rows: of a batch.
         own: the passes of the text at hand, where they are others than over a cache that grows.
         mixes: whether the draft's logits are mixed with the target's successors (`SpeculationConfig.draft_successors`).
+        products: which matrix products they may take (`SpeculationConfig.products`).
     """
 
     target: CausalLM
@@ -82,13 +84,13 @@ class Rounds:
     rows: int = 1
     own: OwnPasses | None = None
     mixes: bool = False
+    products: str = "own"
 
 
-def costs_of(rounds: Rounds) -> KnownCosts:
-    """What rounds cost, measured before or now.
+def costs_of(rounds: Rounds, assume: bool = False) -> KnownCosts:
+    """What rounds cost, measured before or now; or, if they are assumed, until the first text has shown it.
 
-    Of a batch that of one row: its share of passes over all rows. The matrix products are those that the layers use now
-    (`models.cpu_products`).
+    Of a batch that of one row: its share of passes over all rows.
     """
     # Read before: what is known of costs must not keep a target alive.
     is_recurrent, has_own = keeps_recurrent_state(rounds.target), rounds.own is not None
@@ -104,26 +106,22 @@ def costs_of(rounds: Rounds) -> KnownCosts:
 
     of = conditions(rounds)
     name = json.dumps(of, sort_keys=True)
-    if name not in _known:
+    if name not in _known or (_known[name].is_assumed and not assume):
         try:
             _known[name] = KnownCosts.from_dict(recall("costs", of), form, of)
         except ValueError:  # not measured yet, or the file is damaged
+            if assume:
+                _known[name] = KnownCosts(assumed(rounds), form, of, is_assumed=True)
+                return _known[name]
             measured = _measured(rounds)
             logger.info(f"Measured what drafting and verifying cost here: {measured}.")
             # What a clock cannot tell is not kept: another process may have a better one.
-            _known[name] = KnownCosts(measured or assumed(rounds), form, None if measured is None else of)
+            if measured is None:
+                _known[name] = KnownCosts(assumed(rounds), form, None, is_assumed=True)
+            else:
+                _known[name] = KnownCosts(measured, form, of)
             _known[name].save()
     return _known[name]
-
-
-def assumed(rounds: Rounds) -> Costs:
-    """Costs for rounds to correct: passes take as long as there are weights to read, however many tokens they read."""
-    own, every = (
-        sum(tensor.numel() for part in parts for tensor in part.parameters())
-        for parts in (rounds.drafter.parts, [rounds.target])
-    )
-    draft = ASSUMED_SECONDS * own / max(own, every)
-    return Costs(draft=draft, verify=(ASSUMED_SECONDS,), block=rounds.drafter.block)
 
 
 def _measured(rounds: Rounds) -> Costs | None:
@@ -171,10 +169,29 @@ def conditions(rounds: Rounds) -> dict[str, Any]:
         "rows": rounds.rows,
         "passes": None if rounds.own is None else rounds.own.how,
         "mixes": rounds.mixes,
+        "products": rounds.products,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "versions": [__version__, torch.__version__, transformers.__version__],
     }
+
+
+def assumed(rounds: Rounds) -> Costs:
+    """What rounds cost before any was timed, in passes of the target over one token.
+
+    A measurement before the first text would take as long as many of its rounds, and on a busy machine be wrong.
+    """
+    verify = tuple(1.0 + WIDER * rounds.rows * further for further in range(rounds.max_tokens + 1))
+    if not rounds.drafter.places:
+        return Costs(0.0, verify)
+    draft = _num_multiplied(rounds.drafter.parts) / max(_num_multiplied([rounds.target]), 1) + LEAST_STEP
+    return Costs(draft, verify, read=AMONG_MANY * draft, branch=AMONG_MANY * draft, block=rounds.drafter.block)
+
+
+def _num_multiplied(models: Sequence[nn.Module]) -> int:
+    """Numbers in the weights of linear layers."""
+    layers = {layer for model in models for layer in model.modules() if isinstance(layer, nn.Linear)}
+    return sum(layer.weight.numel() for layer in layers)
 
 
 @torch.inference_mode()
@@ -396,7 +413,6 @@ def _describe(model: CausalLM) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "dtype": str(model.dtype),
         "attention": getattr(config, "_attn_implementation", None),
-        "products": products_of(model),
         "device": device_name(model.device),
     }
 

@@ -24,7 +24,7 @@ from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.measuring import Rounds, costs_of, forget_costs, in_widths
 from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.throughput.product_choice import forget_products
+from hf_specdecpp.throughput.target_passes import forget_products
 from hf_specdecpp.throughput.trees import TreeThroughput
 
 T = TypeVar("T")
@@ -53,11 +53,11 @@ class LearnedOfLookups:
     Attributes:
         rates: how often they were right.
         choices: what looking up and drafting have brought, by chains or trees, the rows
-            of the batch, and whether anything drafts.
+            of the batch, whether anything drafts, and whether costs are assumed, in passes.
     """
 
     rates: LookupRates = field(default_factory=LookupRates)
-    choices: dict[tuple[bool, int, bool], Choice] = field(default_factory=dict)
+    choices: dict[tuple[bool, int, bool, bool], Choice] = field(default_factory=dict)
 
 
 class Memory:
@@ -156,7 +156,8 @@ class Memory:
         known = learned.plan if isinstance(learned.plan, ThroughputState) else None
         if config.costs is None and target is not None:
             mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
-            found = costs_of(Rounds(target, drafter, estimator, widest, rows=rows, own=own, mixes=mixes))
+            rounds = Rounds(target, drafter, estimator, widest, False, rows, own, mixes, config.products)
+            found = costs_of(rounds, assume=config.track_costs and own is None)
             costs: Costs | KnownCosts = found if config.track_costs else found.first
         else:
             costs = given_costs(config)
@@ -183,7 +184,8 @@ class Memory:
             costs: Costs | KnownCosts = in_widths(given, most) if generation.cache_implementation == "static" else given
         else:
             mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
-            found = costs_of(Rounds(target, drafter, estimator, most, trees=True, own=own, mixes=mixes))
+            rounds = Rounds(target, drafter, estimator, most, True, 1, own, mixes, config.products)
+            found = costs_of(rounds, assume=config.track_costs and own is None)
             costs = found if config.track_costs else found.first
         learned = self.recall(config, target, estimator, generation, trees=True)
         known = learned.plan if isinstance(learned.plan, TreeThroughput) else None

@@ -107,6 +107,21 @@ def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
     return {width: seconds for width, seconds in found.items() if seconds is not None}
 
 
+def in_seconds(assumed: Costs, times: RoundTimes) -> Costs:
+    """Assumed shares of a pass over one token in seconds, by the first text: one factor for passes, one for drafting.
+
+    Example: passes over 1 and 3 tokens are assumed to take 1 and 1.1. Rounds over 3 tokens took 22 ms in the median, so
+    passes over 1 token are expected to take 20 ms.
+    """
+    verify = assumed.verify_seconds(max(max(widths) for widths in times.passes.values()) - 1)
+    timed = [(width, each) for widths in times.passes.values() for width, of in widths.items() for each in of]
+    unit = max(median(seconds / verify[width - 1] for width, seconds in timed), 1e-9)  # a coarse clock may see none
+    drafts = [(seconds, each.seconds(assumed)) for of in times.drafts.values() for each, seconds in of]
+    ratios = [seconds / expected for seconds, expected in drafts if expected > 0.0]
+    scaled = replace(assumed, verify=tuple(seconds * unit for seconds in assumed.verify))
+    return _drafting_scaled(scaled, max(median(ratios), 1e-9) if ratios else unit)
+
+
 def corrected(
     costs: Costs,
     passes: Mapping[int, Sequence[float]],
@@ -116,7 +131,8 @@ def corrected(
     """The costs after a text whose rounds took so long: medians of its rounds, weighed against what was known.
 
     Logarithms are averaged: the new cost is `old * (median / old) ** (n / (n + 3))` for n rounds. Widths that the text
-    had no rounds of change as the others do on average, so that a machine that has become slower changes no decision.
+    had no rounds of change as the others do on average, and so does drafting of which there was none: a machine that
+    has become slower changes no decision.
 
     Example: passes over 1 and 2 tokens were known to take 10 and 30 ms, and nine rounds over 2 tokens took 20 ms, in
     the median. n / (n + 3) is 3/4, so 2 tokens cost 30 * (2/3) ** 0.75 = 22 ms now and 1 token 7.4 ms. If earlier texts
@@ -137,7 +153,14 @@ def corrected(
     verify = [seconds * math.exp(usual) for seconds in costs.verify]
     for width, change in changes.items():
         verify[width - 1] = costs.verify[width - 1] * math.exp(change * _share(len(passes[width])))
+    if not drafts:
+        costs = _drafting_scaled(costs, math.exp(usual))
     return _corrected_drafting(replace(costs, verify=tuple(verify)), drafts)
+
+
+def _drafting_scaled(costs: Costs, factor: float) -> Costs:
+    """With another price of whole drafts."""
+    return replace(costs, **{name: getattr(costs, name) * factor for name in ("start", "draft", "read", "branch")})
 
 
 def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) -> Costs:
@@ -150,9 +173,7 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) 
     usual_ratio = typical([seconds / expected for seconds, expected in known]) if known else None
     if usual_ratio is None:
         return costs
-    whole = math.exp(_log_ratio(usual_ratio, 1.0) * _share(len(known)))
-    prices = {name: getattr(costs, name) * whole for name in ("start", "draft", "read", "branch")}
-    costs = replace(costs, **prices)
+    costs = _drafting_scaled(costs, math.exp(_log_ratio(usual_ratio, 1.0) * _share(len(known))))
     by_steps = defaultdict(list)
     for each, seconds in drafts:
         by_steps[each.steps].append(seconds - each.further(costs))

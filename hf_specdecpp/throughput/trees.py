@@ -56,8 +56,8 @@ class TreeThroughput(CalibratedSlots):
         self._promised = 0.0  # seconds of the tokens that were promised before there were rounds
         self._passes = self._branches = 0.0  # of the draft in these rounds, and nodes that they read beside the first
         self._widths = np.zeros(most_nodes + 1)  # how many of these rounds had so many candidates
+        self.credit = ExplorationBudget(1.0)
         self._reckon_with(costs.at(0) if isinstance(costs, KnownCosts) else costs)
-        self.credit = ExplorationBudget(self.plain)
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
         self.splits, self.mean_estimate = 2.0, 0.5
         self._is_stale = True  # whether there is something new to `_fit`
@@ -65,7 +65,9 @@ class TreeThroughput(CalibratedSlots):
 
     def _reckon_with(self, costs: Costs) -> None:
         self.costs, self.verify = costs, costs.verify_seconds(self.most_nodes)
-        self.plain = float(self.verify[0]) + costs.overhead
+        plain = float(self.verify[0]) + costs.overhead
+        self._promised *= plain / self.credit.plain
+        self.plain = self.credit.plain = plain
 
     def begin_text(self) -> None:
         """The rounds that follow are of another text."""
@@ -74,13 +76,15 @@ class TreeThroughput(CalibratedSlots):
         """Reckon with what rounds cost at this length of the text, where that is known."""
         if self.known is not None and (costs := self.known.at(length)) is not self.costs:
             self._reckon_with(costs)
-            self.credit.plain = self.plain
         self._catch_up()  # now, and not when the round is timed: it takes a while
 
     def learn(self, times: RoundTimes) -> None:
         """Let the costs follow the rounds of a text that is over."""
         if self.known is not None:
+            was_assumed = self.known.is_assumed
             self.known.learn(times)
+            if was_assumed:  # what was reckoned with passes is seconds now
+                self._reckon_with(self.known.at(0))
 
     @property
     def rate(self) -> float:
@@ -109,13 +113,19 @@ class TreeThroughput(CalibratedSlots):
         """Whether a round is to teach something: it is a probe, or what speculation promises has hardly been seen."""
         return not self.pays or self.rounds <= FIRST_FITS[-1]
 
+    def rests(self, length: int) -> bool:
+        """Whether a text of this length, which the draft has not read, is left to the target."""
+        self.follow(length)
+        return not (self.pays or self.credit.is_worth_following(self._price(length)))
+
     def may_start(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
         self._catch_up()
-        if self.pays:
-            return True
-        price = self.costs.read * unread + self.costs.start + self.costs.draft + float(self.verify[1] - self.verify[0])
-        return self.credit.seconds >= price
+        return self.pays or self.credit.seconds >= self._price(unread)
+
+    def _price(self, unread: int) -> float:
+        """Of the next probe."""
+        return self.costs.read * unread + self.costs.start + self.costs.draft + float(self.verify[1] - self.verify[0])
 
     def expected(self, last: float | None, /) -> float:
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]

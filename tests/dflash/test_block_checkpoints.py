@@ -90,7 +90,6 @@ def test_a_block_is_one_price(tmp_path: Path) -> None:
     one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
     assert four < 2.0 * one
     assert costs.read > 0.0
-    draft.read_some(3)
 
 
 def test_inspected(tmp_path: Path) -> None:

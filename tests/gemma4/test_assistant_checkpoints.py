@@ -115,7 +115,6 @@ def test_its_costs_are_measured(name: str) -> None:
     assert costs.draft > 0.0
     assert costs.read < costs.draft
     assert costs.branch < costs.draft
-    draft.read_some(3)
     assert draft.describe()["reads"] == {
         "sources": {SLIDING: 2, FULL: 3},
         "clusters": 2 if name == "clusters" else None,

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 OTHERS: dict[str, dict[str, Any]] = {
-    "svip": {"rule": "svip", "svip_threshold": 0.5},
     "throughput": {"rule": "throughput", "max_tokens": 7},
     "corrected": {**CHAIN, "draft_successors": True, "draft_temperature": 0.8},
     "dyspec throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 7, "tree_depth": 4},

@@ -27,9 +27,9 @@ from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models import early_exit as early_exit_module
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.products import Ways
+from hf_specdecpp.models.products import Always
 from hf_specdecpp.models.quantised import multiplies_in_half
-from hf_specdecpp.throughput import product_choice
+from hf_specdecpp.throughput import target_passes
 
 logger = logging.getLogger(__name__)
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2"
@@ -213,7 +213,7 @@ def test_eight_bits_of_bitsandbytes_share_their_state() -> None:
 
 def test_only_layers_that_are_not_quantised_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(product_choice, "ways_of", lambda *_: Ways.always("packed"))
+    monkeypatch.setattr(target_passes, "ways_of", lambda *_: Always("packed"))
     target, bare = with_torchao(), ordinary()
     target.lm_head = bare.lm_head
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SETTINGS["packed"])

@@ -16,7 +16,7 @@ from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.models.int8_products import is_available
-from hf_specdecpp.throughput.plain_passes import TIMED_PASSES
+from hf_specdecpp.throughput.target_passes import AT_ONCE
 
 
 def made(**values: object) -> SpeculationStats:
@@ -284,34 +284,24 @@ def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int
     assert own.stats.suspect is None
 
 
-def test_the_passes_are_timed_with_and_without_our_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first round, on the very pass that plain generation makes, in turns; the cache stays as it was."""
+def test_passes_over_one_token_are_timed_beside_the_rounds() -> None:
+    """Each on the very pass that plain generation would make there; the cache stays as it was."""
     target = tiny("llama")
     assistant = assistant_for(target)
-    seen: list[tuple[int, int, bool]] = []  # tokens in the cache, tokens read, our products
-    inside = [False]
-
-    class Products:
-        layers: tuple[Any, ...] = ()  # none to leave to PyTorch where ours are slower
-
-        def __enter__(self) -> None:
-            inside[0] = True
-
-        def __exit__(self, *_: object) -> None:
-            inside[0] = False
+    seen: list[tuple[int, int]] = []  # tokens in the cache, tokens read
 
     def watch(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
-        seen.append((cache_among(kwargs).get_seq_length(), kwargs["input_ids"].shape[1], inside[0]))
+        seen.append((cache_among(kwargs).get_seq_length(), kwargs["input_ids"].shape[1]))
 
-    monkeypatch.setattr(DraftSetup, "products", lambda *_: Products())
     with target.register_forward_pre_hook(watch, with_kwargs=True):
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False)
-        length, timed = prompt().shape[1], 2 * TIMED_PASSES
-        assert seen[1 : 1 + timed] == [(length, 1, False), (length, 1, True)] * TIMED_PASSES
-        assert seen[1 + timed] == (length, 5, True)
-        assert len(seen) == assistant.stats.target_passes + timed
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False)
-    assert len(seen) == 2 * assistant.stats.target_passes + timed
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+        beside, rounds = seen[1 : 1 + 2 * AT_ONCE : 2], seen[2 : 2 + 2 * AT_ONCE : 2]
+        assert [length for length, _ in beside] == [length for length, _ in rounds]
+        assert {width for _, width in beside} == {1}
+        assert min(width for _, width in rounds) > 1
+        assert len(seen) == assistant.stats.target_passes + AT_ONCE
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    assert len(seen) == 2 * assistant.stats.target_passes + AT_ONCE
 
 
 def test_a_text_that_fills_the_positions_is_finished() -> None:

@@ -19,7 +19,10 @@ MUST_WORK = [
 ]  # fmt: skip
 EAGER_ONLY = {"gemma2", "gpt_oss"}
 # Refused although it would work, because what a short test sees does not prove it at every length.
-CAUTIOUS = {"doge", "hy_v4", "minimax_m3_vl_text", "llama4", "mllama"}
+CAUTIOUS = {
+    "axk2", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "llama4", "minimax_m3_vl_text", "mllama",
+    "moss_transcribe_diarize", "whisper",
+}  # fmt: skip
 
 
 @pytest.mark.every(3)

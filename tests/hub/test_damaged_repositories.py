@@ -74,6 +74,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("DFlash", {"dflash_config": {"input_embedding_scale": float("nan")}}, "embedding_scale=nan must be a number"),
     ("Gemma 4", {"text_config": {"model_type": "llama"}}, "text_config.model_type='llama' must be 'gemma4_text'"),
     ("Gemma 4", {"text_config": {"num_key_value_heads": 3}}, "must be a multiple of num_key_value_heads=3"),
+    ("Gemma 4", {"text_config": {"rope_parameters": {"sliding_attention": None}}}, "must have both full_attention and"),
     ("conditioned", {"fusion": {"reads": [0, 5]}}, "reads layers .5. of its target, and LlamaForCausalLM has 3"),
     ("MTP", {"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a whole number"),
     ("MTP", {"num_hidden_layers": ...}, "has num_hidden_layers=None and 1 multi-token layers"),

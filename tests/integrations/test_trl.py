@@ -31,8 +31,8 @@ from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.generation import decoding
 from hf_specdecpp.models import cpu_products, early_exit
 from hf_specdecpp.models.causal_lm import base_model
-from hf_specdecpp.models.products import Ways
-from hf_specdecpp.throughput import product_choice
+from hf_specdecpp.models.products import Always
+from hf_specdecpp.throughput import target_passes
 
 pytest.importorskip("trl", minversion="1.16", reason="make test-integrations installs it")
 
@@ -254,7 +254,7 @@ def test_packed_copies_follow_the_policy(tmp_path: Path, plain: Any, monkeypatch
 
     monkeypatch.setattr(cpu_products, "onednn", noted)
     monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(product_choice, "ways_of", lambda *_: Ways.always("packed"))
+    monkeypatch.setattr(target_passes, "ways_of", lambda *_: Always("packed"))
     expected = plain("grpo")
     train(tmp_path, with_packed_weights).assert_same_as(expected)
     assert set(multiplied) == {True}

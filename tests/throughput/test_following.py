@@ -37,6 +37,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(measuring, "_known", {})
     monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
     monkeypatch.setattr(measuring, "measure", lambda *_: WRONG)
+    recall = measuring.recall
+    kept = {"measured": WRONG.to_dict(), "by_length": {}}
+    monkeypatch.setattr(measuring, "recall", lambda kind, of: recall(kind, of) or kept)
     return tmp_path
 
 
@@ -76,8 +79,8 @@ def test_another_process_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> 
 
 def plan_costs(target: CausalLM, assistant: SpecDecPPAssistant) -> Costs:
     """What this process knows."""
-    known = measuring.costs_of(measuring.Rounds(target, assistant.setup().drafter, DraftProbability(), 4))
-    return known.at(0)
+    rounds = measuring.Rounds(target, assistant.setup().drafter, DraftProbability(), 4, products="auto")
+    return measuring.costs_of(rounds).at(0)
 
 
 def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput import measuring as costs
+from hf_specdecpp.throughput.chains import ThroughputState
 
 
 @pytest.fixture(autouse=True)
@@ -187,22 +188,50 @@ def test_an_unwritable_cache_is_no_error(count: list[int], monkeypatch: pytest.M
     assert count == [20]
 
 
+@pytest.mark.parametrize("track_costs", [True, False])
 @pytest.mark.parametrize("kind", ["independent", "early exit"])
-def test_a_generation_measures_when_no_costs_are_given(
-    kind: str, count: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_generation_measures_costs_that_are_not_to_follow_its_rounds(
+    kind: str, track_costs: bool, count: list[int]
 ) -> None:
     target = tiny("llama")
+    speculation = SpeculationConfig("throughput", max_tokens=6, track_costs=track_costs)
     if kind == "independent":
-        assistant = assistant_for(target, rule="throughput", max_tokens=6)
+        assistant = assistant_for(target, rule="throughput", max_tokens=6, track_costs=track_costs)
     else:
-        assistant = SpecDecPPAssistant.from_early_exit(
-            target, 2, speculation=SpeculationConfig("throughput", max_tokens=6)
-        )
+        assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation)
     plain = target.generate(prompt(), max_new_tokens=40, do_sample=False)
     for _ in range(2):
         text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
         assert torch.equal(text, plain)
-    assert count == [6]
+    assert count == ([] if track_costs else [6])
+
+
+def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
+    """In passes of the target; then in seconds, and for later processes."""
+    target = tiny("llama")
+    assistant = assistant_for(target, rule="throughput", max_tokens=6)
+    rounds = costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 6, products="auto")
+    known = costs.costs_of(rounds, assume=True)
+    assert known.is_assumed
+    assert known.first == costs.assumed(rounds)
+    assert known.first.verify[0] == 1.0
+    assert 0.0 < known.first.read < known.first.draft
+    assert not list(cache.iterdir())
+    target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
+    assert costs.costs_of(rounds) is known
+    assert not known.is_assumed
+    (learned,) = assistant.memory.learned[target].values()
+    assert isinstance(learned.plan, ThroughputState)
+    spent = assistant.stats.target_seconds / assistant.stats.rounds
+    assert 0.3 * spent < learned.plan.costs.verify[0] < 3.0 * spent, "of one pass, and of some verification"
+    assert learned.plan.plan.plain_rate == pytest.approx(1.0 / learned.plan.costs.pass_seconds)
+    assert list(cache.iterdir())
+
+
+def test_a_draft_without_layers_costs_nothing() -> None:
+    target = tiny("llama")
+    drafter = SpecDecPPAssistant.from_lookup(target).ready_drafter()
+    assert costs.assumed(costs.Rounds(target, drafter, DraftProbability(), 2)) == Costs(0.0, (1.0, 1.03, 1.06))
 
 
 def test_few_ways_of_sampling_are_remembered() -> None:

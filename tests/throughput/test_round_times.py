@@ -11,7 +11,7 @@ from hf_specdecpp import files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.files import recall
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, corrected, length_class
+from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, corrected, in_seconds, length_class
 
 MEASURED = Costs(0.002, (0.010, 0.030))
 
@@ -36,6 +36,17 @@ def rounds(passes: dict[int, list[float]], length: int = 16) -> RoundTimes:
             clock.now += seconds
             times.end(length, width)
     return times
+
+
+def test_assumed_costs_become_seconds() -> None:
+    """The example of `in_seconds`: passes and drafting each by one factor, whatever single rounds took."""
+    times = rounds({3: [0.022, 0.022, 0.9, 0.022]})
+    times.drafts[7] = [(Drafting(2), 0.006), (Drafting(4), 0.012), (Drafting(1), 0.9)]
+    costs = in_seconds(Costs(0.1, (1.0, 1.05, 1.1), read=0.01), times)
+    assert costs.verify == pytest.approx((0.020, 0.021, 0.022))
+    assert (costs.draft, costs.read) == pytest.approx((0.003, 0.0003))
+    alone = in_seconds(Costs(0.1, (1.0, 1.05, 1.1)), rounds({1: [0.02] * 3}))
+    assert alone.draft == pytest.approx(0.002), "nothing was drafted: its share of a pass"
 
 
 # Timing. --------------------------------------------------------------------------------------------------------------
@@ -66,7 +77,7 @@ def test_lengths_of_texts_that_cost_alike() -> None:
 def test_the_example_of_the_docstring() -> None:
     costs = corrected(MEASURED, {2: [0.020] * 8 + [9.0]}, [])
     assert costs.verify == pytest.approx((0.0074, 0.0221), rel=0.01)
-    assert costs.draft == MEASURED.draft
+    assert costs.draft == pytest.approx(0.74 * MEASURED.draft, rel=0.01), "nothing was drafted: as the passes"
     costs = corrected(MEASURED, {2: [0.020] * 9}, [], confirmed=[1])
     assert costs.verify == pytest.approx((0.010, 0.0221), rel=0.01)
 

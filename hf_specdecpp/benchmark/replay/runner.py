@@ -43,11 +43,10 @@ def replay(
     Args:
         runs: generations, whose plain texts are taken where they are not from rollouts.
     """
-    drafter = assistant.ready_drafter()
+    products = assistant.speculation.products
+    rounds = Rounds(target, assistant.ready_drafter(), assistant.estimator, MAX_TOKENS, products=products)
     with assistant.setup().products(target):
-        costs = read_costs(
-            config.costs, lambda: costs_of(Rounds(target, drafter, assistant.estimator, MAX_TOKENS)).at(0)
-        )
+        costs = read_costs(config.costs, lambda: costs_of(rounds).at(0))
     neutralise(target)
     replays, agreement = [], {"compared": 0, "equal": 0}
     for temperature in config.temperatures:

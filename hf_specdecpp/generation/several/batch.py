@@ -7,6 +7,7 @@ Where no id ends texts, plain `generate()` goes on in such a row until all rows 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,8 +37,8 @@ from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.chains import BatchThroughput, ThroughputState, pays_to_go_on
-from hf_specdecpp.throughput.plain_passes import pass_seconds
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
+from hf_specdecpp.throughput.target_passes import passes_of
 
 
 class BatchDecoding:
@@ -66,6 +67,7 @@ class BatchDecoding:
         self.drafts = generators[0].setup.drafter.batch([each.session for each in generators])
         self.cache = BatchCache(target, cache_among(model_kwargs), len(generators))
         self.products = generators[0].products
+        self.passes = passes_of(target, generators[0].setup.speculation)
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as plain generation asks
         self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended
@@ -105,12 +107,14 @@ class BatchDecoding:
         for row in self.rows:
             row.stats.plain_passes += 1
             row.stats.prompt_seconds = (time.perf_counter() - begin) / len(self.rows)
-        with self.target._optimize_model_for_decode():
-            if self.active:
+        with self.target._optimize_model_for_decode(), self.products:
+            while self.active:
                 self._compare_passes()
-            with self.products:
-                while self.active:
-                    self._round()
+                self._round()
+        count = len(self.rows)
+        for row in self.rows:
+            shares = (each and each / count for each in self.passes.seconds(count))
+            row.stats.plain_pass_seconds, row.stats.same_pass_seconds = shares
         self.rows[0].generator.finish()
         for row, text in zip(self.rows, self.texts, strict=True):
             row.generator.remember(text)
@@ -139,7 +143,9 @@ class BatchDecoding:
         fed = torch.tensor([1 + len(chain.tokens) for chain in chains])
         is_token = torch.arange(int(fed.max())) < fed[:, None]
         inputs = self._inputs(chains, is_token)
-        outputs = self.states.catch(self.target, **inputs, return_dict=True)
+        is_timed, has_choice = self.device.type == "cpu", self.products.has_choice
+        with self.passes.timed(is_token.numel(), has_choice) if is_timed else nullcontext():
+            outputs = self.states.catch(self.target, **inputs, return_dict=True)
         self.cache.note(is_token)
         target_seconds, known = time.perf_counter() - drafted, sum(row.stats.target_seconds for row in rows)
         finished = self._verify(chains, outputs)
@@ -181,13 +187,15 @@ class BatchDecoding:
         return draft_chains(drafting, prepare)
 
     def _compare_passes(self) -> None:
-        """Note each row's share of a pass over one token a row, measured once a target and number of rows."""
+        """Time a pass over one token of each row beside those of the rounds, where these do not tell what it takes."""
         count = len(self.active)
-        last = [Chain([], [])] * count, torch.ones(count, 1, dtype=torch.bool)
-        config = self.rows[0].generator.setup.speculation
-        seconds = pass_seconds(self.target, config, self.products, lambda: self._inputs(*last), count)
-        for row in self.rows:
-            row.stats.plain_pass_seconds, row.stats.same_pass_seconds = seconds.share(count)
+        product = self.passes.missing(count, self.rows[0].stats.rounds, self.products.has_choice)
+        if product is not None and count == len(self.rows):
+            inputs = self._inputs([Chain([], [])] * count, torch.ones(count, 1, dtype=torch.bool))
+            begin = time.perf_counter()
+            self.passes.make(count, product, self.target, inputs, self.device)
+            self.rows[0].stats.compared_passes += 1
+            self.rows[0].stats.preparing_seconds += time.perf_counter() - begin
 
     def _inputs(self, chains: list[Chain], is_token: Tensor) -> dict[str, Any]:
         """Forward arguments for each row's last token and candidates, then dummies: `is_token` `[rows, n]`."""

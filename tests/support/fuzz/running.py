@@ -18,12 +18,12 @@ from transformers import DynamicCache
 
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPCandidateGenerator
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.models.cpu_products import PackedWeights
-from hf_specdecpp.models.products import Product, Ways
-from hf_specdecpp.throughput import product_choice
+from hf_specdecpp.models.products import Always
+from hf_specdecpp.throughput import target_passes
 from support.fuzz.arguments import Fault, arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case, simpler
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of
@@ -131,7 +131,7 @@ def run_case(case: Case) -> Result:
             return _compare(case, target, assistant)
         with (  # tiny layers would not be packed
             mock.patch.object(cpu_products, "LEAST_ELEMENTS", 1),
-            mock.patch.object(product_choice, "ways_of", _packed_everywhere),
+            mock.patch.object(target_passes, "ways_of", _packed_everywhere),
         ):
             if case.weights != "packed":
                 _change_weights(case, target, assistant)
@@ -270,10 +270,8 @@ def _use_generator(target: CausalLM, assistant: Any) -> None:
     target._get_candidate_generator = types.MethodType(get, target)
 
 
-def _packed_everywhere(_modules: Any, _of: Any, _read: Any, packed: PackedWeights | None, *_: Any) -> Ways:
-    """One row as it is, two and three filled up to four."""
-    product: Product = "onednn" if packed is None else "packed"
-    return Ways((product,) * 4, (1, 4, 4, 4))
+def _packed_everywhere(_target: CausalLM, config: SpeculationConfig) -> Always:
+    return Always("packed" if config.pack_weights else "onednn")
 
 
 def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:

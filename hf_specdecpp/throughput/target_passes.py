@@ -1,0 +1,204 @@
+"""What passes of a target over a few rows take, and which matrix products they run on from then on (`TargetPasses`).
+
+Products are compared in the passes that texts make anyway, in turns: a loop over the same passes before the first text
+finds other products the fastest than a text does, and takes as long as many of its rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
+from hf_specdecpp.models.cpu_products import Part, large_layers
+from hf_specdecpp.models.products import Always, Product, Ways
+
+MOST_ROWS = 16  # in the passes that are compared
+PASSES = 12  # with each product, which decide
+LEAST_GAIN = 1.05  # of a pass over one with PyTorch's own product
+FEW, CLEAR = 4, 1.1  # pairs of passes are enough where one product takes so many times the other's seconds in each
+AT_ONCE = 3  # passes over one token with each product, which a text makes beside its rounds if these are others
+LATER = 24  # rounds of a text after which it does so for the rest of them
+TINY = 1e-6  # seconds; a coarse clock may see none
+AGAIN = 256  # passes after which another one with PyTorch's product says whether the machine is still the same
+
+
+class TargetPasses:
+    """Seconds of a target's passes by their rows and product, and which product they take.
+
+    A number of rows begins with PyTorch's own product and another in turns. After twelve passes with each the other one
+    is taken if in the median pair PyTorch's took 5 % longer. Four pairs are enough where all say so by 10 %. Pairs are
+    compared, since a processor may be busy for half of the passes. Rows above a number from 2 on that is decided go as
+    these do.
+
+    Example: passes over 3 rows take 120, 114, 128 and 240 ms with PyTorch's product, and in turns with these 66, 52, 60
+    and 130 ms with packed weights, the last two while another process has the processor. So 3 rows are packed, and 4 to
+    16, too, if they have not been met.
+
+    Args:
+        other: the product that PyTorch's own is compared with, if there is one.
+    """
+
+    def __init__(self, other: Product | None = None) -> None:
+        self.contestants: tuple[Product, ...] = ("own",) if other is None else ("own", other)
+        self.chosen: dict[int, Product] = {}  # by rows
+        self._gains: dict[int, float] = {}  # by rows: seconds with PyTorch's product over those with the other one
+        self._seconds: dict[int, dict[Product, deque[float]]] = {}
+        self._ways: list[Product] = ["own"]  # by rows; more go as the last
+        self._now: Product | None = None  # of the pass that is being timed
+        self._count = 0  # of passes
+        self._latest_own: dict[int, int] = {}  # by rows: how many there were until the latest with PyTorch's product
+
+    @property
+    def products(self) -> set[Product]:
+        """All that a text may take: not the other one where it has lost everywhere."""
+        is_open = not self.chosen or not self._seconds.keys() <= self.chosen.keys()
+        return set(self.contestants if is_open else self.chosen.values()) | {"own"}
+
+    def of(self, rows: int) -> Product:
+        """As in `Ways`."""
+        return self._now or self._ways[min(rows, len(self._ways) - 1)]
+
+    @contextmanager
+    def timed(self, rows: int, has_choice: bool) -> Iterator[None]:
+        """A pass over so many rows is made within, on the product whose turn it is.
+
+        Args:
+            has_choice: whether the text's layers can take both (`FasterProducts`). Else those of the next one can.
+        """
+        follows = rows not in self._seconds and any(1 < each < rows for each in self.chosen)
+        if rows > MOST_ROWS or follows:
+            yield
+            return
+        self._of(rows)  # is met
+        if not has_choice and len(self.contestants) > 1 and rows not in self.chosen:
+            yield
+            return
+        product = self._turn(rows)
+        self._now, begin = product, time.perf_counter()
+        try:
+            yield
+            self.note(rows, product, time.perf_counter() - begin)
+        finally:
+            self._now = None
+
+    def _turn(self, rows: int) -> Product:
+        """The product of the next pass over so many rows."""
+        return self.chosen[rows] if rows in self.chosen else self._rarest(rows)
+
+    def _rarest(self, rows: int) -> Product:
+        times = self._of(rows)
+        return min(times, key=lambda product: len(times[product]))
+
+    def note(self, rows: int, product: Product, seconds: float) -> None:
+        """A pass took so long."""
+        times = self._of(rows)
+        times[product].append(seconds)
+        self._count += 1
+        if product == "own":
+            self._latest_own[rows] = self._count
+        if rows not in self.chosen and self._is_decided(rows, *times.values()):
+            gain = self._gains.get(rows, 1.0)
+            self.chosen[rows] = self.contestants[-1] if gain >= LEAST_GAIN else "own"
+            self._ways = ["own"]
+            for number in range(1, max(self.chosen) + 1):
+                self._ways.append(self.chosen.get(number, self._ways[-1]))
+
+    def _is_decided(self, rows: int, own: deque[float], other: deque[float] | None = None) -> bool:
+        """Whether the passes so far are enough; keeps what they say."""
+        if other is None:
+            return True
+        gains = [max(one, TINY) / max(another, TINY) for one, another in zip(own, other, strict=False)]
+        if len(gains) < FEW or len(own) != len(other):
+            return False
+        self._gains[rows] = median(gains)
+        return len(gains) >= PASSES or min(gains) > CLEAR or max(gains) * CLEAR < 1.0
+
+    def _of(self, rows: int) -> dict[Product, deque[float]]:
+        if rows not in self._seconds:
+            self._seconds[rows] = {product: deque(maxlen=PASSES) for product in self.contestants}
+        return self._seconds[rows]
+
+    def missing(self, rows: int, rounds: int, has_choice: bool) -> Product | None:
+        """The product of a pass over one token of each of `rows` texts that is to be made beside those of the rounds.
+
+        Args:
+            rounds: that the text has had.
+            has_choice: as in `timed`.
+        """
+        times = self._of(rows)
+        if self._count - self._latest_own.get(rows, 0) >= AGAIN or (not has_choice and not times["own"]):
+            return "own"
+        if not has_choice and len(self.contestants) > 1:
+            return None
+        product = self._rarest(rows)
+        wanted = PASSES if rounds >= LATER else AT_ONCE
+        return product if len(times[product]) < wanted and (rows not in self.chosen or product == "own") else None
+
+    def make(
+        self, rows: int, product: Product, forward: Callable[..., Any], inputs: dict[str, Any], device: torch.device
+    ) -> None:
+        """Time a pass beside those of the rounds, and leave the cache as it was. A forward may be compiled in it."""
+        undo, begin = undoing(cache_among(inputs), 1), time.perf_counter()
+        self._now = product
+        try:
+            forward(**inputs, return_dict=True)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        finally:
+            self._now = None
+        self.note(rows, product, time.perf_counter() - begin)
+        undo()
+
+    def seconds(self, rows: int) -> tuple[float | None, float | None]:
+        """Of a pass over so many rows, medians: with PyTorch's product, and with the chosen one; `None` without any."""
+        if not (own := self._of(rows)["own"]):
+            return None, None
+        is_own = self.chosen.get(rows, "own") == "own"
+        return median(own), median(own) / (1.0 if is_own else self._gains[rows])
+
+
+# Of each target by the product that is compared, and whether its passes are compiled.
+_known: WeakKeyDictionary[CausalLM, dict[tuple[Product | None, bool], TargetPasses]] = WeakKeyDictionary()
+
+
+def passes_of(target: CausalLM, config: SpeculationConfig, is_compiled: bool = False) -> TargetPasses:
+    """What is known of a target's passes."""
+    other: Product | None = "packed" if config.pack_weights else "onednn"
+    # Several processes would have to take turns in step.
+    if config.cpu_products == "off" or num_processes(target) > 1 or not any(True for _ in large_layers([target])):
+        other = None
+    return _known.setdefault(target, {}).setdefault((other, is_compiled), TargetPasses(other))
+
+
+def ways_of(target: CausalLM, config: SpeculationConfig) -> Ways:
+    """Which products the layers of a target and its draft take."""
+    return passes_of(target, config)
+
+
+def parts_of(target: CausalLM | None, drafter: Draft | None, config: SpeculationConfig) -> list[Part]:
+    """Target and draft, both with the products that the target's passes have shown to be the fastest here.
+
+    Args:
+        drafter: `None` leaves it as it is.
+    """
+    ways = Always("own") if target is None else ways_of(target, config)
+    return [
+        *([] if target is None else [Part([target], ways)]),
+        *([] if drafter is None or drafter.model is None else [Part(drafter.parts, ways)]),
+    ]
+
+
+def forget_products() -> None:
+    """Forget what is known of all targets' passes."""
+    _known.clear()

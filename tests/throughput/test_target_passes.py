@@ -1,0 +1,160 @@
+"""Which products a target's passes run on: decided on the passes of texts, in turns. Seconds are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.models import assistant_for, prompt, tiny
+
+from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models.products import Product
+from hf_specdecpp.throughput import target_passes
+from hf_specdecpp.throughput.target_passes import FEW, PASSES, TargetPasses, passes_of
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+Seconds = dict[Product, float]
+
+
+def busy(every: int, times: float = 2.0) -> Iterator[float]:
+    """Now and then a pass takes longer."""
+    while True:
+        yield from [1.0] * (every - 1)
+        yield times
+
+
+def decide(passes: TargetPasses, seconds: Seconds, load: Iterator[float], rows: int = 1, most: int = 99) -> int:
+    """Passes in turns until they are enough: how many there were."""
+    for count in range(most):
+        if rows in passes.chosen:
+            return count
+        product = passes._turn(rows)
+        passes.note(rows, product, seconds[product] * next(load))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("packed", "chosen", "most"),
+    [
+        (2.0, "own", 2 * FEW),
+        (1.05, "own", 2 * PASSES),
+        (1.0, "own", 2 * PASSES),
+        (0.97, "own", 2 * PASSES),
+        (0.93, "packed", 2 * PASSES),
+        (0.5, "packed", 2 * FEW),
+    ],
+)
+@pytest.mark.parametrize("every", [1000, 3, 5, 7])
+def test_a_product_that_loses_is_gone_within_some_passes(packed: float, chosen: str, most: int, every: int) -> None:
+    """Single passes that take twice as long change nothing, and delay little."""
+    passes = TargetPasses("packed")
+    count = decide(passes, {"own": 1.0, "packed": packed}, busy(every))
+    assert passes.of(1) == chosen
+    assert count <= (most if every == 1000 else 2 * PASSES)
+
+
+@pytest.mark.parametrize("after", range(24))
+@pytest.mark.parametrize("times", [0.4, 2.5])
+def test_a_load_that_comes_or_goes_decides_nothing(after: int, times: float) -> None:
+    """Medians of each product by itself would: half of its passes are of another machine."""
+    load = iter([1.0] * after + [times] * (24 - after))
+    passes = TargetPasses("packed")
+    decide(passes, {"own": 1.0, "packed": 1.0}, load)
+    assert passes.of(1) == "own"
+
+
+def test_the_example_of_the_docstring() -> None:
+    passes = TargetPasses("packed")
+    for own, packed in ((120.0, 66.0), (114.0, 52.0), (128.0, 60.0), (240.0, 130.0)):
+        passes.note(3, "own", own)
+        assert not passes.chosen
+        passes.note(3, "packed", packed)
+    assert [passes.of(rows) for rows in (1, 2, 3, 4, 16, 500)] == ["own", "own", "packed", "packed", "packed", "packed"]
+
+
+def test_copies_are_kept_while_they_may_be_used() -> None:
+    passes = TargetPasses("packed")
+    assert passes.products == {"own", "packed"}
+    decide(passes, {"own": 1.0, "packed": 1.0}, busy(1000))
+    assert passes.products == {"own"}
+    with passes.timed(3, has_choice=False):
+        assert passes.of(3) == "own", "this text has no copies"
+    assert passes.products == {"own", "packed"}, "the next one has"
+    decide(passes, {"own": 1.0, "packed": 0.5}, busy(1000), rows=3)
+    assert passes.products == {"own", "packed"}
+    assert passes.of(1) == "own"
+
+
+def test_passes_beside_those_of_the_rounds() -> None:
+    """Three with each product at once, the rest after many rounds, and one now and then."""
+    passes, made = TargetPasses("packed"), []
+    for rounds in range(60):
+        if (product := passes.missing(1, rounds, has_choice=True)) is not None:
+            made.append((rounds, product))
+            passes.note(1, product, 1.0)
+        passes.note(3, "packed", 1.0)
+    early = [rounds for rounds, _ in made if rounds < target_passes.LATER]
+    assert len(early) == 2 * target_passes.AT_ONCE
+    assert len(made) == 2 * PASSES
+    assert passes.missing(1, 60, has_choice=True) is None
+    for _ in range(target_passes.AGAIN):
+        passes.note(3, "packed", 1.0)
+    assert passes.missing(1, 60, has_choice=True) == "own"
+
+
+# In texts. ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+    """What a row costs with each product; layers of every size take part."""
+    made_up: Seconds = {"own": 1.0, "packed": 1.0, "onednn": 1.0}
+    note = TargetPasses.note
+
+    def pretended(self: TargetPasses, rows: int, product: Product, _seconds: float) -> None:
+        note(self, rows, product, rows * made_up[product])
+
+    monkeypatch.setattr(TargetPasses, "note", pretended)
+    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    return made_up
+
+
+@pytest.mark.parametrize(("packed", "gain"), [(2.0, 1.0), (1.0, 1.0), (0.5, 2.0)])
+@pytest.mark.parametrize(
+    "settings", [{"rule": "fixed", "num_tokens": 2}, {"rule": "throughput"}], ids=["fixed", "best"]
+)
+def test_texts_decide(packed: float, gain: float, settings: dict[str, Any], seconds: Seconds) -> None:
+    """From the second text on passes over one token are as fast as plain ones, or faster; the text is never another."""
+    seconds["packed"] = packed
+    target = tiny("llama").float()
+    assistant = assistant_for(target, **settings, pack_weights=True)
+    plain = target.generate(prompt(), max_new_tokens=96, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(
+            target.generate(prompt(), assistant_model=assistant, max_new_tokens=96, do_sample=False), plain
+        )
+        assert assistant.stats.plain_pass_seconds == 1.0
+    assert passes_of(target, assistant.speculation).chosen[1] == ("packed" if gain > 1.0 else "own")
+    assert assistant.stats.same_pass_seconds == pytest.approx(1.0 / gain)
+
+
+def test_a_setting_without_a_choice_makes_few_passes_of_its_own() -> None:
+    target = tiny("llama").float()
+    assistant = assistant_for(target, rule="fixed", num_tokens=2, cpu_products="off")
+    passes: list[int] = []
+    target.register_forward_pre_hook(lambda *_: passes.append(1))
+    for most in (3, 0):
+        passes.clear()
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+        assert len(passes) - assistant.stats.target_passes == most
+
+
+def test_forgetting(seconds: Seconds) -> None:
+    target = tiny("llama").float()
+    assistant = assistant_for(target, rule="fixed", num_tokens=2)
+    target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    assistant.memory.measure_again()
+    assert passes_of(target, assistant.speculation).seconds(1) == (None, None)
