@@ -134,7 +134,7 @@ def test_captured_passes_are_measured_where_they_are_captured(
         assert torch.equal(texts(), plain)
     assert list(measuring._known.values())[0] is known
     uncaptured = list(measuring._known.values())[1]
-    assert set(uncaptured.measured.verify) == {UNCAPTURED}
+    assert min(uncaptured.measured.verify) > UNCAPTURED / 2
     kept = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     passes = {each["of"]["passes"] is None: each["costs"]["measured"]["verify"][0] for each in kept}
     assert passes == pytest.approx({True: UNCAPTURED, False: 1.0})
