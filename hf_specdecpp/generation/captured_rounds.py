@@ -8,8 +8,7 @@ as where the stopping rule ends the draft, is computed on the device (`sampling.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +23,7 @@ from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
 from hf_specdecpp.throughput.chains import lag_of
 from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
 
-if TYPE_CHECKING:
-    from hf_specdecpp.generation.decoding import AssistedDecoding
-
 TIMED_ROUNDS = 3  # of a tier, of which the fastest counts
-
-# By target, what is kept of rounds from text to text: by draft and ways of drawing.
-_known: WeakKeyDictionary[CapturedTarget, dict[Any, CapturedRounds]] = WeakKeyDictionary()
 
 
 class CapturedRounds:
@@ -142,14 +135,14 @@ class RoundsOfText:
     """The rounds of one text.
 
     Args:
-        decoding: whose text is captured.
+        decoding: an `AssistedDecoding` whose text is captured.
         rounds: that no other text is using.
         rules: how candidates are drawn, judged and verified.
         tiers: chooses how many candidates a round has; `None`: always the most.
     """
 
     def __init__(
-        self, decoding: AssistedDecoding, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
+        self, decoding: Any, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
     ) -> None:
         self.decoding, self.rounds, self.rules = decoding, rounds, rules
         self.rule, self._has_begun = decoding.generator.rule, False
@@ -219,7 +212,7 @@ class RoundsOfText:
         return 0 if estimator is None else max(count - lag_of(estimator), 0)
 
 
-def rounds_of(decoding: AssistedDecoding) -> RoundsOfText | None:
+def rounds_of(decoding: Any) -> RoundsOfText | None:
     """The rounds of a text whose passes are captured; `None` where they have to be made step by step."""
     generator, text = decoding.generator, decoding.prefix
     session, speculation = generator.session, generator.setup.speculation
@@ -232,7 +225,7 @@ def rounds_of(decoding: AssistedDecoding) -> RoundsOfText | None:
         speculation.threshold if speculation.rule == "threshold" else None, speculation.min_tokens,
         speculation.verification,
     )  # fmt: skip
-    known = _known.setdefault(text.passes, {})
+    known = text.passes.rounds
     key = id(session.steps), most, greedy, session.vocab_size
     if key not in known:
         known[key] = CapturedRounds(text.passes, CapturedChain(session, most, greedy))
@@ -252,7 +245,7 @@ def most_candidates(speculation: SpeculationConfig) -> int:
     return min(speculation.max_tokens, TIERS[-1])
 
 
-def _can_be_whole(decoding: AssistedDecoding) -> bool:
+def _can_be_whole(decoding: Any) -> bool:
     """Whether nothing in a round has to be decided on the host: only chains of a draft model, with processors that do
     not look at the tokens."""
     generator = decoding.generator

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import Any
 
 from torch import Tensor
 
@@ -11,20 +12,21 @@ from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured_text import CapturedText, captured_text
 from hf_specdecpp.generation.prefix import Prefix
 
-if TYPE_CHECKING:
-    from hf_specdecpp.generation.decoding import AssistedDecoding
-
 
 class Captured:
     """The captured part of one text.
+
+    Args:
+        decoding: an `AssistedDecoding` of it.
 
     Attributes:
         rounds: where a round is two launches.
         drafts: whether anything can still be drafted.
     """
 
-    def __init__(self, decoding: AssistedDecoding) -> None:
-        self.decoding, self.drafts = decoding, True
+    def __init__(self, decoding: Any) -> None:
+        # Which owns this: in a circle caches would be free for the next text only when garbage is collected.
+        self.decoding, self.drafts = weakref.proxy(decoding), True
         self.rounds: RoundsOfText | None = None
 
     def begin(self, input_ids: Tensor) -> None:

@@ -68,8 +68,8 @@ def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     rows = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"] for table in tables]
     assert [row[0] for row in rows[0][2:]] == [
         "plain generate()", "transformers' assisted, 5 candidates", "plain passes, captured by us",
-        "ours, 3 candidates", "ours, tree of 15",
+        "plain passes, captured by us, compile=True", "ours, 3 candidates", "ours, tree of 15",
     ]  # fmt: skip
-    assert [row[6] for row in rows[0][2:]] == ["1 of 1"] * 5
+    assert [row[6] for row in rows[0][2:]] == ["1 of 1"] * 6
     assert [row[6] for row in rows[1][2:]] == ["1 of 1"] * 2 + [""], "batches have no trees"
     assert all(" graphs, " in row[7] for row in rows[0][4:])

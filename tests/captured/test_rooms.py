@@ -70,6 +70,7 @@ def test_rows_that_are_not_kept_are_written_over() -> None:
         begin = int(room.length)
         queries = begin + torch.arange(tokens.shape[1])
         mask = (span <= queries[:, None])[None, None]
+        room.begin_pass(tokens.shape[1])
         target(tokens, past_key_values=room, attention_mask=mask, position_ids=queries[None])
         room.length.add_(kept)
     expected: list[Any] = prefill(target, ids[:, :6]).layers

@@ -42,7 +42,7 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "owner", "name", "mutant"),
     [
-        ("fixed", CapturedSession, "_forget", forgets_nothing),
+        ("lookup", CapturedSession, "_forget", forgets_nothing),
         ("static", CapturedTreeSession, "keep", keeps_all),
         ("static", captured_trees, "inputs_in_place", sees_siblings),
         ("static", captured_trees, "inputs_in_place", stands_behind_all),

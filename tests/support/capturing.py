@@ -47,19 +47,19 @@ def generate(target: CausalLM, assistant: Any, length: int = 12, padding: int = 
     return target.generate(ids, assistant_model=assistant, **{**defaults, **options})
 
 
-def texts(target: CausalLM, assistant: Any, **options: Any) -> list[Tensor]:
-    """Of both prompts."""
-    first, second = LENGTHS
-    return [generate(target, assistant, first, **options), generate(target, assistant, second, PADDING, **options)]
-
-
 class Drawn(Rounds):
-    """What rounds drew and accepted, of trees, too."""
+    """What rounds drew and accepted, of trees and of rounds that are captured whole, too."""
 
     def __init__(self, monkeypatch: Any) -> None:
         super().__init__(monkeypatch)
         self.trees: list[Any] = []
-        update = SpecDecPPCandidateGenerator.update_tree
+        update, told = SpecDecPPCandidateGenerator.update_tree, SpecDecPPCandidateGenerator.note_captured
+
+        def note_whole(generator: Any, candidates: list[int], estimates: Any, accepted: int, *rest: Any) -> None:
+            self.outcomes.append((len(candidates), accepted))
+            told(generator, candidates, estimates, accepted, *rest)
+
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "note_captured", note_whole)
 
         def note(generator: Any, tree: DraftTree, path: list[int]) -> None:
             self.trees.append((list(tree.tokens), list(tree.parents), list(path)))
@@ -68,33 +68,47 @@ class Drawn(Rounds):
         monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_tree", note)
 
 
-def drawn(target: CausalLM, assistant: SpecDecPPAssistant, sampled: bool) -> tuple[list[Tensor], Any]:
-    """Greedy texts, and sampled ones, and what their rounds drew, with nothing learned before."""
+def drawn(target: CausalLM, assistant: SpecDecPPAssistant, sampled: bool) -> tuple[list[Tensor], list[Any]]:
+    """Greedy texts, and sampled ones, and what the rounds of each drew, with nothing learned before."""
     assistant.memory.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        rounds = Drawn(patch)
-        found = texts(target, assistant)
-        if sampled:
-            found += texts(target, assistant, do_sample=True, temperature=0.9)
-    return found, (rounds.outcomes, rounds.trees)
+    ways: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 0.9}]
+    found, rounds = [], []
+    for how in ways[: 1 + sampled]:
+        for length, padding in zip(LENGTHS, (0, PADDING), strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                noted = Drawn(patch)
+                found.append(generate(target, assistant, length, padding, **how))
+            rounds.append(noted.trees or noted.outcomes)
+    return found, rounds
 
 
-def assert_captured_as_uncaptured(kind: str, target: CausalLM, sampled: bool = True, **settings: Any) -> None:
+def assert_captured_as_uncaptured(kind: str, target: CausalLM, **settings: Any) -> None:
     """Texts are plain generation's and, of the assistant uncaptured, all that rounds drew and accepted; and nothing is
-    captured for a room a second time."""
-    assistant = assistant_of(kind, target, adapt=False, **settings)
-    found, rounds = drawn(target, assistant, sampled)
+    captured for a room a second time.
+
+    Rounds that are captured whole draw other numbers, and are not cut where the text ends; those whose rule stops may
+    be shorter.
+    """
+    assistant = assistant_of(kind, target, adapt=False, draft_successors=False, **settings)
+    is_whole = "tree" not in settings and "lookup" not in settings
+    found, rounds = drawn(target, assistant, sampled=not is_whole)
     stats = assistant.stats
     assert stats.uncaptured is None
     assert stats.accepted > 0
     assert torch.equal(found[0], generate(target, None, LENGTHS[0]))
     assert torch.equal(found[1], generate(target, None, LENGTHS[1], PADDING))
     before = stats.graphs
-    again = texts(target, assistant)
+    again = [generate(target, assistant, LENGTHS[0]), generate(target, assistant, LENGTHS[1], PADDING)]
     assert assistant.stats.graphs == before > 0
+    assert all(map(torch.equal, again, found))
     assistant.speculation.graphs = "off"
-    expected, uncaptured_rounds = drawn(target, assistant, sampled)
+    expected, uncaptured_rounds = drawn(target, assistant, sampled=not is_whole)
     assert assistant.stats.graphs == 0
     assert all(map(torch.equal, found, expected))
-    assert rounds == uncaptured_rounds
-    assert all(map(torch.equal, again, found))
+    if not is_whole:
+        assert rounds == uncaptured_rounds
+    elif settings["rule"] == "fixed":
+        for ours, theirs in zip(rounds, uncaptured_rounds, strict=True):
+            full = [each for each in theirs if each[0] == settings["num_tokens"]]
+            assert len(full) > 2
+            assert ours[: len(full) - 1] == full[:-1]

@@ -92,6 +92,9 @@ def test_costs_are_those_of_the_passes(clock: PretendedClock) -> None:
     assert known.first.verify == pytest.approx((1.0, 1.5, 2.0, 2.0, 2.25, 2.25))
 
 
+LOOKUP: dict[str, Any] = {"lookup": True, "lookup_tokens": 6}
+
+
 class Texts:
     """Generations of an assistant under `rule="throughput"`, whose passes take pretended times."""
 
@@ -107,7 +110,8 @@ class Texts:
         return found
 
 
-GROWTHS: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"tree": "dyspec", "tree_budget": 6, "tree_depth": 3}}
+# Chains that are looked up as well are not captured as whole rounds.
+GROWTHS: dict[str, dict[str, Any]] = {"chain": LOOKUP, "tree": {"tree": "dyspec", "tree_budget": 6, "tree_depth": 3}}
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
@@ -130,7 +134,7 @@ def test_captured_passes_are_measured_where_they_are_captured(
         assert torch.equal(texts(), plain)
     assert list(measuring._known.values())[0] is known
     uncaptured = list(measuring._known.values())[1]
-    assert set(uncaptured.measured.verify) == {UNCAPTURED}
+    assert min(uncaptured.measured.verify) > UNCAPTURED / 2
     kept = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     passes = {each["of"]["passes"] is None: each["costs"]["measured"]["verify"][0] for each in kept}
     assert passes == pytest.approx({True: UNCAPTURED, False: 1.0})
@@ -140,7 +144,7 @@ def test_captured_passes_are_measured_where_they_are_captured(
 def test_what_is_done_once_a_text_is_no_cost_of_a_round(clock: PretendedClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at the target, and making plans. The rounds take what their passes take, to the last digit."""
     taken: list[RoundTimes] = []
-    texts = Texts()
+    texts = Texts(**LOOKUP)
     clock.slow(monkeypatch, CapturedTarget, "read", WIDTHS)
     clock.slow(monkeypatch, captured_target, "identity", 100.0)
     clock.slow(monkeypatch, chains, "solve", 100.0)
@@ -186,7 +190,7 @@ def test_no_candidates_before_there_is_room_to_measure(clock: PretendedClock) ->
 
 @pytest.mark.usefixtures("pretended")
 def test_warming_up_measures_the_captured_passes(clock: PretendedClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = Texts()
+    texts = Texts(**LOOKUP)
     clock.slow(monkeypatch, CapturedTarget, "read", WIDTHS)
     texts.assistant.warm_up(80)
     (known,) = measuring._known.values()

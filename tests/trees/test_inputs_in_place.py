@@ -51,6 +51,7 @@ def passes(
     fixed = inputs_in_place(model, ROOM, **change(known))
     assert fixed["position_ids"].shape == growing["position_ids"].shape
     expected = model(tokens, past_key_values=cache, **growing).logits
+    room.begin_pass(tokens.shape[1])
     return model(tokens, past_key_values=room, **fixed).logits, expected
 
 
