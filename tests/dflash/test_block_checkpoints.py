@@ -86,6 +86,7 @@ def test_a_block_is_one_price(tmp_path: Path) -> None:
     assistant = load(PLAIN.save(tmp_path))
     draft = assistant.ready_drafter()
     costs = measure(Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True))
+    assert costs is not None
     assert (costs.block, costs.start) == (4, 0.0)
     one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
     assert four < 2.0 * one

@@ -99,7 +99,7 @@ def with_tensors(folder: Path, **more: Tensor) -> Path:
 @pytest.mark.parametrize("name", REFUSED)
 def test_relatives(name: str, tmp_path: Path) -> None:
     nested, tensors, reason = REFUSED[name]
-    changes = {"dflash_config": {**PLAIN.config()["dflash_config"], **nested}}
+    changes: dict[str, Any] = {"dflash_config": {**PLAIN.config()["dflash_config"], **nested}}
     folder = with_tensors(PLAIN.save(tmp_path, **changes), **tensors)
     with pytest.raises(ValueError, match=f"{reason}.*cannot draft with"):
         SpecDecPPAssistant.from_pretrained(folder, target=target_for())
@@ -169,7 +169,10 @@ def test_parts_of_its_own_are_used(name: str, tmp_path: Path) -> None:
 
 def test_a_mask_token_of_its_own_embeddings(tmp_path: Path) -> None:
     """Rows that training added are in the file alone."""
-    changes = {"vocab_size": VOCAB + 1, "dflash_config": {**PLAIN.config()["dflash_config"], "mask_token_id": MASK + 1}}
+    changes: dict[str, Any] = {
+        "vocab_size": VOCAB + 1,
+        "dflash_config": {**PLAIN.config()["dflash_config"], "mask_token_id": MASK + 1},
+    }
     folder = PLAIN.save(tmp_path, **changes)
     with pytest.raises(ValueError, match="the mask token 12, and there are 12 embeddings"):
         drafted(folder, target_for())

@@ -111,6 +111,7 @@ def test_its_costs_are_measured(name: str) -> None:
     target = target_for()
     draft = SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target).ready_drafter()
     costs = measure(Rounds(target, draft, DraftProbability(), 4, trees=True))
+    assert costs is not None
     assert costs.block == 1
     assert costs.draft > 0.0
     assert costs.read < costs.draft

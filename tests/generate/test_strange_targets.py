@@ -129,7 +129,7 @@ class CountsItself(LlamaForCausalLM):
 class LoopsItself(LlamaForCausalLM):
     """As CSM and Higgs Audio V2 do, for several codebooks."""
 
-    def _sample(self, input_ids: Tensor, **_: Any) -> Tensor:
+    def _sample(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]
         return torch.cat((input_ids, input_ids), dim=1)
 
 

@@ -23,7 +23,7 @@ from hf_specdecpp.generation import attached
 from hf_specdecpp.models import cpu_products, int8_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, products_of
-from hf_specdecpp.models.products import Ways
+from hf_specdecpp.models.products import Always
 
 PROMPT = prompt(12)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
@@ -264,7 +264,7 @@ def test_products_are_this_thread_s() -> None:
     own = {"own": 1}, True
     int8 = FasterProducts(draft=[layer], int8=PackedWeights(int8_products.quantise))
     with int8:
-        other = FasterProducts(Part([layer], Ways.always("onednn")))
+        other = FasterProducts(Part([layer], Always("onednn")))
         assert other.layers, "what another context does is no forward of a stranger"
         assert in_a_thread(product) == own
         with other:

@@ -191,6 +191,7 @@ def test_a_block_is_one_price() -> None:
     """Measured with its real rounds: one pass, and little for each further candidate."""
     target = tiny("llama")
     costs = measure(Rounds(target, BlockDraft(target), DraftProbability(), BLOCK))
+    assert costs is not None
     assert costs.block == BLOCK
     assert 0.0 <= costs.branch < 0.5 * costs.draft
     assert costs.start == 0.0
@@ -201,6 +202,7 @@ def test_a_block_is_one_price() -> None:
 def test_a_lookup_is_nearly_free() -> None:
     target = tiny("llama")
     costs = measure(Rounds(target, LookupDraft(), DraftProbability(), 8, trees=True))
+    assert costs is not None
     assert costs.block == LookupDraft.block
     assert costs.draft < 0.5 * costs.verify[0]
 

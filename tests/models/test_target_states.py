@@ -41,7 +41,9 @@ def by_hooks(target: CausalLM, reader: StateReader, text: Tensor) -> Any:
 @torch.no_grad()
 def returned(target: CausalLM, reader: StateReader) -> tuple[TargetStates, Any]:
     """The states of a second pass, which needs no hooks if the first has shown that they are returned."""
-    states = TargetStates(target, reader, is_compiled=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_specdecpp.models.target_states.has_compiled_call", lambda _module: True)
+        states = TargetStates(target, reader)
     for length in (5, 12):
         states.catch(target, **states.asked_for({"input_ids": prompt(length)}))
     return states, states.take()
@@ -83,7 +85,6 @@ def test_how_transformers_numbers_chosen_states() -> None:
     assert not torch.equal(state, output_of(target, stack[1 - place], text))
     reader = reader_of(target, [0], False)
     asked = {"output_hidden_states": [1]} if RETURNS_CHOSEN else {}
-    assert TargetStates(target, reader, is_compiled=True).asked_for({}) == asked
     assert TargetStates(target, reader).asked_for({}) == {}, "hooks of transformers would stay"
     target.model.layers[1].compile(backend="eager")
     assert TargetStates(target, reader).asked_for({}) == asked

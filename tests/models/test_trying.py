@@ -17,9 +17,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.caches.rollback import STATE_TOLERANCE, check_states, state_error
 from hf_specdecpp.eagle3.self_check import Heard
 from hf_specdecpp.models.causal_lm import CausalLM, trying
-from hf_specdecpp.models.products import OWN, Ways
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.throughput import product_choice
 from hf_specdecpp.trees.checks import check_tree, tree_error
 
 TOKENS = prompt(5)
@@ -46,13 +44,10 @@ def test_it_is_in_eval_mode_and_then_as_it_was(trial: str) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_in_training_mode_a_model_can_be_read_and_timed() -> None:
+def test_in_training_mode_a_model_can_be_read() -> None:
     model = tiny_of("gpt2", resid_pdrop=0.5).train()
     check_tree(model)
     Reader(model)
-    with product_choice._passes(model) as read:
-        first, second = read(5), read(5)
-    assert torch.equal(first.logits, second.logits)  # type: ignore[attr-defined]
     assert model.training
 
 
@@ -80,10 +75,11 @@ def qwen3_5() -> CausalLM:
     """Layers with a state, of a model that reads images."""
     linear = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
     linear |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
-    rope = {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0, "mrope_interleaved": True}
+    rope: dict[str, Any] = {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0, "mrope_interleaved": True}
     kinds = ["linear_attention", "full_attention"] * (TEXT["num_hidden_layers"] // 2)
     text = {**TEXT, **linear, "head_dim": 8, "layer_types": kinds, "rope_parameters": rope}
-    config = Qwen3_5Config(text_config=text, vision_config=copy.deepcopy(PATCHES), **PLACEHOLDERS, **AROUND)
+    around: dict[str, Any] = {**PLACEHOLDERS, **AROUND}
+    config = Qwen3_5Config(text_config=text, vision_config=copy.deepcopy(PATCHES), **around)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Qwen3_5ForConditionalGeneration(config).double().eval()
@@ -124,23 +120,3 @@ def test_an_exception_is_named_and_decides_nothing(family: str, check: Callable[
     with pytest.raises(ValueError, match=r"OutOfMemoryError\('17 GiB are needed'\)"):
         check(model)
     check(model)
-
-
-def test_a_timed_pass_that_fails_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_choice, "_known", {})
-    monkeypatch.setattr(product_choice, "large_layers", lambda *_: iter([None]))
-    monkeypatch.setattr(product_choice, "recall", _unknown)
-    monkeypatch.setattr(product_choice, "remember", lambda *_: None)
-    monkeypatch.setattr(product_choice, "measure", lambda _, read, *__: read(1) and {1: {"own": 2.0, "onednn": 1.0}})
-    model = tiny("llama").float()
-    fails_once(model)
-
-    def ways() -> Ways:
-        return product_choice.ways_of([model], {"class": "Llama"}, lambda: product_choice._passes(model), None)
-
-    assert ways() == OWN
-    assert ways() != OWN
-
-
-def _unknown(*_: Any) -> Any:
-    raise ValueError

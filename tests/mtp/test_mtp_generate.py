@@ -153,6 +153,7 @@ def test_costs_are_measured(num_layers: int, tmp_path: Path) -> None:
     assert assistant.speculation.rule == "throughput"
     check_equal(target, assistant)
     costs = measure(Rounds(target, assistant.drafter, assistant.estimator, 4))
+    assert costs is not None
     assert costs.draft > 0
     assert costs.block == 1
     described = conditions(Rounds(target, assistant.drafter, assistant.estimator, 4, trees=False))

@@ -228,7 +228,8 @@ def _sizes(config_class: Any, sizes: dict[str, Any], overrides: dict[str, Any]) 
     for name, part in parts.items():
         is_text = name in TEXT
         inner = _sizes(type(part), SIZES if is_text else OTHER, overrides if is_text else {})
-        chosen[name] = {**inner, "model_type": part.model_type}
+        kind: Any = part
+        chosen[name] = {**inner, "model_type": kind.model_type}
     if sizes is OTHER:
         return chosen
     return {**chosen, **SPECIAL.get(config_class.model_type, {}), **({} if has_text else overrides)}

@@ -19,10 +19,10 @@ from hf_specdecpp.clocks import TOLD_BY, first_sensible, least_times, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.products import OWN
-from hf_specdecpp.throughput import measuring, product_choice
+from hf_specdecpp.throughput import measuring
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, as_expected, corrected
+from hf_specdecpp.throughput.target_passes import passes_of
 
 real = time.perf_counter
 random_numbers = random.Random(0)
@@ -47,7 +47,6 @@ CLOCKS: dict[str, Callable[[], Callable[[], float]]] = {
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing is known yet, on disk and in memory."""
     monkeypatch.setattr(measuring, "_known", {})
-    monkeypatch.setattr(product_choice, "_known", {})
     monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
     return tmp_path
 
@@ -109,8 +108,7 @@ def test_costs_are_assumed_and_not_kept(cache: Path) -> None:
     assistant = assistant_of("early_exit", target, rule="throughput")
     target.generate(prompt(12), **GREEDY, assistant_model=assistant)
     (known,) = measuring._known.values()
-    assert known.first.verify == (measuring.ASSUMED_SECONDS,)
-    assert 0.1 < known.first.draft / measuring.ASSUMED_SECONDS < 0.9, "one of three layers, and the LM head"
+    assert 0.1 < known.first.draft / known.first.verify[0] < 0.9, "one of three layers, and the LM head"
     assert not list(cache.glob("*.json"))
 
 
@@ -119,8 +117,9 @@ def test_costs_are_assumed_and_not_kept(cache: Path) -> None:
 def test_products_stay_pytorch_s_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
     target = tiny("llama").float()
-    (part,) = product_choice.parts_of(target, None, None)
-    assert part.ways == OWN
+    assistant = assistant_of("early_exit", target, rule="fixed")
+    target.generate(prompt(12), **GREEDY, assistant_model=assistant)
+    assert "onednn" not in passes_of(target, assistant.speculation).chosen.values()
     assert not list(cache.glob("*.json"))
 
 

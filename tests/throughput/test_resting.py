@@ -68,13 +68,3 @@ def test_a_draft_without_states_begins_in_the_middle(noted: list[str], monkeypat
     assert torch.equal(target.generate(prompt(), assistant_model=assistant, **OPTIONS), plain)
     assert assistant.stats.drafted > 0
     assert len(noted) < 40, "not from its beginning"
-
-
-def test_kept_texts_are_followed(noted: list[str]) -> None:
-    """They are for the draft to learn from, with the states that it reads."""
-    target = tiny("llama")
-    assistant = assistant_of("conditioned", target, **DEAR, keep_texts=1000)
-    for _ in range(2):
-        target.generate(prompt(), assistant_model=assistant, **OPTIONS)
-    assert "states" in noted[-10:]
-    assert len(assistant.memory.texts) > 0

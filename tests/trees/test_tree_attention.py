@@ -94,7 +94,7 @@ def test_levels_do_not_push_the_text_out_of_the_window(family: str) -> None:
 )
 @pytest.mark.parametrize("padding", [3, PREFIX - 2])
 def test_padding_before_the_prompt_changes_nothing(family: str, attention: str, padding: int) -> None:
-    overrides = {"attn_temperature_tuning": False} if family == "llama4_text" else {}
+    overrides: dict[str, Any] = {"attn_temperature_tuning": False} if family == "llama4_text" else {}
     # Not float64: transformers' own eager prefill then makes NaN of padding (float64's lowest number is -inf in the
     # float32 of its softmax).
     model = tiny_of(family, attention, **overrides).to(torch.float32)
