@@ -38,10 +38,10 @@ def test_the_first_run_counts_once() -> None:
     for changes, expected in ((True, 1), (False, 4)):
         graphs, length = Graphs(CPU), torch.tensor(0)
 
-        def advance(length: Tensor = length) -> None:
+        def add(length: Tensor = length) -> None:
             length.add_(1)
 
-        graphs.run("one", advance, [length] if changes else [])
+        graphs.run("one", add, [length] if changes else [])
         assert int(length) == expected
 
 

@@ -26,7 +26,8 @@ class Captured:
 
     def __init__(self, decoding: Any) -> None:
         # Which owns this: in a circle caches would be free for the next text only when garbage is collected.
-        self.decoding, self.drafts = weakref.proxy(decoding), True
+        self.decoding: Any = weakref.proxy(decoding)
+        self.drafts = True
         self.rounds: RoundsOfText | None = None
 
     def begin(self, input_ids: Tensor) -> None:
