@@ -86,7 +86,7 @@ class CapturedTarget:
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
         self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
-        # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured_rounds`).
+        # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured.rounds`).
         self.rounds: dict[Any, Any] = {}
         self._positions = torch.Size()
         self.room: Room = None  # type: ignore[assignment]  # until a text begins

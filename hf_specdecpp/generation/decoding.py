@@ -22,8 +22,8 @@ from hf_specdecpp.caches.paths import PathRows
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured_text import CapturedText
-from hf_specdecpp.generation.capturing import Captured
+from hf_specdecpp.generation.captured.part import Captured
+from hf_specdecpp.generation.captured.text import CapturedText
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import Prefix, try_pass
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt

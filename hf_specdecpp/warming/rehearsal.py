@@ -18,8 +18,8 @@ from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession
 from hf_specdecpp.drafting.captured_trees import LEAST_NODES, LEAST_WIDTH, CapturedTreeSession
 from hf_specdecpp.generation.attached import decoding_of
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
-from hf_specdecpp.generation.captured_text import CapturedText
+from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
+from hf_specdecpp.generation.captured.text import CapturedText
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup

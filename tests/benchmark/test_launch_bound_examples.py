@@ -72,4 +72,4 @@ def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     ]  # fmt: skip
     assert [row[6] for row in rows[0][2:]] == ["1 of 1"] * 6
     assert [row[6] for row in rows[1][2:]] == ["1 of 1"] * 2 + [""], "batches have no trees"
-    assert all(" graphs, " in row[7] for row in rows[0][4:])
+    assert all(" graphs made" in row[7] for row in rows[0][4:])

@@ -137,7 +137,7 @@ def test_captured_passes_are_measured_where_they_are_captured(
     assert min(uncaptured.measured.verify) > UNCAPTURED / 2
     kept = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     passes = {each["of"]["passes"] is None: each["costs"]["measured"]["verify"][0] for each in kept}
-    assert passes == pytest.approx({True: UNCAPTURED, False: 1.0})
+    assert passes[True] > UNCAPTURED / 2 > passes[False] == pytest.approx(1.0)
 
 
 @pytest.mark.usefixtures("pretended")

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_specdecpp.captured.graphs import CannotCaptureError
-from hf_specdecpp.generation.captured_rounds import RoundsOfText, rounds_of
-from hf_specdecpp.generation.captured_text import CapturedText, captured_text
+from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
+from hf_specdecpp.generation.captured.text import CapturedText, captured_text
 from hf_specdecpp.generation.prefix import Prefix
 
 
