@@ -9,6 +9,7 @@ import torch
 from support.gemma4_files import HIDDEN, VARIANTS, VOCAB, WITH_GENERATOR, begun, other_pairs, target_for
 from support.models import prompt
 from support.pretend_devices import on_device, pretend_devices
+from support.pretend_graph import pretend_graphs
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
@@ -106,6 +107,17 @@ def test_greedy_text_is_the_targets(settings: str, options: str, monkeypatch: py
     assert stats.drafted > 0
     assert stats.draft_passes >= len(ear.rounds)
     check_rounds(ear, assistant.ready_drafter(), target)
+
+
+def test_a_text_whose_cache_the_draft_reads_is_not_captured() -> None:
+    target = target_for()
+    assistant = assisted(target)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    plain = target.generate(TEXT, **options)
+    with pretend_graphs() as counts:
+        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **options), plain)
+    assert assistant.stats.uncaptured == "the draft reads the target's own cache"
+    assert not counts
 
 
 @pytest.mark.every(3)

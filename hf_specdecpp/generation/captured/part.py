@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_specdecpp.captured.graphs import CannotCaptureError
+from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured.text import CapturedText, captured_text
 from hf_specdecpp.generation.prefix import Prefix
@@ -35,6 +36,9 @@ class Captured:
         decoding, prefix = self.decoding, self.decoding.prefix
         speculation = decoding.generator.setup.speculation
         if speculation.graphs == "off" or not isinstance(prefix, Prefix):
+            return
+        if type(decoding.generator.session).share is not Reading.share:
+            decoding.stats.uncaptured = "the draft reads the target's own cache"
             return
         reader = decoding.generator.setup.drafter.reads
         text = captured_text(decoding.target, prefix, reader, decoding.config, input_ids, speculation.compile)
