@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+MOST_GRAPHS = 96  # of one object; the first of more goes
 WARM_UPS = 2  # runs before a capture: libraries allocate their workspaces in the first, kernels are chosen by then
 
 
@@ -68,6 +69,8 @@ class Graphs:
         """
         if key not in self._graphs:
             begin = time.perf_counter()
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
             self._graphs[key] = self._capture(function, changes), function
             self.seconds += time.perf_counter() - begin
         self._graphs[key][0].replay()

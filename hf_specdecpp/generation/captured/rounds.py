@@ -23,6 +23,7 @@ from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
 from hf_specdecpp.throughput.chains import lag_of
 from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
 
+MOST_KEPT = 4  # of a target: drafts and ways of drawing
 TIMED_ROUNDS = 3  # of a tier, of which the fastest counts
 
 
@@ -228,6 +229,8 @@ def rounds_of(decoding: Any) -> RoundsOfText | None:
     known = text.passes.rounds
     key = id(session.steps), most, greedy, session.vocab_size
     if key not in known:
+        if len(known) >= MOST_KEPT:
+            del known[next(iter(known))]
         known[key] = CapturedRounds(text.passes, CapturedChain(session, most, greedy))
     rounds = known[key]
     tiers: Followed | MostTokens | None = None
