@@ -137,10 +137,13 @@ class Successors:
         """
         places, keys = self._places(contexts.to(self.ids.device))
         order, ids, r = self._known(places, self.keys[places] == keys)
+        odds = self.odds[_bucket(order, r.amax(-1))][:, None]
+        # The LM head of a draft that is spread over devices may be on another one than its first layer.
+        ids, r, odds = (each.to(scores.device) for each in (ids, r, odds))
         known = scores.gather(1, ids)
         t = scores.softmax(-1).amax(-1, keepdim=True)
         total = scores.amax(-1, keepdim=True) - t.log()  # logsumexp, in a third of the time
-        odds = self.odds[_bucket(order, r.amax(-1))][:, None] * (1.0 - t) / t
+        odds = odds * (1.0 - t) / t
         odds = odds**SHARPNESS if greedy else CAUTION * odds
         added = torch.logaddexp(known, total + (r * odds).log())
         return scores.scatter(1, ids, added.where(total.isfinite(), known))

@@ -196,7 +196,7 @@ def test_a_batch() -> None:
     plain = target.generate(ids, attention_mask=mask, do_sample=False, **OPTIONS)
     with pretend_devices(), torch.no_grad():
         on_device(target)
-        for rule in (RULES[1], RULES[5]):
+        for rule in (RULES[1], RULES[-1]):
             assistant = with_draft(**rule)(target)
             inputs = {"input_ids": on_device(ids), "attention_mask": on_device(mask)}
             text = target.generate(**inputs, do_sample=False, assistant_model=assistant, **OPTIONS)
