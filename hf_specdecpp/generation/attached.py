@@ -197,7 +197,8 @@ class Method:
     def __init__(self, kind: type[CausalLM], name: str, ours: Callable[..., Any]) -> None:
         self.kind, self.name, self.ours, self.is_own = kind, name, ours, name in vars(kind)
         self.original = getattr(kind, name)
-        update_wrapper(self, self.original)  # transformers reads its arguments' names
+        # transformers reads its arguments' names; what another `Method` knows is not this one's.
+        update_wrapper(self, self.original, updated=())
 
     def __get__(self, target: CausalLM | None, kind: Any = None) -> Any:
         return self if target is None else MethodType(self, target)

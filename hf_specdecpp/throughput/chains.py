@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
@@ -128,17 +128,13 @@ class ThroughputState:
 
         In batches none only: there a draft has to read all rows' texts first, and wider passes cost far more.
         """
-        promise, longest = self._promise(), 0 if self.is_batch else self.max_tokens
+        verify = self.costs.verify_seconds(self.max_tokens)
+        promise = self.rates.expected_tokens(self.max_tokens) / (self.seconds - verify + verify.min())
+        promise[0] = math.inf
+        longest = 0 if self.is_batch else self.max_tokens
         due = [k for k in range(longest + 1) if promise[k] > self.plan.rate and self._is_due(k)]
         most = TRIED_WHEN_WRONG if self.were_wrong else TRIED
         return sorted(due, key=lambda k: -promise[k])[:most] * TRIALS
-
-    def _promise(self) -> Floats:
-        """`[max_tokens + 1]` tokens a second of each length if its passes cost as little as the cheapest."""
-        verify = self.costs.verify_seconds(self.max_tokens)
-        promise: Floats = self.rates.expected_tokens(self.max_tokens) / (self.seconds - verify + verify.min())
-        promise[0] = math.inf
-        return promise
 
     def _is_due(self, length: int) -> bool:
         """Whether no round has confirmed for long what a length costs, in texts of about this length."""
@@ -163,9 +159,6 @@ class ThroughputState:
     def next_trial(self) -> int | None:
         """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
         self.trial = self.trials.pop(0) if self.trials else None
-        # The rounds since then may have shown that it cannot pay, whatever it costs.
-        while self.trial and self._promise()[self.trial] <= self.plan.rate:
-            self.trial = self.trials.pop(0) if self.trials else None
         return self.trial
 
     def begin_batch_round(self, unread: int) -> None:

@@ -6,14 +6,13 @@ LEAST_GAIN = 1.02  # over plain decoding that speculation must promise: measured
 LEAST_GAIN_IN_BATCHES = 1.1  # there rows end one by one, and those that are left pay for passes alone
 PROBE_SHARE = 0.005  # of the time without candidates that probes may lose
 MOST_CREDIT = 5.0  # plain passes that probes may lose in a row
-FIRST_CREDIT = 2.0  # at the beginning, when nothing speaks for a draft
 FOLLOWED = 1.5  # plain passes of credit, beside what a probe costs, for which a draft follows a text at all
 
 
 class ExplorationBudget:
     """What probes may cost now. A probe is a round with candidates while speculation does not pay.
 
-    Example: a plain pass takes 40 ms. The budget begins at 80 ms. Four probes that lose 20 ms each use it up; then 100
+    Example: a plain pass takes 40 ms. The budget begins at 200 ms. Ten probes that lose 20 ms each use it up; then 100
     rounds without candidates earn 0.2 ms each, enough for another one.
 
     Args:
@@ -24,7 +23,7 @@ class ExplorationBudget:
     """
 
     def __init__(self, plain: float) -> None:
-        self.plain, self.passes = plain, FIRST_CREDIT
+        self.plain, self.passes = plain, MOST_CREDIT
 
     @property
     def seconds(self) -> float:

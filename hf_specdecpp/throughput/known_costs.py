@@ -76,8 +76,11 @@ class KnownCosts:
             By class of length and width the passes that took what was known of them.
         """
         taken: list[tuple[int, int]] = []
-        if self.is_assumed and times.passes:
-            self.measured, self.is_assumed = in_seconds(self.measured, times), False
+        if self.is_assumed:
+            seconds = in_seconds(self.measured, times) if times.passes else None
+            if seconds is None:
+                return []
+            self.measured, self.is_assumed = seconds, False
         for kind, passes in times.passes.items():
             known = self._by_length.get(self._nearest(kind), self.measured)
             confirmed, now = self._confirmed.setdefault(kind, set()), as_expected(known, passes)

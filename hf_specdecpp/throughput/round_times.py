@@ -107,19 +107,22 @@ def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
     return {width: seconds for width, seconds in found.items() if seconds is not None}
 
 
-def in_seconds(assumed: Costs, times: RoundTimes) -> Costs:
+def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
     """Assumed shares of a pass over one token in seconds, by the first text: one factor for passes, one for drafting.
+    `None` where the clock cannot tell.
 
     Example: passes over 1 and 3 tokens are assumed to take 1 and 1.1. Rounds over 3 tokens took 22 ms in the median, so
     passes over 1 token are expected to take 20 ms.
     """
     verify = assumed.verify_seconds(max(max(widths) for widths in times.passes.values()) - 1)
     timed = [(width, each) for widths in times.passes.values() for width, of in widths.items() for each in of]
-    unit = max(median(seconds / verify[width - 1] for width, seconds in timed), 1e-9)  # a coarse clock may see none
+    unit = typical([seconds / verify[width - 1] for width, seconds in timed])
+    if unit is None:
+        return None
     drafts = [(seconds, each.seconds(assumed)) for of in times.drafts.values() for each, seconds in of]
     ratios = [seconds / expected for seconds, expected in drafts if expected > 0.0]
     scaled = replace(assumed, verify=tuple(seconds * unit for seconds in assumed.verify))
-    return _drafting_scaled(scaled, max(median(ratios), 1e-9) if ratios else unit)
+    return _drafting_scaled(scaled, (typical(ratios) if ratios else None) or unit)
 
 
 def corrected(

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.clocks import typical
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
@@ -161,11 +162,13 @@ class TargetPasses:
         undo()
 
     def seconds(self, rows: int) -> tuple[float | None, float | None]:
-        """Of a pass over so many rows, medians: with PyTorch's product, and with the chosen one; `None` without any."""
-        if not (own := self._of(rows)["own"]):
+        """Of a pass over so many rows, medians: with PyTorch's product, and with the chosen one; `None` without any, or
+        where the clock cannot tell."""
+        times = self._of(rows)["own"]
+        if not times or (own := typical(times)) is None:
             return None, None
         is_own = self.chosen.get(rows, "own") == "own"
-        return median(own), median(own) / (1.0 if is_own else self._gains[rows])
+        return own, own / (1.0 if is_own else self._gains[rows])
 
 
 # Of each target by the product that is compared, and whether its passes are compiled.

@@ -140,13 +140,6 @@ def test_a_cache_that_its_config_switches_off() -> None:
     assert_equal(target, "chain", input_ids=PROMPT, use_cache=True, return_dict_in_generate=True)
 
 
-def test_an_attached_class_is_stateful_again_afterwards() -> None:
-    target = model_of("granite4 of attention")
-    with assisted(target, PROMPT, "chain"):
-        assert not target._is_stateful
-    assert target._is_stateful
-
-
 class Interrupted(BaseException):
     """Like Ctrl-C, which would stop the tests."""
 

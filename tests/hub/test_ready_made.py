@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 
-FIXED = SpeculationConfig("fixed", num_tokens=3)
+FIXED = SpeculationConfig("fixed", num_tokens=3, draft_successors=False)
 OURS = {"README.md", "config.json", "acceptance_head.safetensors"}
 
 

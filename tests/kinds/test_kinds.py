@@ -29,6 +29,7 @@ PACKAGE = Path(hf_specdecpp.__file__).parent
 ALLOWED = {
     ("config/assistant.py", "independent"),
     ("benchmark/contestants.py", "lookup"),
+    ("hub/card.py", "lookup"),
     ("config/assistant.py", "eagle3"),
     ("config/assistant.py", "dflash"),
     ("eagle3/description.py", "eagle3"),

@@ -10,9 +10,7 @@ import torch
 from support.families import model_of
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.outputs import assert_same
-from support.static_caches import STATIC
 from torch import Tensor, nn
-from transformers import CompileConfig
 
 from hf_specdecpp.models import target_states
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
@@ -137,7 +135,7 @@ def test_outputs_that_a_user_asks_for(kind: str, attention: str) -> None:
     """All hidden states are returned to the user, and the draft reads its own out of them."""
     target = quiet_later_layers(tiny("llama", attn_implementation=attention))
     options = {**OPTIONS, "return_dict_in_generate": True, "output_hidden_states": True}
-    assistant = assistant_of(kind, target, rule="fixed", num_tokens=3)
+    assistant = assistant_of(kind, target, rule="fixed", num_tokens=3, draft_successors=False)
     plain = target.generate(prompt(), **options)
     ours = target.generate(prompt(), assistant_model=assistant, **options)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -145,51 +143,6 @@ def test_outputs_that_a_user_asks_for(kind: str, attention: str) -> None:
     accepted = assistant.stats.accepted
     target.generate(prompt(), assistant_model=assistant, **OPTIONS)
     assert assistant.stats.accepted == accepted > 0
-
-
-def decoding_states(monkeypatch: pytest.MonkeyPatch) -> list[TargetStates]:
-    """Those of the generations to come."""
-    made: list[TargetStates] = []
-    keep = TargetStates.keep
-
-    def note(states: TargetStates, rows: Any) -> None:
-        made.append(states)
-        keep(states, rows)
-
-    monkeypatch.setattr(TargetStates, "keep", note)
-    return made
-
-
-@needs_chosen
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
-def test_compiled_passes_need_no_hooks_after_the_prompt(
-    kind: str, chunk: int | None, traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, made = quiet_later_layers(tiny("llama")), decoding_states(monkeypatch)
-    assistant = assistant_of(kind, target, rule="fixed", num_tokens=3)
-    options = {**STATIC, "max_new_tokens": 12, "prefill_chunk_size": chunk}
-    plain = target.generate(prompt(), **options)
-    ours = target.generate(prompt(), assistant_model=assistant, compile_config=traced_only, **options)
-    assert torch.equal(ours, plain)
-    assert made
-    assert all(states.are_returned for states in made)
-
-
-@needs_chosen
-def test_a_target_that_does_not_return_them(traced_only: CompileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same candidates by hooks."""
-    target, made = quiet_later_layers(tiny("llama")), decoding_states(monkeypatch)
-    assistant = assistant_of("conditioned", target, rule="fixed", num_tokens=3)
-    texts, outcomes = [], []
-    for _ in range(2):
-        options = {**STATIC, "max_new_tokens": 12, "compile_config": traced_only}
-        texts.append(target.generate(prompt(), assistant_model=assistant, **options))
-        outcomes.append((assistant.stats.accepted, assistant.stats.drafted, made[-1].are_returned))
-        monkeypatch.setattr(type(inner_decoder(target)), "_can_record_outputs", None)
-    assert torch.equal(*texts)
-    assert outcomes[0] == (*outcomes[1][:2], True)
-    assert outcomes[1][2] is False
 
 
 def test_several_states_a_token_are_refused() -> None:

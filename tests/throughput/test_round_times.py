@@ -43,9 +43,11 @@ def test_assumed_costs_become_seconds() -> None:
     times = rounds({3: [0.022, 0.022, 0.9, 0.022]})
     times.drafts[7] = [(Drafting(2), 0.006), (Drafting(4), 0.012), (Drafting(1), 0.9)]
     costs = in_seconds(Costs(0.1, (1.0, 1.05, 1.1), read=0.01), times)
+    assert costs is not None
     assert costs.verify == pytest.approx((0.020, 0.021, 0.022))
     assert (costs.draft, costs.read) == pytest.approx((0.003, 0.0003))
     alone = in_seconds(Costs(0.1, (1.0, 1.05, 1.1)), rounds({1: [0.02] * 3}))
+    assert alone is not None
     assert alone.draft == pytest.approx(0.002), "nothing was drafted: its share of a pass"
 
 
