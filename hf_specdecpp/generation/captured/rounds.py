@@ -189,7 +189,9 @@ class RoundsOfText:
         rounds.chain.append(tokens, states)
         self._has_begun = True
         if isinstance(self.tiers, MostTokens):
-            rounds.seconds.time(self.tiers.tiers, lambda k: rounds.time(k, self.rules))
+            device = rounds.passes.device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a seed is for the text alone
+                rounds.seconds.time(self.tiers.tiers, lambda k: rounds.time(k, self.rules))
 
     def _candidates(self, input_ids: Tensor) -> int:
         """How many the round has. What does not fit under the longest text is cut off when it is emitted."""
@@ -252,7 +254,9 @@ def _can_be_whole(decoding: Any) -> bool:
     """Whether nothing in a round has to be decided on the host: only chains of a draft model, with processors that do
     not look at the tokens."""
     generator = decoding.generator
-    own = generator.trees is not None or generator.setup.speculation.lookup or generator.successors is not None
+    speculation = generator.setup.speculation
+    own = generator.trees is not None or speculation.lookup or generator.successors is not None
+    own = own or speculation.costs is not None  # which the rule reckons with on the host
     kept = decoding.keeps_logits or decoding.records.scores is not None
     processing = generator.processing.prefix_free and generator.draft_processing.prefix_free
     return not own and not kept and processing and not generator.processing.may_forbid_all
