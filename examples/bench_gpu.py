@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -158,13 +159,13 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
         for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True)):
             settings = SpeculationConfig(rule="fixed", lookup_tokens=1, compile=fuses)
             lookup = SpecDecPPAssistant.from_lookup(target, speculation=settings)
-            found[name] = lambda n, lookup=lookup: contest.run(n, lookup)  # type: ignore[misc]
+            found[name] = partial(contest.run, assistant=lookup)
     assistants = {
         name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name]))
         for name in ours
     }
     for name, assistant in assistants.items():
-        found[name] = lambda n, assistant=assistant: contest.run(n, assistant)  # type: ignore[misc]
+        found[name] = partial(contest.run, assistant=assistant)
     return found
 
 

@@ -124,6 +124,15 @@ def captured(function: Callable[[], None], restore: Callable[[], None], pool: An
     return graph
 
 
+def write_lasting(outputs: list[Tensor], found: Sequence[Tensor]) -> None:
+    """Write what a function has found to `outputs`, where later runs write it too; an empty list is filled first."""
+    if not outputs:
+        with lasting():
+            outputs.extend(torch.empty_like(each, memory_format=torch.contiguous_format) for each in found)
+    for own, each in zip(outputs, found, strict=True):
+        own.copy_(each)
+
+
 @contextmanager
 def lasting() -> Iterator[None]:
     """Tensors that are made within can be written to in and outside of inference mode."""

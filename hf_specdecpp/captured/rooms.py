@@ -10,7 +10,11 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import other_layers
+from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.caches.rope import frequency_changes
+from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured.graphs import lasting
+from hf_specdecpp.models.causal_lm import CausalLM
 
 LEAST_ROOM = 256  # tokens
 
@@ -143,13 +147,23 @@ class RoomCache(Cache):
 
 def room_for(num_tokens: int) -> int:
     """The room to make for so many tokens: 256, 512, 1024 and so on, so that there are few sizes to capture for."""
-    return max(LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
+    return max(LEAST_ROOM, width_of(num_tokens))
 
 
 def num_room_layers(text_config: Any) -> int | None:
     """How many layers a `RoomCache` of a model needs; `None` where some of them are not attention."""
     layers = DynamicCache(config=text_config).layers
     return None if other_layers(layers) else len(layers)
+
+
+def why_not_in_place(model: CausalLM) -> str | None:
+    """Why passes of a model cannot be told by `trees.attention.inputs_in_place` who sees whom, and where."""
+    config = model.config.get_text_config(decoder=True)
+    if (implementation := config._attn_implementation) not in MASKED:
+        return f"attn_implementation={implementation!r} takes no mask of ours"
+    if frequency_changes(config):
+        return "rotary frequencies change with the length of the text"
+    return counts_rows(config) or unknown_window(model, config)
 
 
 def why_not_rooms(cache: object) -> str | None:

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured.copies import for_capture, for_groups, identity
-from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting, write_lasting
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
@@ -36,14 +37,6 @@ class Slot:
     ancestors: Tensor
     depths: Tensor
     outputs: list[Tensor]
-
-    def keep(self, found: list[Tensor]) -> None:
-        """Write what a pass has returned to where it stays."""
-        if not self.outputs:
-            with lasting():
-                self.outputs = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in found]
-        for own, each in zip(self.outputs, found, strict=True):
-            own.copy_(each)
 
 
 @dataclass
@@ -89,7 +82,7 @@ class CapturedTarget:
         # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured.rounds`).
         self.rounds: dict[Any, Any] = {}
         self._positions = torch.Size()
-        self.room: Room = None  # type: ignore[assignment]  # until a text begins
+        self.room: Room  # of the text at hand
 
     @property
     def place(self) -> tuple[int, torch.Size]:
@@ -173,7 +166,7 @@ class CapturedTarget:
             slot.depths.copy_(tree[1])
 
         def run() -> None:
-            slot.keep(self.forward(room, slot.tokens, slot.ancestors, slot.depths))
+            write_lasting(slot.outputs, self.forward(room, slot.tokens, slot.ancestors, slot.depths))
 
         self._run(("read", width, *self.place, tree is not None, self._reads), run)
         logits, *states = (each[:, :count] for each in slot.outputs)
@@ -253,11 +246,6 @@ class CapturedTarget:
             with lasting():
                 self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
         return self._paths[width]
-
-
-def width_of(num_tokens: int) -> int:
-    """The width of a pass over so many tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
-    return 1 << (num_tokens - 1).bit_length()
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:

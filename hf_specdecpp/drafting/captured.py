@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
-from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.copies import for_capture, for_groups, identity
-from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
+from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for, why_not_in_place
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.session import ModelReading
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
@@ -155,12 +153,7 @@ class CapturedSteps:
                 own[tuple(slice(0, length) for length in each.shape)] = each
 
         def run() -> None:
-            found = function(self.drafter, cache, *slot.arguments, vocab_size)
-            if not slot.outputs:
-                with graphs.lasting():
-                    slot.outputs = [torch.empty_like(part) for part in found]
-            for own, part in zip(slot.outputs, found, strict=True):
-                own.copy_(part)
+            graphs.write_lasting(slot.outputs, function(self.drafter, cache, *slot.arguments, vocab_size))
 
         try:
             self._graphs.run(key, run, [cache.length])
@@ -197,13 +190,9 @@ def _why_not(drafter: DraftModel) -> str | None:
         return "not all of its layers are attention"
     if getattr(model, "is_quantized", False):
         return "it is quantised"
-    if (implementation := config._attn_implementation) not in MASKED:
-        return f"attn_implementation={implementation!r} takes no mask of ours"
-    if frequency_changes(config):
-        return "its rotary frequencies change with the length of the text"
     if not takes_positions(inner_decoder(model)):
         return "it takes no position_ids"
-    return counts_rows(config) or unknown_window(model, config)
+    return why_not_in_place(model)
 
 
 class CapturedSession(ModelReading):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class RoundRules:
     min_tokens: int
     verification: Verification
 
-    @property
+    @cached_property  # asked for in every round, and numbers that lie on the device are read for it
     def key(self) -> Hashable:
         """All of this that a graph has in it."""
         processors = [*self.draft_processing.processors, None, *self.processing.processors]

@@ -1,4 +1,4 @@
-"""How many candidates a captured round has (`TierChoice`): one of a few numbers, since each is captured by itself."""
+"""How many candidates captured rounds have (`Followed`, `MostTokens`): few numbers, each captured by itself."""
 
 from __future__ import annotations
 

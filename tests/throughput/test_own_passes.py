@@ -12,8 +12,9 @@ from support.models import assistant_of, partly_agreeing, prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, files
+from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured import target as captured_target
-from hf_specdecpp.captured.target import CapturedTarget, width_of
+from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation import candidate_generator

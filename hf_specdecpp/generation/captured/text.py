@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.caches.paths import PathRows, num_in_place
-from hf_specdecpp.caches.rope import frequency_changes
+from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.graphs import CannotCaptureError
-from hf_specdecpp.captured.rooms import why_not_rooms
-from hf_specdecpp.captured.target import CapturedTarget, captured_target, width_of
+from hf_specdecpp.captured.rooms import why_not_in_place, why_not_rooms
+from hf_specdecpp.captured.target import CapturedTarget, captured_target
 from hf_specdecpp.generation.prefix import Prefix, try_pass
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.target_states import StateReader
@@ -163,21 +162,14 @@ def _difference(target: CausalLM, prefix: Prefix, text: CapturedText, input_ids:
 
 def _why_not(target: CausalLM, prefix: Prefix, config: GenerationConfig) -> str | None:
     """What is known of a target or a call, before anything is tried, that rules out captured passes."""
-    device, text_config = input_device(target), target.config.get_text_config(decoder=True)
-    devices = {each.device for each in target.parameters()}
-    implementation = text_config._attn_implementation
+    device, devices = input_device(target), {each.device for each in target.parameters()}
     if not graphs.can_capture(device):
         return f"there are no CUDA graphs on {device.type}"
     if len(devices) > 1 or num_processes(target) > 1 or hasattr(target, "hf_device_map"):
         return "the target is spread over several devices or offloaded"
     if getattr(target, "is_quantized", False):
         return "the target is quantised"
-    if implementation not in MASKED:
-        return f"attn_implementation={implementation!r} takes no mask of ours"
-    if frequency_changes(text_config):
-        return "rotary frequencies change with the length of the text"
-    reason = counts_rows(text_config) or unknown_window(target, text_config) or why_not_rooms(prefix.cache)
-    if reason is not None:
+    if (reason := why_not_in_place(target) or why_not_rooms(prefix.cache)) is not None:
         return reason
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
