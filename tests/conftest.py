@@ -15,7 +15,9 @@ from support.repos import save_model
 from support.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_specdecpp import files
 from hf_specdecpp.models import vocabulary
+from hf_specdecpp.throughput import measuring
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
@@ -46,6 +48,14 @@ def own_assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path_factory.mktemp("assets")))
         yield
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing is known of costs yet: an empty cache, on disk and in memory."""
+    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

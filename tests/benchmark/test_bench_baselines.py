@@ -6,41 +6,22 @@ import math
 
 import pytest
 import torch
+from support.stopping_rules import decides, distribution_of, make_step
 
 from hf_specdecpp.benchmark.replay.baselines import BASELINES, SVIP, AdaEDL, Confidence
-from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
-
-
-def make_step(seed: int) -> DraftStep:
-    generator = torch.Generator().manual_seed(seed)
-    scores = 2.0 * torch.randn(8, generator=generator, dtype=torch.float64)
-    token = torch.randint(8, (), generator=generator)
-    return DraftStep(0, scores, torch.zeros(2), embed=lambda each: torch.zeros(2), token=token)
-
 
 STEPS = [make_step(seed) for seed in range(50)]
 
 
-def decides(rule: StoppingRule, step: DraftStep) -> bool:
-    signal = rule.signal(step)
-    return rule.stops(None if signal is None else float(signal))
-
-
-def law_of(step: DraftStep) -> list[float]:
-    """q, computed by hand."""
-    weights = [math.exp(score) for score in step.scores.tolist()]
-    return [weight / sum(weights) for weight in weights]
-
-
 def entropy_of(step: DraftStep) -> float:
-    return -sum(q * math.log(q) for q in law_of(step))
+    return -sum(q * math.log(q) for q in distribution_of(step))
 
 
 @pytest.mark.parametrize("bound", [0.05, 0.2, 0.5])
 def test_confidence_stops_after_an_unlikely_candidate(bound: float) -> None:
     answers = [decides(Confidence(bound, 20), step) for step in STEPS]
-    assert answers == [law_of(step)[int(step.token)] < bound for step in STEPS]
+    assert answers == [distribution_of(step)[int(step.token)] < bound for step in STEPS]
     assert {True, False} == set(answers)
 
 

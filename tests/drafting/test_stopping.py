@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution
+from support.stopping_rules import decides, distribution_of, make_step
 from support.toy_rounds import EOS, Models, make_estimator
 from torch import Tensor
 
@@ -21,26 +22,8 @@ from hf_specdecpp.generation.setup import make_rule
 VOCAB = 3
 
 
-def make_step(seed: int, spread: float = 2.0) -> DraftStep:
-    generator = torch.Generator().manual_seed(seed)
-    scores = spread * torch.randn(8, generator=generator, dtype=torch.float64)
-    token = torch.randint(8, (), generator=generator)
-    return DraftStep(0, scores, torch.zeros(2), embed=lambda each: torch.zeros(2), token=token)
-
-
 def rule_for(**knobs: Any) -> StoppingRule:
     return make_rule(SpeculationConfig(**knobs), DraftProbability())
-
-
-def decides(rule: StoppingRule, step: DraftStep) -> bool:
-    signal = rule.signal(step)
-    return rule.stops(None if signal is None else float(signal))
-
-
-def law_of(step: DraftStep) -> list[float]:
-    """q, computed by hand."""
-    weights = [math.exp(score) for score in step.scores.tolist()]
-    return [weight / sum(weights) for weight in weights]
 
 
 # Each rule's formula. -------------------------------------------------------------------------------------------------
@@ -59,7 +42,7 @@ def test_threshold_multiplies_the_estimates_of_a_round() -> None:
         survival = 1.0
         for seed in range(first, first + 10):
             step = make_step(seed)
-            survival *= law_of(step)[int(step.token)]
+            survival *= distribution_of(step)[int(step.token)]
             assert decides(rule, step) == (1.0 - survival > 0.9)
         assert survival < 0.1
 

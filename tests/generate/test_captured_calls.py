@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.capturing import CHAIN, SETTINGS, generate
+from support.capturing import CHAIN, SETTINGS, Waiting, generate
 from support.families import informed_draft
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.multimodal import multimodal
@@ -293,17 +293,6 @@ def test_an_exception_gives_the_passes_back(length: int) -> None:
     assert torch.equal(generate(target, assistant), whole)
     assert assistant.stats.uncaptured is None
     assert text.shape[1] == 12
-
-
-class Waiting(nn.Module):
-    """A layer that asks the device for a number."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden) * (1.0 if float(hidden.sum()) < 1e9 else 0.0)
 
 
 def test_a_target_that_cannot_be_captured_says_so() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN, SETTINGS, assert_captured_as_uncaptured, generate
+from support.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from torch import Tensor, nn
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.captured.target import captured_target
@@ -100,17 +99,6 @@ def test_half_precision(dtype: torch.dtype, name: str) -> None:
         assert generate(target, assistant, do_sample=sampled, max_new_tokens=40).shape == (1, 52)
         assert assistant.stats.uncaptured is None
         assert assistant.stats.accepted > 24
-
-
-class Waiting(nn.Module):
-    """A layer that asks the device for a number."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden) * (1.0 if float(hidden.sum()) < 1e9 else 0.0)
 
 
 @pytest.mark.parametrize("where", ["target", "draft"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -45,6 +45,17 @@ def generate(target: CausalLM, assistant: Any, length: int = 12, padding: int = 
     torch.manual_seed(0)
     defaults = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     return target.generate(ids, assistant_model=assistant, **{**defaults, **options})
+
+
+class Waiting(nn.Module):
+    """A layer that asks the device for a number."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) * (1.0 if float(hidden.sum()) < 1e9 else 0.0)
 
 
 class Drawn(Rounds):

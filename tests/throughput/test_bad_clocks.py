@@ -24,6 +24,8 @@ from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, as_expected, corrected
 from hf_specdecpp.throughput.target_passes import passes_of
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 real = time.perf_counter
 random_numbers = random.Random(0)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -41,14 +43,6 @@ CLOCKS: dict[str, Callable[[], Callable[[], float]]] = {
     "backwards": backwards,
     "jumps": lambda: lambda: random_numbers.uniform(-1.0, 1.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing is known yet, on disk and in memory."""
-    monkeypatch.setattr(measuring, "_known", {})
-    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

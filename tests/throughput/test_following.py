@@ -10,7 +10,7 @@ import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, files
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -32,15 +32,12 @@ KINDS: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache, on disk and in memory, and measurements that are wrong by far."""
-    monkeypatch.setattr(measuring, "_known", {})
-    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
+def wrong(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that are wrong by far."""
     monkeypatch.setattr(measuring, "measure", lambda *_: WRONG)
     recall = measuring.recall
     kept = {"measured": WRONG.to_dict(), "by_length": {}}
     monkeypatch.setattr(measuring, "recall", lambda kind, of: recall(kind, of) or kept)
-    return tmp_path
 
 
 def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> ThroughputState | TreeThroughput:

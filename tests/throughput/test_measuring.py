@@ -21,13 +21,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput import measuring as costs
 from hf_specdecpp.throughput.chains import ThroughputState
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache, on disk and in memory."""
-    monkeypatch.setattr(costs, "_known", {})
-    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
