@@ -94,7 +94,7 @@ test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, wit
 	@$(PYTEST) PYTHONPATH=$(QUANTS) $(BIN)/pytest tests/generate/test_quantised_targets.py tests/test_limits.py $(ARGS)
 
 test-formats: $(FORMATS)/.installed  ## Run the tests beside the package speculators, which writes EAGLE-3 drafts
-	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/eagle3/test_speculators.py $(ARGS)
+	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/drafts/eagle3/test_speculators.py $(ARGS)
 
 test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TRL and smolagents, which use an assistant
 	@$(PYTEST) PYTHONPATH=$(INTEGRATIONS) $(BIN)/pytest tests/integrations $(ARGS)

@@ -14,12 +14,12 @@ from transformers.utils import logging
 
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import check_head
+from hf_specdecpp.drafts.known import draft_name
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.hub import publishing
-from hf_specdecpp.kinds.known import draft_name
 from hf_specdecpp.making import Making
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -15,8 +15,8 @@ from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.cli_options import options_of, settings_from
 
 if TYPE_CHECKING:
+    from hf_specdecpp.drafts.kind import SelfCheck
     from hf_specdecpp.hub.inspection import Report
-    from hf_specdecpp.kinds.kind import SelfCheck
     from hf_specdecpp.serving.destination import Exported
 
 Mtp = Annotated[bool, typer.Option("--mtp", help="Draft with the target's own multi-token layers.")]
@@ -290,7 +290,7 @@ def _show_readings(found: SelfCheck, console: Console) -> None:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    from hf_specdecpp.kinds.known import describe
+    from hf_specdecpp.drafts.known import describe
 
     config = report.config
     if config is None:

@@ -16,9 +16,9 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant, drafts_by_itself
 from hf_specdecpp.cli_options import check_mtp, parse_layers
+from hf_specdecpp.drafts.known import EARLY_EXIT, describe
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.kinds.known import EARLY_EXIT, describe
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.showing import picture

@@ -14,17 +14,17 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
-from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.conditioned import Fusion
+from hf_specdecpp.drafts.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.kind import Kind, Loading, Parts
+from hf_specdecpp.drafts.known import CONDITIONED, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of, taken_as_is
+from hf_specdecpp.drafts.lookup import NoDraft
+from hf_specdecpp.drafts.ready_made import TakenAsIs
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
-from hf_specdecpp.kinds.conditioned import Fusion
-from hf_specdecpp.kinds.kind import Kind, Loading, Parts
-from hf_specdecpp.kinds.known import CONDITIONED, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of, taken_as_is
-from hf_specdecpp.kinds.lookup import NoDraft
-from hf_specdecpp.kinds.ready_made import TakenAsIs
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM

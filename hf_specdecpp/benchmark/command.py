@@ -31,8 +31,8 @@ from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
 from hf_specdecpp.benchmark.run_log import BATCHES, RESULTS, ROUNDS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, next_step, overall, speed_table, summarise
+from hf_specdecpp.drafts.known import describe, kind_of
 from hf_specdecpp.files import save_text
-from hf_specdecpp.kinds.known import describe, kind_of
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, show_bars

@@ -16,8 +16,8 @@ from rich.text import Text
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.chat.conversation import Answer, Conversation, Stop
 from hf_specdecpp.cli_options import check_mtp
+from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 HELP = """A line is a message. Commands:

@@ -28,7 +28,7 @@ class SpecDecPPConfig(PretrainedConfig):
 
     Args:
         target_id, target_revision: the target that the assistant was trained for, and its commit hash.
-        draft_kind: what drafts: the name of one of the `kinds`.
+        draft_kind: what drafts: the name of one of the kinds in `drafts`.
         draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"gemma4"`; `"mtp"`, the
             target's or its original's; `"dflash"` and `"eagle3"` where others trained it).
         draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).

@@ -1,4 +1,4 @@
-"""What drafts, as one generation sees it: `Draft`. `kinds` says what the kinds are, how they are stored and made."""
+"""What drafts, as one generation sees it: `Draft`. `drafts` says what the kinds are, how they are stored and made."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
-from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.provenance import public_name
 
 TEMPLATE = Path(__file__).with_name("card_template.md")

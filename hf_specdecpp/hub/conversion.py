@@ -19,11 +19,11 @@ from torch import Tensor
 from hf_specdecpp import files as repository
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.known import recognise
 from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.files import CHECKPOINT, MOST_CONFIG_BYTES, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
-from hf_specdecpp.kinds.kind import Kind
-from hf_specdecpp.kinds.known import recognise
 from hf_specdecpp.version import __version__
 
 PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # what to download

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.known import kind_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import load_config, load_parts
-from hf_specdecpp.kinds.known import kind_of
 from hf_specdecpp.serving.destination import Destination, Exported
 
 USUAL_TOKENS = 3  # a round, where the assistant's own rule decides in each round anew

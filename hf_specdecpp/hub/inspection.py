@@ -15,11 +15,11 @@ from torch import nn
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import SelfCheck
+from hf_specdecpp.drafts.known import KINDS, kind_of
 from hf_specdecpp.files import PICKLE, Repository
 from hf_specdecpp.hub import repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, load_config
-from hf_specdecpp.kinds.kind import SelfCheck
-from hf_specdecpp.kinds.known import KINDS, kind_of
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.loading import load_model, load_tokenizer

@@ -14,12 +14,12 @@ from huggingface_hub import CommitInfo, HfApi
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.known import kind_of
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json, save_tensors, save_text
 from hf_specdecpp.hub.card import THIS_REPO, make_card
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
-from hf_specdecpp.kinds.kind import Parts
-from hf_specdecpp.kinds.known import kind_of
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.version import __version__

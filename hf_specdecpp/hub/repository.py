@@ -18,10 +18,10 @@ from torch import Tensor
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.modules import as_described, read_module
 from hf_specdecpp.config.types import check_arguments
+from hf_specdecpp.drafts.kind import Kind, Parts
+from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
 from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, check_sound, load_strict, read_json
-from hf_specdecpp.kinds.kind import Kind, Parts
-from hf_specdecpp.kinds.known import draft_name, kind_of, recognise
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from hf_specdecpp.dflash.anchors import blocks_after
-from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafts.dflash.anchors import blocks_after
+from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.reader import Reader

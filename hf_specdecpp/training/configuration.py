@@ -9,9 +9,9 @@ from typing import Any
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
-from hf_specdecpp.dflash.settings import MOST_ROWS
-from hf_specdecpp.kinds.kind import Kind
-from hf_specdecpp.kinds.known import kind_to_train, ready_made
+from hf_specdecpp.drafts.dflash.settings import MOST_ROWS
+from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.training.checks import a_share, above_zero, at_least, build, refuse_unknown
 
 DTYPES = ("auto", "bfloat16", "float32")

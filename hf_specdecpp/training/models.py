@@ -16,11 +16,11 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafts.conditioned import FUSION, Fusion, read_fusion
+from hf_specdecpp.drafts.kind import Kind, Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
-from hf_specdecpp.kinds.conditioned import FUSION, Fusion, read_fusion
-from hf_specdecpp.kinds.kind import Kind, Parts
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target

@@ -41,9 +41,9 @@ from hf_specdecpp.benchmark.run_log import RUNS, RunLog
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.texts.encoding import padded
 

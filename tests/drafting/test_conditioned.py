@@ -16,7 +16,7 @@ from transformers import DynamicCache, LogitsProcessor
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
-from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
+from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
-from hf_specdecpp.kinds.kind import Parts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.training.distillation.initial import block

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.eagle3.model import Eagle3Model
-from hf_specdecpp.kinds.conditioned import Fusion
+from hf_specdecpp.drafts.conditioned import Fusion
+from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation.initial import layer as initial_layer

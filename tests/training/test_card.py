@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.hub.card import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import DRAFT_VOCAB
-from hf_specdecpp.kinds.known import KINDS
 from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.calibration import stage as calibration
 from hf_specdecpp.training.card import stage as card_stage

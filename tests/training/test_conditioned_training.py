@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
-from hf_specdecpp.kinds.conditioned import Fusion
+from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.branches import draft_chains, target_states
 from hf_specdecpp.training import models

@@ -14,9 +14,9 @@ from support.training_files import training_run
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.eagle3.checkpoint import tensors_of
-from hf_specdecpp.eagle3.flat_config import flat_config
-from hf_specdecpp.kinds.known import ready_made
+from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
+from hf_specdecpp.drafts.eagle3.flat_config import flat_config
+from hf_specdecpp.drafts.known import ready_made
 from hf_specdecpp.training import configuration
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.run import train

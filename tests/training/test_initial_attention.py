@@ -11,7 +11,7 @@ from support.models import prompt, tiny
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training.distillation.initial import layer as initial_layer

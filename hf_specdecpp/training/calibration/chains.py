@@ -20,8 +20,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text

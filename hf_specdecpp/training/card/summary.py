@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import read_json
 from hf_specdecpp.hub.card import number
 from hf_specdecpp.hub.repository import CONFIG
-from hf_specdecpp.kinds.known import describe
 from hf_specdecpp.training.configuration import TrainingConfig
 
 

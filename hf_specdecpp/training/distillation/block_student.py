@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.dflash.anchors import blocks_after
-from hf_specdecpp.dflash.drafter import DFlashDraft
-from hf_specdecpp.dflash.model import DFlashModel
+from hf_specdecpp.drafts.dflash.anchors import blocks_after
+from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafts.dflash.model import DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training.distillation.student import DISTANCES, Taught, through
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
+from hf_specdecpp.drafts.conditioned import FUSION
 from hf_specdecpp.files import check_finite, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
-from hf_specdecpp.kinds.conditioned import FUSION
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.target_states import StateReader

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.known import kind_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
-from hf_specdecpp.kinds.kind import Kind
-from hf_specdecpp.kinds.known import kind_of
 from hf_specdecpp.models.adapters import read_adapter
 from hf_specdecpp.training.distillation.student import Student
 from hf_specdecpp.training.models import LAYER_CONFIG, load_fusion, load_layer

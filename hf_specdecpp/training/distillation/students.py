@@ -12,14 +12,14 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.dflash.checkpoint import meet as meet_block
-from hf_specdecpp.dflash.model import DFlashModel
-from hf_specdecpp.eagle3.drafter import Eagle3Drafter
-from hf_specdecpp.eagle3.layer_ids import usual_reads
-from hf_specdecpp.eagle3.meeting import meet
-from hf_specdecpp.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.conditioned import Fusion
+from hf_specdecpp.drafts.dflash.checkpoint import meet as meet_block
+from hf_specdecpp.drafts.dflash.model import DFlashModel
+from hf_specdecpp.drafts.eagle3.drafter import Eagle3Drafter
+from hf_specdecpp.drafts.eagle3.layer_ids import usual_reads
+from hf_specdecpp.drafts.eagle3.meeting import meet
+from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
-from hf_specdecpp.kinds.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.training.configuration import TrainingConfig

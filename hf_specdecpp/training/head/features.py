@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_specdecpp.dflash.anchors import in_blocks
-from hf_specdecpp.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import in_rounds
+from hf_specdecpp.drafts.dflash.anchors import in_blocks
+from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.kinds.conditioned import Fusion
+from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import TargetStates

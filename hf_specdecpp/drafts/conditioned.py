@@ -1,0 +1,153 @@
+"""A draft of a layer or two of the target that reads its hidden states (`Conditioned`), and its input (`Fusion`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.modules import read_module
+from hf_specdecpp.drafts.early_exit import EarlyExit
+from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.quantised import sizes_of
+from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.serving.destination import Destination, Exported
+
+FUSION = "fusion.safetensors"
+
+
+class Conditioned(EarlyExit):
+    """An early exit whose input is made of the target's states and the tokens after them."""
+
+    name = "conditioned"
+    module_files = (FUSION,)
+    cannot = {
+        "replays": "a recorded text has one q a place, but that of a draft that reads the target's states "
+        "depends on where the round began",
+        "stays untrained": "a conditioned draft has to be trained, so leave it on",
+        "late verdicts": "reads a text that mixes the draft's tokens in, where a draft that reads the target's "
+        "states finds none",
+    }
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        several = len(config.draft_layers or []) != 1
+        return f"{super().describe(config, target)}, which read{'' if several else 's'} its states"
+
+    def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
+        config.fusion = module.to_config()
+
+    def read_module(self, config: SpecDecPPConfig, path: Path) -> Fusion:
+        if config.fusion is None:
+            raise ValueError("The config describes a conditioned draft and no fusion. Save the assistant again.")
+        return read_fusion(config.fusion, path)
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+        target = to.target or "TARGET"
+        raise ValueError(
+            f"This assistant drafts with {self.describe(config)}: a layer of the target whose input is made of the "
+            "target's states, in a form that no other engine has, so nothing is exported. Engines serve drafts that "
+            "read states in the form of EAGLE-3. Train one and export it: "
+            f"`specdecpp train --draft eagle3 --target {target} --data FILE --output NEW`, then "
+            f"`specdecpp export NEW --output {to.output}`."
+        )
+
+    def usual_layers(self, depth: int) -> int | list[int]:
+        return [depth - 1]
+
+
+class Fusion(StateReader):
+    """The input of a conditioned draft at a token: the state at the token before it, and the token itself.
+
+        x = F [s; e],   s = h + R [h_1; ...; h_n]
+
+    e is the token's input embedding. For a token that the target has verified, h is the target's final hidden state
+    (after its final norm) at the token before, and h_1, ..., h_n are the outputs of its layers `reads` there. For a
+    candidate after another one the target has no state yet: s is the draft's own final state.
+
+    Example: after the text "a b c" the candidates d and e are drafted. The draft reads b with the target's state at a,
+    and c with that at b, which gives d. It reads d with its own state at c, which gives e. Once d is verified, it reads
+    d again, with the target's state at c.
+
+    Args:
+        hidden_size: of target and draft, H.
+        embedding_size: E, also the size of x.
+        reads: indices of the target's layers whose outputs are read beside its final state.
+        rank: of F and R as products of two smaller maps; `None` for full ones.
+    """
+
+    def __init__(
+        self, hidden_size: int, embedding_size: int, reads: list[int] | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__()
+        reads = reads or []
+        if min(hidden_size, embedding_size, rank or 1) < 1 or any(read < 0 for read in reads):
+            raise ValueError(
+                f"A fusion with hidden_size={hidden_size}, embedding_size={embedding_size}, reads={reads} and "
+                f"rank={rank} makes no sense: sizes are at least 1, layers are counted from 0."
+            )
+        self.hidden_size, self.embedding_size, self.reads, self.rank = hidden_size, embedding_size, reads, rank
+        self.fuse = _linear(hidden_size + embedding_size, embedding_size, rank)
+        self.read = _linear(len(self.reads) * hidden_size, hidden_size, rank) if self.reads else None
+        self.reset()
+
+    @classmethod
+    def untrained(cls, target: CausalLM, reads: Sequence[int], rank: int | None = None) -> Fusion:
+        """One of a target's sizes."""
+        hidden_size, _ = sizes_of(target.get_output_embeddings())
+        return cls(hidden_size, target.get_input_embeddings().weight.shape[1], list(reads), rank)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """As it is untrained: x = e with full maps, and the layers that are read change nothing."""
+        if isinstance(self.fuse, nn.Linear):
+            self.fuse.weight.zero_()
+            self.fuse.weight[:, self.hidden_size :].fill_diagonal_(1.0)
+        if self.read is not None:
+            _last(self.read).weight.zero_()
+
+    def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """The inputs `[..., E]` of the draft.
+
+        Args:
+            states: `[..., width]` of the target, or `[..., H]` of the draft itself.
+            embeddings: `[..., E]`.
+        """
+        if self.read is not None and states.shape[-1] == self.width:
+            final, read = states.split((self.hidden_size, self.width - self.hidden_size), dim=-1)
+            states = final + self.read(read)
+        fused: Tensor = self.fuse(torch.cat((states, embeddings), dim=-1))
+        return fused
+
+    def to_config(self) -> dict[str, Any]:
+        """The arguments that make a fusion of this shape."""
+        return {
+            "hidden_size": self.hidden_size,
+            "embedding_size": self.embedding_size,
+            "reads": self.reads,
+            "rank": self.rank,
+        }
+
+
+def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
+    if rank is None:
+        return nn.Linear(inputs, outputs, bias=False)
+    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
+
+
+def _last(layer: nn.Module) -> Any:
+    return layer[-1] if isinstance(layer, nn.Sequential) else layer
+
+
+def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
+    """The fusion with these arguments, whose weights are in `path`.
+
+    Raises:
+        ValueError: the arguments make no sense, or the file is damaged or does not fit them.
+    """
+    hint = "It does not belong to the fusion that config.json describes: download or save both again."
+    return read_module(Fusion, "fusion", arguments, path, hint)

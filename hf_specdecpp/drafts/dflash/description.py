@@ -1,0 +1,179 @@
+"""Read the `config.json` of a DFlash checkpoint, in each of three dialects (`read_settings`), and refuse relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_specdecpp.config.bounds import LAYER, check_fields
+from hf_specdecpp.config.foreign import SPECULATORS, is_ours, rotary_parameters
+from hf_specdecpp.drafts.dflash.settings import BOUNDS, NOT_NEGATIVE, DFlashSettings
+
+TRANSFORMERS = "muse_glimmer_assistant"
+COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "layer_types",
+    "sliding_window", "use_sliding_window", "max_window_layers",
+)  # fmt: skip
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NUMBERS = {
+    **{name: BOUNDS[name] for name in ("block_size", "mask_token_id", "output_multiplier", "num_target_layers")},
+    **dict.fromkeys(("input_embedding_scale", "final_logit_softcapping"), NOT_NEGATIVE),
+}
+OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
+SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
+INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of this package (specdecpp train)"
+
+
+def looks_like_one(raw: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of a DFlash checkpoint, or of a relative that is refused by name."""
+    if is_ours(raw):
+        return False
+    names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
+    is_named = any(name in names for name in ("dflash", "dspark", "domino"))
+    return "dflash_config" in raw or is_named or set(raw) >= OF_TRANSFORMERS
+
+
+def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
+    """What a `config.json` says: the original dialect (z-lab), that of transformers, or that of speculators.
+
+    Ids of layers count what comes out of them, from 0; those of speculators are one higher.
+
+    Raises:
+        ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
+    """
+    refuse_relatives(raw)
+    is_nested, is_theirs = SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
+    layers = raw.get("transformer_layer_config") if is_nested else raw
+    own = raw.get("dflash_config") or {}
+    if not isinstance(layers, Mapping) or not isinstance(own, Mapping):
+        raise ValueError("The config.json of this DFlash draft lacks what describes its layers. Download it again.")
+    said = {**raw, **own}
+    check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS)
+    layer, has_other_windows = _layer(layers, said, is_theirs)
+    ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
+    for name, value in {"block_size": said.get("block_size"), "mask_token_id": said.get("mask_token_id"),
+                        **{name: layers.get(name) for name in NEEDED}}.items():  # fmt: skip
+        if type(value) is not int:
+            raise ValueError(
+                f"The config.json of this DFlash draft has {name}={value!r}, which must be a whole number. Download it "
+                "again, or ask who made it."
+            )
+    if ids is None and not is_nested:
+        ids = usual_reads(said.get("num_target_layers"), layers["num_hidden_layers"])
+    if not isinstance(ids, list) or not ids or any(type(each) is not int or each < is_nested for each in ids):
+        raise ValueError(f"The draft reads layers {ids!r} of its target; they must be listed as whole numbers.")
+    if is_nested and raw.get("draft_vocab_size") not in (None, layers.get("vocab_size")):
+        raise ValueError(
+            f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) "
+            f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {INSTEAD}."
+        )
+    causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
+    if causal is None and has_other_windows:
+        causal = False
+    return DFlashSettings(
+        layer=layer,
+        reads=[each - is_nested for each in ids],
+        block_size=said["block_size"],
+        mask_token_id=said["mask_token_id"],
+        embedding_scale=_number(said, "input_embedding_scale", 1.0),
+        output_multiplier=_number(said, "output_multiplier", 1.0),
+        logit_cap=_number(said, "final_logit_softcapping", 0.0) or None,
+        scales_as_target=is_theirs,
+        is_causal=causal,
+        includes_window=is_theirs,
+        samples_anchor=bool(said.get("sample_from_anchor")),
+        reads_normed=not is_nested,
+        num_target_layers=said.get("num_target_layers"),
+    )
+
+
+def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
+    """The layers that are read where a config names none: one for each of the draft's, evenly from 1 to depth - 3.
+
+    Example: a draft of 5 layers reads the layers 1, 9, 17, 25 and 33 of 36, one of a single layer the layer 18.
+    """
+    if type(depth) is not int:
+        return None
+    if num_layers == 1:
+        return [depth // 2]
+    return [round(1 + i * (depth - 4) / (num_layers - 1)) for i in range(num_layers)]
+
+
+def _number(said: Mapping[str, Any], name: str, default: float) -> float:
+    value = said.get(name)
+    return default if value is None else float(value)
+
+
+def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
+    """Whether a row of a block sees no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec by
+    another name. `None` where nobody does."""
+    places = {name: raw.get(name) for name in ("is_causal", "causal")}
+    places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
+    said = {name: value for name, value in places.items() if value is not None}
+    if len(set(map(repr, said.values()))) > 1 or not all(isinstance(value, bool) for value in said.values()):
+        raise ValueError(
+            f"The config.json of this DFlash draft has {', '.join(f'{name}={value!r}' for name, value in said.items())}"
+            ", and must say in one way, true or false, whether rows of a block see later rows. Correct it, or ask who "
+            "made it."
+        )
+    return next(iter(said.values()), None)
+
+
+def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
+    """The config of the draft's layers, and whether `use_swa` gives windows to all of them.
+
+    Such rows see later ones unless the config says otherwise (vLLM, for MiMo's drafts).
+
+    Args:
+        said: beside what describes the layers.
+        is_theirs: whether the dialect is that of transformers.
+    """
+    kind = layers.get("model_type", "qwen3")
+    if kind not in ("qwen3", TRANSFORMERS):
+        raise ValueError(
+            f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {INSTEAD}."
+        )
+    layer = {name: layers[name] for name in COPIED if layers.get(name) is not None}
+    types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
+    some_have = isinstance(types, list) and "sliding_attention" in types
+    all_have = bool(said.get("use_swa")) and not some_have
+    if all_have:
+        if size is None:
+            raise ValueError(
+                "The config.json of this DFlash draft gives its layers windows (use_swa) of no size (swa_window_size, "
+                "or sliding_window). Download it again, or ask who made it."
+            )
+        layer.pop("layer_types", None)
+        layer |= {"use_sliding_window": True, "max_window_layers": 0}
+    if is_theirs or (some_have and size is not None and layer.get("use_sliding_window") is None):
+        layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
+    if size is not None and (all_have or some_have):
+        layer["sliding_window"] = size
+    layer["rope_parameters"] = rotary_parameters(layers, f"{INSTEAD}.")
+    check_fields(layer, LAYER)
+    return layer, all_have
+
+
+def refuse_relatives(raw: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> None:
+    """Raise `ValueError` for other drafts, by their config, or by the names of their tensors."""
+    names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
+    own, held = raw.get("dflash_config") or {}, " ".join(tensors or {})
+    said = {**raw, **own} if isinstance(own, Mapping) else raw
+    found = None
+    if "dspark" in names or "markov_rank" in raw or "markov_rank" in own or "markov_" in held:
+        found = "DSpark, whose candidates depend on one another (a Markov head)"
+    elif "domino" in names or said.get("projector_type") == "domino" or "prefix_gru." in held:
+        found = "Domino, whose candidates depend on one another (a recurrent head over them, prefix_gru)"
+    elif "dflash2" in names or "selector_rank" in own or "candidate_selector" in held or "_conv." in held:
+        found = "DFlash2, whose candidates are selected one after another"
+    elif raw.get(SPECULATORS, "dflash") != "dflash":
+        found = f"a {raw[SPECULATORS]} draft of speculators"
+    elif "mask_hidden" in held:
+        found = "P-EAGLE"
+    elif any(map(said.get, SINKS)) or "attention_sink_bias" in held:
+        found = "a DFlash draft with attention sinks (attention_sink_bias)"
+    elif "mask_embedding" in held:
+        found = "a DFlash draft with an embedding of its own for mask tokens (mask_embedding)"
+    if found is not None:
+        raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {INSTEAD}.")

@@ -1,0 +1,230 @@
+"""Read the `config.json` of an EAGLE-3 checkpoint, in either dialect (`read_description`), and refuse its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_specdecpp.config.bounds import LAYER, SIZE, TOKENS, check_fields
+from hf_specdecpp.config.foreign import (
+    DEFAULT_THETA,
+    SPECULATORS,
+    is_ours,
+    mapping,
+    rotary_parameters,
+    target_of,
+)
+from hf_specdecpp.config.types import check_arguments
+from hf_specdecpp.drafts.eagle3.settings import LAYER_CONFIGS
+
+COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias",
+)  # fmt: skip
+COPIED_OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those there.
+
+    `own_embeddings=False` takes the target's where the file has some.
+    """
+
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    rope_theta: float
+    reads: list[int]
+    own_embeddings: bool
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint's config says, before its tensors are looked at.
+
+    Attributes:
+        layer: as in `Eagle3Settings`, without the number of layers, which tensors tell, and perhaps of the other type.
+        ids: of the target's layers, as they stand there; `None` for the usual ones.
+        reads: the layers that these mean, where somebody says so, or where the dialect does.
+        reads_states: whether outputs of layers are read, or the final state alone.
+        flags: those of `FLAGS` that are set.
+        state_size: of the target.
+        draft_vocab_size: `None` for all tokens.
+        target_id: the target that it names, if it does.
+        own_embeddings: whether the file's are used, if it has some.
+    """
+
+    layer: dict[str, Any]
+    ids: list[int] | None
+    reads: list[int] | None
+    reads_states: bool
+    flags: dict[str, bool]
+    state_size: int
+    draft_vocab_size: int | None
+    target_id: str | None
+    own_embeddings: bool = True
+
+
+def looks_like_one(raw: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of an EAGLE-3 checkpoint, or of a relative that is refused by name.
+
+    Of EAGLE's own first drafts it says nothing but that a Llama has one layer.
+    """
+    is_small_llama = raw.get("model_type") in tuple(LAYER_CONFIGS) and raw.get("num_hidden_layers") == 1
+    return is_marked(raw) or (is_small_llama and not is_ours(raw))
+
+
+def is_marked(raw: Mapping[str, Any]) -> bool:
+    """The same where a config says so itself; a causal LM of one layer does not."""
+    if is_ours(raw):
+        return False
+    names = " ".join(map(str, _listed(raw.get("architectures")))).lower()
+    marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads"}
+    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra"))
+
+
+def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Description:
+    """What a `config.json` says.
+
+    Args:
+        overrides: of its values (`Overrides`).
+
+    Raises:
+        ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
+    """
+    overrides = check_overrides(overrides or {})
+    is_nested = SPECULATORS in raw
+    inner = mapping(raw, "transformer_layer_config") if is_nested else raw
+    eagle = mapping(raw, "eagle_config")
+    _refuse_relatives(raw, inner, eagle)
+    _check_sizes(raw, inner, "its transformer_layer_config" if is_nested else "it")
+    said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
+    flags = {name: said.get(name) or False for name in FLAGS}
+    if wrong := [f"{name}={value!r}" for name, value in flags.items() if type(value) is not bool]:
+        raise ValueError(f"{', '.join(wrong)} of config.json must be true or false. Say what is right: eagle3={{...}}.")
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target in whole numbers, since the "
+            "draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+        )
+    if is_nested and ids and 0 in ids:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
+            f"hf_specdecpp reads outputs of layers. {TRAIN}."
+        )
+    reads = overrides.get("reads")
+    if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
+        reads = [each - 1 for each in ids]
+    return Description(
+        layer=_layer(inner, _layer_type(raw, inner), overrides.get("rope_theta")),
+        ids=ids,
+        reads=reads,
+        reads_states=eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False,
+        flags=flags,
+        state_size=raw.get("target_hidden_size") or inner["hidden_size"],
+        draft_vocab_size=raw.get("draft_vocab_size"),
+        target_id=target_of(raw),
+        own_embeddings=overrides.get("own_embeddings", True),
+    )
+
+
+def check_overrides(overrides: Any) -> Mapping[str, Any]:
+    """The overrides, if they are known and make sense; else `ValueError`."""
+    known = Overrides.__dataclass_fields__
+    if isinstance(overrides, Mapping) and (unknown := sorted(set(map(str, overrides)) - set(known))):
+        raise ValueError(f"eagle3 has {', '.join(unknown)}, which is not known. It may have {', '.join(known)}.")
+    check_arguments(Overrides, overrides, "eagle3.")
+    if (theta := overrides.get("rope_theta")) is not None and theta <= 0:
+        raise ValueError(f"eagle3.rope_theta={theta} must be above 0. Most drafts have {DEFAULT_THETA:.0f}.")
+    if (reads := overrides.get("reads")) is not None and (not reads or min(reads) < 0):
+        raise ValueError(f"eagle3.reads={reads} must list layers of the target, counted from 0.")
+    return overrides
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def _check_sizes(raw: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> None:
+    """Raise `ValueError` for sizes that are missing or out of bounds."""
+    if missing := [name for name in NEEDED if inner.get(name) is None]:
+        raise ValueError(
+            f"The config.json is of an EAGLE-3 draft, but {where} lacks {', '.join(missing)}, so its tensors cannot be "
+            "checked. Download it again."
+        )
+    check_fields({name: inner.get(name) for name in NEEDED}, LAYER)
+    bounds = {"target_hidden_size": SIZE, "draft_vocab_size": TOKENS}
+    check_fields({name: raw.get(name) for name in bounds}, bounds)
+
+
+def _layer_type(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
+    """Of the draft's layers. Where a flat config's architecture is a Llama's, its `model_type` may be the target's."""
+    kind = inner.get("model_type") or ("qwen3" if SPECULATORS in raw else "llama")
+    names = " ".join(map(str, _listed(raw.get("architectures"))))
+    if isinstance(kind, str) and kind not in LAYER_CONFIGS and inner is raw and "llama" in names.lower():
+        kind = "llama"
+    if kind not in tuple(LAYER_CONFIGS):
+        raise ValueError(
+            f"The draft has layers of type {kind!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
+            f"{TRAIN}."
+        )
+    return str(kind)
+
+
+def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The config of layers that are of this type, as their tensors say.
+
+    Raises:
+        ValueError: layers of Llama with a window.
+    """
+    if kind == "qwen3":
+        return {**layer, "model_type": kind}
+    if "sliding_attention" in _listed(layer.get("layer_types")):
+        raise ValueError(
+            "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
+            f"so it would see too much. {TRAIN}."
+        )
+    return {name: value for name, value in layer.items() if name not in COPIED_OF_QWEN3} | {"model_type": kind}
+
+
+def _layer(inner: Mapping[str, Any], kind: str, theta: float | None) -> dict[str, Any]:
+    """The config of the draft's layers."""
+    is_its_own = inner.get("model_type") in (None, *LAYER_CONFIGS)  # else windows are the target's, too
+    copied = COPIED + (COPIED_OF_QWEN3 if is_its_own else ())
+    layer = {name: inner[name] for name in copied if inner.get(name) is not None}
+    cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
+    layer["rope_parameters"] = rotary_parameters(inner, cure, theta)
+    check_fields(layer, LAYER)
+    return {"model_type": kind, **layer}
+
+
+def _refuse_relatives(raw: Mapping[str, Any], inner: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for other drafts that such a config may be of."""
+    said = {**inner, **raw, **eagle}
+    has = {name for name, value in said.items() if value is not None and value is not False}
+    names = " ".join(map(str, _listed(raw.get("architectures"))))
+    found = None
+    if (kind := raw.get(SPECULATORS, "eagle3")) != "eagle3":
+        found = {"peagle": "P-EAGLE"}.get(str(kind), f"a {kind} draft of speculators")
+    elif "medusa_num_heads" in has or "medusa" in names.lower():
+        found = "Medusa heads"
+    elif "hydra_num_heads" in has or "hydra" in names.lower():
+        found = "Hydra heads"
+    elif has & {"parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token"}:
+        found = "P-EAGLE"
+    elif "Deepseek" in names or "MLA" in names or "kv_lora_rank" in has:
+        found = "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)"
+    elif any(map(said.get, EXPERTS)) or "moe" in str(inner.get("model_type")):
+        found = "an EAGLE-3 draft with a mixture of experts"
+    elif has & {"quantization_config", "compression_config"}:
+        found = "a quantised EAGLE-3 draft"
+    if found is not None:
+        raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {TRAIN}.")

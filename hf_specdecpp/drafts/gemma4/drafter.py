@@ -1,0 +1,199 @@
+"""A Gemma 4 assistant as one generation sees it (`Gemma4Draft`), and its side of a text (`SharedReading`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_specdecpp.drafting.draft import Beside, Draft
+from hf_specdecpp.drafting.drafter import NO_STATES
+from hf_specdecpp.drafting.reading import Reading, TargetText
+from hf_specdecpp.drafts.gemma4.shared_rows import SharedRows, check_readable, heads_of, rows_of, sources
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.reader import as_wide_as
+from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.trees.tree import DraftTree
+
+
+class Gemma4Draft(Draft):
+    """Drafts with an assistant of transformers' class that has met its target.
+
+    Its step reads a token and the state before it, which after the verified text is the target's final state, and
+    further on its own. It has no keys and values: all that it sees are the target's.
+
+    Args:
+        model: on the target's device, in its dtype (`checkpoint.meet`).
+        target: whose embeddings it takes.
+    """
+
+    model: Any
+
+    def __init__(self, model: CausalLM, target: CausalLM) -> None:
+        self.model, self.own = model, model.config.get_text_config()
+        found = sources(target.config.get_text_config(decoder=True))
+        self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
+        self.heads = {layer.self_attn.layer_type: heads_of(layer.self_attn) for layer in model.model.layers}
+        self.embeddings = target.get_input_embeddings()
+        self.beside = Beside(target)
+        self.reader = StateReader()  # the target's final state alone
+        self.reader.reads = []
+        self.reader.hidden_size = self.reader.embedding_size = model.config.backbone_hidden_size
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        return {
+            "unattached": NO_STATES,
+            "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of "
+            "a batch lie among one another's there. Call generate() once a sequence.",
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.lm_head.weight.dtype
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        model = self.model  # of the head only some rows are read where tokens are in clusters
+        head = model.lm_head if model.masked_embedding is None else model.masked_embedding
+        return [model.pre_projection, model.model, model.post_projection, head]
+
+    @property
+    def reads(self) -> StateReader:
+        return self.reader
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.own.hidden_size)
+
+    @property
+    def embedding_size(self) -> int:
+        return self.reader.embedding_size
+
+    def chain_session(self, vocab_size: int) -> SharedReading:
+        return SharedReading(self, vocab_size)
+
+    def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
+        self.beside.check()
+
+    def describe(self) -> dict[str, Any]:
+        clusters = self.model.config.centroid_intermediate_top_k if self.model.config.use_ordered_embeddings else None
+        return {"reads": {"sources": self.sources, "clusters": clusters}, "draft_vocab": None, "captured": False}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
+        known = tokens.where(tokens < len(self.embeddings.weight), 0)
+        embeddings: Tensor = self.embeddings(known.to(self.embeddings.weight.device))
+        return embeddings.to(tokens.device)
+
+    def rows(self, text: TargetText) -> SharedRows:
+        """What it sees of a text."""
+        return rows_of(text, self.sources, self.own.sliding_window, self.device)
+
+    def nothing(self, count: int) -> SharedRows:
+        """As many rows of zeros, to measure what a step takes."""
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        rows = {kind: zero.new_zeros((1, heads, count, size)) for kind, (heads, size) in self.heads.items()}
+        position = torch.tensor([[count]], device=self.device)
+        return SharedRows({kind: (each, each) for kind, each in rows.items()}, dict.fromkeys(rows), position)
+
+    def run(self, tokens: Tensor, states: Tensor, seen: SharedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """A step after each of n tokens, none of which sees another.
+
+        Args:
+            tokens: `[1, n]`.
+            states: `[1, n, embedding_size]`, before them.
+
+        Returns:
+            Logits `[n, vocab]` float32, the states `[n, hidden_size]` that they are of, and `[n, embedding_size]`
+            those that a further step reads.
+        """
+        inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
+        hidden = self.model.model(
+            inputs_embeds=inputs, attention_mask=seen.masks, position_ids=seen.position, shared_kv_states=seen.rows,
+            use_cache=False,
+        ).last_hidden_state[0]  # fmt: skip
+        return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[n, vocab_size]` of `[n, hidden_size]`; where tokens are in clusters, -inf outside the likeliest of these.
+
+        transformers gives the others a number below the least of the pass, so that q would depend on what else is in
+        the pass, and have some mass on every token.
+        """
+        head, clusters = self.model.lm_head, self.model.masked_embedding
+        if clusters is None:
+            logits: Tensor = head(hidden)
+            return logits
+        chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
+        ids = clusters.token_ordering.view(clusters.num_centroids, -1)[chosen].flatten(1)
+        found = (head.weight[ids] @ hidden[..., None]).squeeze(-1)
+        return hidden.new_full((len(hidden), head.weight.shape[0]), float("-inf")).scatter_(1, ids, found)
+
+
+class SharedReading(Reading):
+    """An assistant's side of one text. Between rounds it keeps but the text's last token and the state before it.
+
+    Example: the text "a b c" is verified, and the target has read "a b". The first step reads c with the target's state
+    at b, and gives d; the second reads d with the first one's state. Both attend to the target's rows of "a b", and
+    both stand at the position of c.
+
+    Args:
+        vocab_size: width of the target's logits.
+    """
+
+    def __init__(self, draft: Gemma4Draft, vocab_size: int) -> None:
+        super().__init__()
+        self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
+        self._length = 0
+        self._text: TargetText | None = None
+        self._seen: SharedRows | None = None  # in this round
+        self._states: dict[int, Tensor] = {}  # `[embedding_size]`: its own after nodes of a tree, or of a chain after 0
+
+    def share(self, text: TargetText) -> None:
+        check_readable(text.cache)
+        self._text = text
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
+        self._length += new_tokens.shape[1]
+        self._last, self._seen, self.passes = new_tokens[:, -1:].clone(), None, 0
+        if states is not None:
+            self._state = states[:, -1:].clone()
+        self.unread = 1
+
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        if not candidates:
+            tokens, states = self._last, self._state
+        else:
+            tokens, states = candidates[-1].view(1, 1), self._states[0][None, None]
+        logits, hidden = self._pass(tokens, states, [0])
+        return logits[0], hidden[0]
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        if nodes == [0]:
+            return self._pass(self._last, self._state, nodes)
+        tokens = torch.tensor([[tree.tokens[node] for node in nodes]])
+        return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
+
+    def keep(self, path: list[int]) -> None:
+        """What was accepted is read anew, in the target's rows and with its state."""
+
+    def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states after some nodes; the states that further steps read are kept."""
+        draft = self.draft
+        if self._seen is None:
+            self._seen = draft.nothing(self._length - 1) if self._text is None else draft.rows(self._text)
+        logits, hidden, further = draft.run(tokens.to(draft.device), states.to(draft.device, draft.dtype), self._seen)
+        self._states.update(zip(nodes, further, strict=True))
+        self.passes, self.unread = self.passes + 1, 0
+        return as_wide_as(self.vocab_size, logits), hidden

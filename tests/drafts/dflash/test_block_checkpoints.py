@@ -1,0 +1,213 @@
+"""DFlash checkpoints: how they are loaded, stored and described, and what is refused, with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.dflash_files import DEPTH, DIALECTS, HIDDEN, VARIANTS, Checkpoint, target_for
+from support.models import prompt
+from support.repos import save_model
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafts.dflash.description import read_settings, usual_reads
+from hf_specdecpp.drafts.known import DFLASH, recognise, taken_as_is
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.exporting import export
+from hf_specdecpp.hub.inspection import inspect
+from hf_specdecpp.throughput.measuring import Rounds, measure
+from hf_specdecpp.training.configuration import TrainingConfig
+
+PLAIN = VARIANTS["plain"]
+
+
+def tensors(assistant: SpecDecPPAssistant) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = assistant.ready_drafter().model.state_dict()
+    return found
+
+
+def load(folder: Path, **options: Any) -> SpecDecPPAssistant:
+    return SpecDecPPAssistant.from_pretrained(folder, target=target_for(), **options)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_ways_to_one(dialect: str, tmp_path: Path) -> None:
+    """By either method, in one file or in shards; and with transformers' own folder where there is no such class."""
+    folder = PLAIN.save(tmp_path / "one", dialect)
+    first = load(folder)
+    assert first.config.draft_kind == DFLASH.name
+    assert first.speculation.rule == "throughput"
+    given = SpecDecPPAssistant.from_draft(folder, target=target_for(), speculation=SpeculationConfig(rule="fixed"))
+    assert given.speculation.rule == "fixed"
+    for other in (given, load(PLAIN.save(tmp_path / "shards", dialect, shards=2))):
+        assert other.ready_drafter().settings == first.ready_drafter().settings
+        assert all(torch.equal(tensor, tensors(first)[name]) for name, tensor in tensors(other).items())
+    draft = first.ready_drafter()
+    assert (draft.block, draft.places, draft.reads.reads) == (4, 4, [1, 0, 2])
+    assert recognise(PLAIN.config(dialect)) is DFLASH
+
+
+def test_stored_and_loaded_again(tmp_path: Path) -> None:
+    first = load(PLAIN.save(tmp_path / "theirs"), speculation=SpeculationConfig(rule="fixed", num_tokens=3))
+    first.save_pretrained(tmp_path / "ours")
+    assert not list((tmp_path / "ours").glob("*.safetensors")), "its weights stay where they are"
+    again = load(tmp_path / "ours")
+    assert again.speculation.num_tokens == 3
+    assert all(torch.equal(tensor, tensors(first)[name]) for name, tensor in tensors(again).items())
+    with pytest.raises(ValueError, match="is a local folder"):
+        first.push_to_hub("org/name")
+    moved = (tmp_path / "theirs").rename(tmp_path / "moved")
+    again = load(tmp_path / "ours", draft=moved)
+    assert all(torch.equal(tensor, tensors(first)[name]) for name, tensor in tensors(again).items())
+
+
+def test_an_object_without_a_name_is_stored_whole(tmp_path: Path) -> None:
+    theirs = PLAIN.theirs()
+    theirs.config.name_or_path = ""
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target_for())
+    assert assistant.kind.describe(assistant.config) == "DFlash blocks, which read states of the target"
+    assistant.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.config.draft_id is None
+    assert all(torch.equal(tensor, tensors(assistant)[name]) for name, tensor in tensors(again).items())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dflash": None}))
+    with pytest.raises(ValueError, match="describes a DFlash draft and not its settings"):
+        load(tmp_path)
+
+
+def test_a_block_is_one_price(tmp_path: Path) -> None:
+    assistant = load(PLAIN.save(tmp_path))
+    draft = assistant.ready_drafter()
+    costs = measure(Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True))
+    assert costs is not None
+    assert (costs.block, costs.start) == (4, 0.0)
+    one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
+    assert four < 2.0 * one
+    assert costs.read > 0.0
+
+
+def test_inspected(tmp_path: Path) -> None:
+    report = inspect(Repository(str(PLAIN.save(tmp_path))))
+    assert report.sound
+    assert [file.name for file in report.files] == ["config.json", "model.safetensors"]
+    assert "parameters" in report.files[1].content
+
+
+def test_the_usual_layers() -> None:
+    assert usual_reads(36, 5) == [1, 9, 17, 25, 33]
+    assert usual_reads(36, 1) == [18]
+    raw = PLAIN.config()
+    del raw["dflash_config"]["target_layer_ids"]
+    assert read_settings({**raw, "num_target_layers": 8}).reads == [1, 5]
+
+
+def test_the_layers_own_frequencies() -> None:
+    """However the config says them; positions are those of text."""
+    for said in ({"rope_theta": 77.0}, {"rope_parameters": {"rope_theta": 77.0, "rope_type": "default"}},
+                 {"rope_theta": 77.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}):  # fmt: skip
+        raw = {name: value for name, value in PLAIN.config().items() if name != "rope_theta"}
+        assert read_settings({**raw, **said}).layer["rope_parameters"] == {"rope_type": "default", "rope_theta": 77.0}
+
+
+# Refused. -------------------------------------------------------------------------------------------------------------
+
+WITH = {"dflash_config": {**PLAIN.config()["dflash_config"], "markov_rank": 8}}
+RELATIVES: dict[str, tuple[dict[str, Any], str]] = {
+    "DSpark": ({"architectures": ["DSparkDraftModel"]}, "holds DSpark.*Markov"),
+    "DSpark, by a value": (WITH, "holds DSpark"),
+    "DSpark of speculators": ({"speculators_model_type": "dspark"}, "holds DSpark"),
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "holds DFlash2"),
+    "DFlash2 of speculators": ({"speculators_model_type": "dflash2"}, "holds DFlash2"),
+    "another layer": ({"model_type": "glm4"}, "layers of type 'glm4'"),
+    "a part of each head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id=None, which must be a whole number"),
+    "text": ({"block_size": "16"}, "block_size='16'"),
+    "no layers": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, "reads layers \\[\\]"),
+    "a block of one": ({"block_size": 1}, "block_size=1.*proposes\\s+nothing"),
+    "kinds of layers": ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
+    "no kind at all": ({"layer_types": ["full_attention", "chunked"]}, "must be a list, each item one of"),
+    "heads": ({"num_key_value_heads": "2"}, "num_key_value_heads='2' must be a whole number"),
+    "another depth": ({"num_target_layers": 9}, "was made for 9 layers, and there are 4"),
+    "another target": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1, 7]}}, "\\[0, 1, 7\\].*are 4"),
+    "a mask beyond it": ({"dflash_config": {"mask_token_id": 99, "target_layer_ids": [0, 1, 2]}}, "mask token 99"),
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_configs(name: str, tmp_path: Path) -> None:
+    changes, reason = RELATIVES[name]
+    with pytest.raises(ValueError, match=reason):
+        load(PLAIN.save(tmp_path, **changes))
+
+
+def test_a_reduced_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="proposes 8 of 12 tokens"):
+        load(PLAIN.save(tmp_path, "speculators", draft_vocab_size=8))
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"fc.weight": None}, "lacks reader.fc.weight"),
+    "unknown": ({"bias": torch.zeros(2)}, "has unknown bias.*variant of DFlash"),
+    "shape": ({"fc.weight": torch.zeros(HIDDEN, HIDDEN)}, "reader.fc.weight has shape \\[32, 32\\]"),
+    "Markov": ({"markov_head.markov_w1.weight": torch.zeros(2, 2)}, "holds DSpark"),
+    "selector": ({"candidate_selector.successor_codebook": torch.zeros(2, 2)}, "holds DFlash2"),
+    "convolution": ({"layers.0.mlp_conv.weight": torch.zeros(2, 2)}, "holds DFlash2"),
+    "mask": ({"mask_hidden": torch.zeros(1, 1, 96)}, "holds P-EAGLE"),
+    "not a number": ({"norm.weight": torch.full((HIDDEN,), float("nan"))}, "NaN"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors(name: str, tmp_path: Path) -> None:
+    changes, reason = TENSORS[name]
+    file = PLAIN.save(tmp_path) / "model.safetensors"
+    found = {**load_file(file), **changes}
+    save_file({key: tensor for key, tensor in found.items() if tensor is not None}, file)
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path)
+
+
+def test_a_target_of_another_width(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is 32 wide.*trained for alone"):
+        SpecDecPPAssistant.from_pretrained(PLAIN.save(tmp_path), target=target_for(hidden_size=24))
+
+
+def test_no_pickle_is_opened(tmp_path: Path) -> None:
+    folder = PLAIN.save(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickle could run code"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
+    with pytest.raises(ValueError, match="does not map tensors to safetensors files beside it"):
+        load(folder)
+
+
+def test_what_it_is_not_for(tmp_path: Path) -> None:
+    folder = PLAIN.save(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="taken as it is"):
+        SpecDecPPAssistant.from_draft(folder, target=target_for(), draft_vocab=[1, 2])
+    with pytest.raises(ValueError, match="nobody changed here.*method dflash"):
+        export(folder, tmp_path / "out", str(tmp_path))
+    named = TrainingConfig(target="org/model", output=str(tmp_path), draft=str(folder))
+    named.find_ready_made()
+    assert (named.draft, named.ready_made) == (DFLASH.name, str(folder)), "it stays as it is, and gets a head"
+    named._validate_distill()
+
+
+def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:
+    target = target_for()
+    folder = save_model(target_for(seed=1), tmp_path / "draft")
+    for draft in (target_for(seed=1), folder):
+        assistant = SpecDecPPAssistant.from_draft(draft, target=target)
+        assert assistant.config.draft_kind == "independent"
+    assert taken_as_is("org/does-not-exist/at-all") is None
+    assert target.generate(prompt(4) % 12, assistant_model=assistant, max_new_tokens=3).shape[1] == 7
+    assert target.config.num_hidden_layers == DEPTH
+    assert isinstance(PLAIN, Checkpoint)

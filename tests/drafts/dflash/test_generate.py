@@ -1,0 +1,292 @@
+"""Generations with DFlash blocks: the target's own text, and in each round what a draft that reads all anew drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
+from support.models import prompt
+from support.pretend_devices import on_device, pretend_devices
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafts.dflash.checkpoint import read_model
+from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.known import DFLASH
+from hf_specdecpp.files import Repository
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
+from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
+
+TEXT = 1 + prompt(9) % (VOCAB - 1)
+COSTS = {"draft": 0.1, "branch": 0.0, "block": 4, "verify": [1.0]}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 9},
+    "threshold": {"rule": "threshold", "threshold": 0.95},
+    "throughput": {"rule": "throughput", "costs": COSTS},
+    "dyspec": {"tree": "dyspec", "tree_budget": 8},
+    "static": {"tree": "static", "tree_shape": [3, 1, 1, 1]},
+    "dyspec, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 8, "costs": COSTS},
+}
+
+
+class Twice(StoppingCriteria):
+    """Ends where the last two tokens stood before, as a stop string would: it looks at the whole text."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        text = input_ids[0].tolist()
+        pairs = list(zip(text, text[1:], strict=False))
+        return torch.tensor([len(text) > TEXT.shape[1] + 6 and pairs[-1] in pairs[:-1]])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "processors": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "a token that ends": {"do_sample": False, "eos_token_id": [0], "pad_token_id": 0},
+    "another criterion": {"do_sample": False, "stopping_criteria": StoppingCriteriaList([Twice()])},
+}
+
+
+def assisted(target: CausalLM, checkpoint: Checkpoint | None = None, **settings: Any) -> SpecDecPPAssistant:
+    """An assistant with a checkpoint in memory, as `from_draft` makes it of transformers' class."""
+    checkpoint = checkpoint or VARIANTS["windows"]
+    module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
+    config = DFLASH.read_config(checkpoint.config(), Repository("org/draft"), None)
+    chosen = SpeculationConfig(**(settings or SETTINGS["fixed"]), draft_successors=False)  # the block's own rows
+    assistant = SpecDecPPAssistant(config, None, None, Parts(module=module), chosen)
+    assistant.attach(target)
+    return assistant
+
+
+class Ear:
+    """What each round drafted: the text, then the logits of the block (`rows`) as they were first asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds: list[tuple[Tensor, Tensor]] = []
+        for name in ("draft", "draft_tree"):
+            monkeypatch.setattr(SpecDecPPCandidateGenerator, name, self._hearing(name))
+
+    def _hearing(self, name: str) -> Any:
+        theirs = getattr(SpecDecPPCandidateGenerator, name)
+
+        def hear(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            drafted = theirs(generator, input_ids, *args, **kwargs)
+            if generator.session._found is not None:
+                self.rounds.append((input_ids.clone(), generator.session._found[0].clone()))
+            return drafted
+
+        return hear
+
+
+def anew(draft: Any, target: CausalLM, text: Tensor, first: int = 0) -> Tensor:
+    """Logits of the block after a text `[1, n]`, of whose first tokens the draft has not seen the states."""
+    with torch.no_grad(), TargetStates(target, draft.reads) as caught:
+        target(text[:, :-1])
+        states: Any = caught.take()
+    session = draft.chain_session(VOCAB)
+    session.begin_round(text, 0, states[:, first:])
+    return session._block()[0]
+
+
+def check_rounds(ear: Ear, draft: Any, target: CausalLM, first: int = 0) -> None:
+    assert len(ear.rounds) > 4
+    for text, logits in ear.rounds:
+        torch.testing.assert_close(logits, anew(draft, target, text, first), rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.skipif(not RETURNS_CHOSEN, reason="such drafts leave the target uncaptured")
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> None:
+    """The same text and candidates as beside the uncaptured one."""
+    target = target_for()
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    expected = target.generate(TEXT, **how)
+    assistant = assisted(target, adapt=False, **SETTINGS[settings])
+    found = []
+    for graphs in ("off", "auto"):
+        assert pretended["captured"] == 0
+        assistant.speculation.graphs = graphs
+        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
+        found.append((assistant.stats.accepted, assistant.stats.drafted))
+    assert pretended["captured"] > 0
+    assert found[0] == found[1]
+    assert found[0][0] > 0
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_greedy_text_is_the_targets(settings: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ear = target_for(), Ear(monkeypatch)
+    how = {"max_new_tokens": 30, **OPTIONS[options]}
+    if "eos_token_id" in how:  # one that stands late in the text
+        text = target.generate(TEXT, max_new_tokens=30, do_sample=False)[0, TEXT.shape[1] :].tolist()
+        how["eos_token_id"] = max(text, key=text.index)
+    expected = target.generate(TEXT, **how)
+    assistant = assisted(target, **SETTINGS[settings])
+    assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
+    stats = assistant.stats
+    assert stats.drafted > 0
+    assert len(stats.drafted_at) <= 4
+    assert stats.draft_passes == len(ear.rounds) <= stats.rounds
+    if options == "greedy":
+        assert stats.accepted > 0
+        check_rounds(ear, assistant.ready_drafter(), target)
+
+
+@pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
+def test_sampled_rounds_draft_what_they_say(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ear = target_for(), Ear(monkeypatch)
+    assistant = assisted(target, **SETTINGS[settings])
+    torch.manual_seed(0)
+    target.generate(TEXT, assistant_model=assistant, max_new_tokens=40, do_sample=True, top_k=6)
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+@pytest.mark.parametrize("name", ["windows alone", "the last layer read", "samples the anchor", "scaled"])
+def test_variants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ear = target_for(), Ear(monkeypatch)
+    assistant = assisted(target, VARIANTS[name])
+    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
+    assert assistant.stats.draft_passes > 0
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "gpt2"])
+def test_other_targets(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, scaled embeddings and logits of the target's own, and learned positions."""
+    changes: dict[str, Any] = {"n_layer": 4} if family == "gpt2" else {}
+    if family == "gemma2":
+        changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    target, ear = target_for(family, **changes), Ear(monkeypatch)
+    assistant = assisted(target)
+    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+def hybrid_target() -> CausalLM:
+    """With recurrent layers, whose states are taken back where a candidate is rejected."""
+    config = AutoConfig.for_model(
+        "qwen3_next", hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=0, vocab_size=VOCAB, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, initializer_range=0.2, tie_word_embeddings=False,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def test_a_hybrid_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ear = hybrid_target(), Ear(monkeypatch)
+    assistant = assisted(target)
+    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+def test_a_cache_that_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the turn before the draft has no states, and its positions go on after that turn."""
+    target, ear = target_for(), Ear(monkeypatch)
+    assistant = assisted(target)
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(TEXT, **how)
+    first = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache(config=target.config)})
+    assert torch.equal(first.sequences, plain.sequences)
+    ear.rounds.clear()
+    further = torch.cat((first.sequences, TEXT), dim=1)
+    second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
+    assert torch.equal(second.sequences, target.generate(further, **how).sequences)
+    check_rounds(ear, assistant.ready_drafter(), target, first=first.sequences.shape[1] - 1)
+
+
+def test_rows_of_a_batch_draft_by_themselves() -> None:
+    target = target_for()
+    assistant = assisted(target)
+    ids = torch.cat((TEXT, torch.cat((torch.zeros(1, 4, dtype=torch.long), TEXT[:, :5]), dim=1)))
+    how: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": (ids > 0).long(),
+    }
+    output = target.generate(ids, assistant_model=assistant, **how)
+    assert torch.equal(output, target.generate(ids, **how))
+    assert assistant.stats.accepted > 0
+
+
+def test_a_lookup_beside_it() -> None:
+    target = target_for()
+    assistant = assisted(target, rule="throughput", costs=COSTS, lookup=True)
+    repeated = TEXT.repeat(1, 3)
+    output = target.generate(repeated, assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    assert torch.equal(output, target.generate(repeated, max_new_tokens=24, do_sample=False))
+
+
+def test_rotary_frequencies_stay_in_float32() -> None:
+    assistant = assisted(target_for().to(torch.bfloat16))
+    model = assistant.ready_drafter().model
+    assert model is not None
+    assert model.dtype == torch.bfloat16
+    assert model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+def test_on_a_pretended_device(settings: str) -> None:
+    plain, expected = target_for(), target_for().generate(TEXT, max_new_tokens=20, do_sample=False)
+    del plain
+    with pretend_devices() as counts:
+        target = on_device(target_for())
+        assistant = assisted(target, **SETTINGS[settings])
+        output = target.generate(on_device(TEXT), assistant_model=assistant, max_new_tokens=20, do_sample=False)
+        assert assistant.ready_drafter().device.type == "cuda"
+        assert output.tolist() == expected.tolist()
+        draft = assistant.ready_drafter()
+        states = on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64))
+        session = draft.chain_session(VOCAB)
+        session.begin_round(on_device(TEXT[:, :4]), 0, states)
+        before = counts["read"]
+        with torch.inference_mode():
+            session.step([])
+        assert counts["read"] == before, "a block waits for nothing"
+
+
+# Refused. -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_an_attached_target(tmp_path: Path) -> None:
+    unmet = SpecDecPPAssistant.from_pretrained(VARIANTS["plain"].save(tmp_path))
+    with pytest.raises(ValueError, match="must be attached to it"):
+        target_for().generate(TEXT, assistant_model=unmet, max_new_tokens=4)
+
+
+def test_together_with_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_for()
+    assistant = assisted(target)
+    with pytest.raises(ValueError, match="speculation_type='dflash' is transformers' own.*from_draft"):
+        target.generate(TEXT, assistant_model=assistant, max_new_tokens=4, speculation_type="dflash")
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_transformers_own_is_left_alone(is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, target = VARIANTS["plain"].theirs(), target_for()
+    assistant = assisted(target) if is_attached else None
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **how)
+    assert torch.equal(output, target.generate(TEXT, **how))
+    assert assistant is None or assistant.stats.rounds == 0

@@ -1,0 +1,277 @@
+"""Generations with Gemma 4 assistants: the target's own text, and in each round what is drafted after reading anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.gemma4_files import HIDDEN, VARIANTS, VOCAB, WITH_GENERATOR, begun, other_pairs, target_for
+from support.models import prompt
+from support.pretend_devices import on_device, pretend_devices
+from support.pretend_graph import pretend_graphs
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafts.gemma4.drafter import SharedReading
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
+
+TEXT = 1 + prompt(9) % (VOCAB - 1)
+COSTS = {"draft": 0.1, "branch": 0.02, "verify": [1.0]}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 5},
+    "threshold": {"rule": "threshold", "threshold": 0.8},
+    "throughput": {"rule": "throughput", "costs": COSTS},
+    "dyspec": {"tree": "dyspec", "tree_budget": 8},
+    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "dyspec, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 8, "costs": COSTS},
+}
+
+
+class Twice(StoppingCriteria):
+    """Ends where the last two tokens stood before, as a stop string would: it looks at the whole text."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        text = input_ids[0].tolist()
+        pairs = list(zip(text, text[1:], strict=False))
+        return torch.tensor([len(text) > TEXT.shape[1] + 12 and pairs[-1] in pairs[:-1]])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "processors": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "a token that ends": {"do_sample": False, "eos_token_id": [0], "pad_token_id": 0},
+    "another criterion": {"do_sample": False, "stopping_criteria": StoppingCriteriaList([Twice()])},
+}
+
+
+def assisted(target: CausalLM, name: str = "plain", **settings: Any) -> SpecDecPPAssistant:
+    speculation = SpeculationConfig(**(settings or SETTINGS["fixed"]))
+    return SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target, speculation=speculation)
+
+
+class Ear:
+    """What each round began with: the text, and the logits of its first candidate."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds: list[tuple[Tensor, Tensor]] = []
+        for name in ("draft", "draft_tree"):
+            monkeypatch.setattr(SpecDecPPCandidateGenerator, name, self._listening(name))
+        theirs = SharedReading._pass
+
+        def hear(session: Any, *args: Any) -> Any:
+            is_first, found = not session.passes, theirs(session, *args)
+            if is_first:
+                self.rounds.append((self.text, found[0][0].clone()))
+            return found
+
+        monkeypatch.setattr(SharedReading, "_pass", hear)
+
+    def _listening(self, name: str) -> Any:
+        theirs = getattr(SpecDecPPCandidateGenerator, name)
+
+        def note(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.text = input_ids.clone()
+            return theirs(generator, input_ids, *args, **kwargs)
+
+        return note
+
+
+def check_rounds(ear: Ear, draft: Any, target: CausalLM, hidden: int = 0) -> None:
+    """As if each text were read anew, its first `hidden` tokens left out."""
+    heard, ear.rounds = ear.rounds, []
+    assert len(heard) > 1
+    for text, logits in heard:
+        with torch.no_grad():
+            expected = begun(draft, target, text[:, hidden:]).step([])[0]
+        torch.testing.assert_close(logits, expected, rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_greedy_text_is_the_targets(settings: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ear = target_for(), Ear(monkeypatch)
+    how = {"max_new_tokens": 20, **OPTIONS[options]}
+    if "eos_token_id" in how:  # one that stands late in the text
+        text = target.generate(TEXT, max_new_tokens=20, do_sample=False)[0, TEXT.shape[1] :].tolist()
+        how["eos_token_id"] = max(text, key=text.index)
+    expected = target.generate(TEXT, **how)
+    assistant = assisted(target, **SETTINGS[settings])
+    assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
+    stats = assistant.stats
+    assert 0 < stats.rounds <= stats.generated
+    assert stats.drafted > 0
+    assert stats.draft_passes >= len(ear.rounds)
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+def test_a_text_whose_cache_the_draft_reads_is_not_captured() -> None:
+    target = target_for()
+    assistant = assisted(target)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    plain = target.generate(TEXT, **options)
+    with pretend_graphs() as counts:
+        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **options), plain)
+    assert assistant.stats.uncaptured == "the draft reads the target's own cache"
+    assert not counts
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sampled_rounds_draft_what_they_say(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ear = target_for(VARIANTS[name].of), Ear(monkeypatch)
+    assistant = assisted(target, name, **SETTINGS[settings])
+    torch.manual_seed(0)
+    target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=True, temperature=1.5)
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, settings: str) -> None:
+    target = target_for(VARIANTS[name].of)
+    expected = target.generate(TEXT, max_new_tokens=16, do_sample=False)
+    assistant = assisted(target, name, **SETTINGS[settings])
+    assert torch.equal(target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False), expected)
+    assert assistant.stats.drafted > 0
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+@pytest.mark.parametrize("name", ["unified", "images"])
+def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (target, theirs), ear = other_pairs()[name], Ear(monkeypatch)
+    speculation = SpeculationConfig(**SETTINGS[settings])
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
+    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False)
+    assert torch.equal(output, target.generate(TEXT, max_new_tokens=16, do_sample=False))
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+def test_a_padded_prompt(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding is hidden from the draft as from the target, and takes no position."""
+    target, ear = target_for(), Ear(monkeypatch)
+    padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), TEXT[:, :3]), dim=1)
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "attention_mask": (padded > 0).long()}
+    assistant = assisted(target, **SETTINGS[settings])
+    output = target.generate(padded, assistant_model=assistant, **how)
+    assert torch.equal(output, target.generate(padded, **how))
+    check_rounds(ear, assistant.ready_drafter(), target, hidden=4)
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+def test_a_cache_that_is_carried_on(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds what the draft reads of the turn before."""
+    target, ear = target_for(), Ear(monkeypatch)
+    assistant = assisted(target, **SETTINGS[settings])
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(TEXT, **how)
+    first = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache(config=target.config)})
+    assert torch.equal(first.sequences, plain.sequences)
+    ear.rounds.clear()
+    further = torch.cat((first.sequences, TEXT), dim=1)
+    second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
+    assert torch.equal(second.sequences, target.generate(further, **how).sequences)
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+def test_a_cache_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made without the target's config it holds every token, of which the draft sees a window."""
+    target, ear = target_for(), Ear(monkeypatch)
+    assistant = assisted(target)
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache()})
+    assert torch.equal(output, target.generate(TEXT, **how))
+    check_rounds(ear, assistant.ready_drafter(), target)
+
+
+def test_the_estimates_are_learned() -> None:
+    """Without a head the draft's own probability judges, calibrated by what the target says."""
+    target = target_for()
+    assistant = assisted(target, rule="threshold", threshold=0.9)
+    torch.manual_seed(0)
+    for _ in range(3):
+        target.generate(TEXT, assistant_model=assistant, max_new_tokens=30, do_sample=True, temperature=1.5)
+    assert assistant.memory.calibrations()
+
+
+@pytest.mark.parametrize("settings", ["threshold", "dyspec"])
+def test_a_head_on_top(settings: str) -> None:
+    target = target_for()
+    theirs = VARIANTS["plain"].theirs()
+    inputs = "before" if settings == "dyspec" else "after"
+    head = AcceptanceHead(hidden_size=theirs.hidden_size, inputs=inputs, embedding_size=HIDDEN).double()
+    speculation = SpeculationConfig(**SETTINGS[settings])
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target, head=head, speculation=speculation)
+    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False)
+    assert torch.equal(output, target.generate(TEXT, max_new_tokens=16, do_sample=False))
+    assert assistant.stats.drafted > 0
+
+
+def test_a_lookup_beside_it() -> None:
+    target = target_for()
+    assistant = assisted(target, rule="throughput", costs=COSTS, lookup=True)
+    repeated = TEXT.repeat(1, 3)
+    output = target.generate(repeated, assistant_model=assistant, max_new_tokens=16, do_sample=False)
+    assert torch.equal(output, target.generate(repeated, max_new_tokens=16, do_sample=False))
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+def test_on_a_pretended_device(settings: str) -> None:
+    expected = target_for().generate(TEXT, max_new_tokens=6, do_sample=False)
+    with pretend_devices() as counts:
+        target = on_device(target_for())
+        assistant = assisted(target, **SETTINGS[settings])
+        output = target.generate(on_device(TEXT), assistant_model=assistant, max_new_tokens=6, do_sample=False)
+        draft = assistant.ready_drafter()
+        assert draft.device.type == "cuda"
+        assert output.tolist() == expected.tolist()
+        session = draft.chain_session(VOCAB)
+        session.begin_round(on_device(TEXT), 0, on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64)))
+        before = counts["read"]
+        with torch.inference_mode():
+            token = session.step([])[0].argmax()
+            session.step([token])
+        assert counts["read"] == before, "a step waits for nothing"
+
+
+# Refused. -------------------------------------------------------------------------------------------------------------
+
+
+def test_batches() -> None:
+    target = target_for(pad_token_id=0)
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="the rows of a batch lie among one another.*once a sequence"):
+        target.generate(TEXT.repeat(2, 1), assistant_model=assisted(target), **how)
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded"])
+def test_caches_in_another_order(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_for()
+    assistant = assisted(target)
+    monkeypatch.setattr(DynamicCache, "offload", lambda *_: None)
+    with pytest.raises(ValueError, match="reads the keys and values in the target's cache.*cache_implementation unset"):
+        target.generate(TEXT, assistant_model=assistant, max_new_tokens=4, cache_implementation=implementation)
+
+
+def test_together_with_transformers_own() -> None:
+    target = target_for()
+    with pytest.raises(ValueError, match="speculation_type='dflash' is transformers' own"):
+        target.generate(TEXT, assistant_model=assisted(target), max_new_tokens=4, speculation_type="dflash")
+
+
+@WITH_GENERATOR
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_transformers_own_is_left_alone(is_attached: bool) -> None:
+    theirs, target = VARIANTS["plain"].theirs(), target_for()
+    assistant = assisted(target) if is_attached else None
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, **how)
+    assert torch.equal(output, target.generate(TEXT, **how))
+    assert assistant is None or assistant.stats.rounds == 0

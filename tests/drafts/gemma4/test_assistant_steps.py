@@ -1,0 +1,145 @@
+"""Steps of a Gemma 4 assistant, beside transformers' class and generator with the very weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.gemma4_files import (
+    FULL,
+    SLIDING,
+    VARIANTS,
+    VOCAB,
+    WINDOW,
+    WITH_GENERATOR,
+    Heard,
+    begun,
+    read_by,
+    target_for,
+)
+from support.models import prompt
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafts.gemma4.shared_rows import sources
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.trees.tree import DraftTree
+
+TEXT = prompt(9) % VOCAB
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=3e-6, atol=3e-6)
+
+
+def drafted_by(theirs: CausalLM, target: CausalLM) -> Any:
+    return SpecDecPPAssistant.from_draft(theirs, target=target).ready_drafter()
+
+
+def chain(session: Any, count: int) -> tuple[list[int], Tensor]:
+    """The likeliest candidates, and logits at each of their places."""
+    tokens: list[int] = []
+    rows = []
+    for _ in range(count):
+        rows.append(session.step([torch.tensor(token) for token in tokens])[0])
+        tokens.append(int(rows[-1].argmax()))
+    return tokens, torch.stack(rows)
+
+
+def seen_by(target: CausalLM, text: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """What transformers' target shares after reading all but the last token, in windows what its own layers see."""
+    shared = target(text[:, :-1], return_shared_kv_states=True).shared_kv_states
+    first = {FULL: 0, SLIDING: max(text.shape[1] - 1 - (WINDOW - 1), 0)}
+    return {kind: tuple(each[:, :, first[kind] :] for each in shared[kind]) for kind in (FULL, SLIDING)}
+
+
+@pytest.mark.parametrize("length", [4, 9])
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_the_class_of_transformers(name: str, length: int) -> None:
+    """Its own forward, step by step, in a text shorter and longer than the window."""
+    variant, text = VARIANTS[name], TEXT[:, :length]
+    theirs, target = variant.theirs(), target_for(variant.of)
+    before = {key: tensor.clone() for key, tensor in theirs.state_dict().items()}
+    session = begun(drafted_by(theirs, target), target, text)
+    tokens, ours = chain(session, 4)
+    assert session.passes == 4
+    state = target(text[:, :-1], output_hidden_states=True).hidden_states[-1][:, -1:]
+    shared, position = seen_by(target, text), torch.tensor([[length - 1]])
+    for place, row in enumerate(ours):
+        last = text[:, -1:] if not place else torch.tensor([[tokens[place - 1]]])
+        inputs = torch.cat((target.get_input_embeddings()(last), state), dim=-1)
+        found = theirs(inputs_embeds=inputs, position_ids=position, shared_kv_states=shared)
+        state, expected = found.last_hidden_state, found.logits[0, 0]
+        shown = row.isfinite()
+        close(row[shown], expected[shown])
+        assert int(shown.sum()) == (VOCAB // 2 if variant.clusters else VOCAB)
+        assert variant.clusters is False or float(expected[~shown].max()) < float(expected[shown].min())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in theirs.state_dict().items())
+
+
+@torch.no_grad()
+def test_what_a_step_reads() -> None:
+    """The control: another row of the target, another state and another position are other logits."""
+    target = target_for()
+    draft = drafted_by(VARIANTS["plain"].theirs(), target)
+    expected = begun(draft, target, TEXT).step([])[0]
+    for change in ("row", "state", "position", "window"):
+        session, text = begun(draft, target, TEXT), read_by(target, TEXT)
+        layers = text.cache.layers
+        if change == "row":
+            layers[3].keys[:, :, 0] += 1.0
+        elif change == "position":
+            text.position = text.position + 1
+        elif change == "window":
+            layers[2].keys[:, :, -1] += 1.0
+        elif change == "state":
+            session._state += 0.3
+        session.share(text)
+        assert float((session.step([])[0] - expected).abs().max()) > 1e-3, change
+    assert sources(target.config) == {SLIDING: 2, FULL: 3}
+    assert sources(target_for("shares its own").config) == {SLIDING: 0, FULL: 1}
+
+
+@WITH_GENERATOR
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its candidates are ours, token for token and in their logits, from the first round on, wherever it reads what the
+    target has verified. After a rejection it also reads the row of the first rejected candidate."""
+    variant = VARIANTS[name]
+    changes = {"sliding_window": 64}
+    theirs, target = variant.theirs(seed=3, **changes), target_for(variant.of, **changes)
+    heard, how = Heard(monkeypatch), {"max_new_tokens": 40, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, **how)
+    assert torch.equal(output, target.generate(TEXT, **how))
+    draft = drafted_by(theirs, target)
+    same = [each for each in heard.rounds if each[1] == each[0].shape[1] - 1]
+    assert same[0][0].shape[1] == TEXT.shape[1] + 1, "the first round"
+    for text, _, candidates, logits in same:
+        with torch.no_grad():
+            tokens, ours = chain(begun(draft, target, text), len(candidates))
+        assert tokens == candidates
+        shown = ours.isfinite()
+        close(ours[shown], logits[shown])
+
+
+@torch.no_grad()
+def test_nodes_of_a_tree_are_paths_of_chains() -> None:
+    """A level is one pass, and its nodes do not see one another."""
+    for name in ("plain", "clusters"):
+        target = target_for()
+        draft = drafted_by(VARIANTS[name].theirs(), target)
+        session, tree = begun(draft, target, TEXT), DraftTree(int(TEXT[0, -1]))
+        logits = {0: session.expand(tree, [0])[0][0]}
+        level = [0]
+        for depth in range(1, 4):
+            level = [tree.add(parent, token) for parent in level for token in (depth, depth + 4)]
+            logits |= dict(zip(level, session.expand(tree, level)[0], strict=True))
+            assert session.passes == depth + 1
+        for node in logits:
+            single = begun(draft, target, TEXT)
+            path = tree.path(node)
+            for place in range(len(path) + 1):
+                row = single.step([torch.tensor(token) for token in path[:place]])[0]
+            torch.testing.assert_close(logits[node], row, rtol=3e-6, atol=3e-6)

@@ -1,0 +1,251 @@
+"""Where multi-token layers are read from: the target's files or others, stored assistants, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hub_server import HubServer
+from support.models import prompt, tiny
+from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, change_config, change_tensors, into_shards, load
+from support.repos import files_of
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.known import MTP
+from hf_specdecpp.drafts.mtp.checkpoint import layers_among
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.inspection import inspect
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.serving.destination import Destination
+
+TEXT = 1 + prompt(9) % (VOCAB - 1)
+FIXED = SpeculationConfig(rule="fixed", num_tokens=4, draft_successors=False)  # every text is drafted alike
+
+
+def dense(num_layers: int = 1, **more: Any) -> Files:
+    return Files("glm4_moe", num_layers, seed=7, overrides={"first_k_dense_replace": DEPTH}, **more)
+
+
+def accepted(target: CausalLM, assistant: SpecDecPPAssistant) -> list[int]:
+    """What was accepted at each place, of a text that is the target's own."""
+    assistant.speculation = FIXED
+    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=30, do_sample=False)
+    assert torch.equal(output, target.generate(TEXT, max_new_tokens=30, do_sample=False))
+    return assistant.stats.accepted_at
+
+
+# Found and kept. ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_an_assistant_is_stored_and_loaded_again(num_layers: int, tmp_path: Path) -> None:
+    target = dense(num_layers).load(tmp_path / "target")
+    assistant = SpecDecPPAssistant.from_mtp(target)
+    expected = accepted(target, assistant)
+    assert sum(expected) > 0
+    assistant.save_pretrained(tmp_path / "stored", calibration=True)
+    assert {path.name for path in (tmp_path / "stored").iterdir()} == {"config.json", "README.md"}
+    raw = json.loads((tmp_path / "stored" / "config.json").read_text())
+    assert (raw["draft_kind"], raw["draft_id"]) == ("mtp", str(tmp_path / "target"))
+    assistant.detach()
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "stored", target=target)
+    assert accepted(target, again) == expected
+    report = inspect(Repository(str(tmp_path / "stored")))
+    assert report.sound
+    assert not report.is_foreign
+    assert not report.traps
+
+
+def test_the_files_are_read_once(tmp_path: Path) -> None:
+    """transformers' own generator reads them in each `generate()`."""
+    target = dense().load(tmp_path)
+    assistant = SpecDecPPAssistant.from_mtp(target)
+    expected = accepted(target, assistant)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert accepted(target, assistant) == expected
+    assistant.detach()
+    assistant.attach(target)
+    assert accepted(target, assistant) == expected
+
+
+def test_elsewhere_than_the_target(tmp_path: Path) -> None:
+    """Quantised and finetuned models often lack the layers that the original has."""
+    files = dense()
+    files.save(tmp_path / "original")
+    target = load(files.save(tmp_path / "without", with_layers=False))
+    assistant = SpecDecPPAssistant.from_mtp(target, source=tmp_path / "original")
+    expected = accepted(target, assistant)
+    assert assistant.config.draft_id == str(tmp_path / "original")
+    in_memory = files.model(files.seed, 0.6)
+    in_memory.load_state_dict(target.state_dict())
+    other = SpecDecPPAssistant.from_mtp(in_memory, source=str(tmp_path / "original"))
+    assert accepted(in_memory, other) == expected
+    other.config.draft_id = "org/cannot-be-reached"
+    other.save_pretrained(tmp_path / "stored")
+    moved = SpecDecPPAssistant.from_pretrained(tmp_path / "stored", target=target, draft=tmp_path / "original")
+    assert accepted(target, moved) == expected
+
+
+def test_of_several_files_only_those_with_the_layers_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = dense().load(tmp_path)
+    expected = accepted(target, SpecDecPPAssistant.from_mtp(target))
+    files = into_shards(tmp_path)
+    asked: list[str] = []
+    theirs = Repository.file
+
+    def ask(self: Repository, filename: str, folder: str | None = None) -> Path:
+        asked.append(filename)
+        return theirs(self, filename, folder)
+
+    monkeypatch.setattr(Repository, "file", ask)
+    assert accepted(target, SpecDecPPAssistant.from_mtp(target)) == expected
+    assert files[2] in asked
+    assert not {files[0], files[1]} & set(asked)
+
+
+def test_the_commit_of_the_hub_is_stored(hub: HubServer, tmp_path: Path) -> None:
+    """What is committed later is not read, and of several files the target's own are not downloaded again."""
+    files, folder = dense(), tmp_path / "files"
+    files.save(folder)
+    shards = into_shards(folder)
+    commit = hub.commit("org/target", files_of(folder))
+    target = load("org/target")
+    assistant = SpecDecPPAssistant.from_mtp(target)
+    expected = accepted(target, assistant)
+    assert (assistant.config.draft_id, assistant.config.draft_revision) == ("org/target", commit)
+    assistant.push_to_hub("org/assistant")
+    hub.commit("org/target", dict.fromkeys([*shards, "model.safetensors.index.json"], b"nothing"))
+    shutil.rmtree(tmp_path / "cache")  # another machine
+    hub.requests.clear()
+    again = SpecDecPPAssistant.from_pretrained("org/assistant")
+    asked = [path.split("/resolve/")[1] for _, path, _ in hub.requests if path.startswith("/org/target/resolve/")]
+    assert set(asked) == {f"{commit}/{name}" for name in ("config.json", "model.safetensors.index.json", shards[2])} | (
+        {f"{commit}/model.safetensors"}  # which is not there
+    )
+    assistant.detach()
+    again.attach(target)
+    assert accepted(target, again) == expected
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        SpecDecPPAssistant.from_mtp(target, source="org/target")
+
+
+def test_what_is_announced_beside_the_text_of_a_multimodal_config(tmp_path: Path) -> None:
+    """`text_config` says how many layers the target has, and names begin further out."""
+    names = [f"model.language_model.layers.{DEPTH}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "x.y")]
+    found = layers_among([*names, f"model.language_model.layers.{DEPTH}.shared_head.norm.weight"], DEPTH, "org/x")
+    assert found[0]["block.x.y.weight"] == names[3]
+    assert layers_among(["model.visual.layers.30.mlp.weight", "model.layers.2.enorm.weight"], DEPTH, "org/x") == []
+
+
+def test_a_config_that_announces_more_than_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = dense().load(tmp_path)
+    change_config(tmp_path, num_nextn_predict_layers=3)
+    SpecDecPPAssistant.from_mtp(target)
+    assert "announces 3 multi-token layers (num_nextn_predict_layers) and holds 1" in caplog.text
+
+
+# Refused. -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_files_without_what_their_config_announces(family: str, tmp_path: Path) -> None:
+    files = Files(family)
+    target = load(files.save(tmp_path, with_layers=False))
+    name = "mtp_num_hidden_layers" if family.startswith("qwen") else "num_nextn_predict_layers"
+    change_config(tmp_path, **{name: 1})
+    message = rf"announces multi-token layers \({name}=1\), and its files hold no.*quantised.*source=ID"
+    with pytest.raises(ValueError, match=message):
+        SpecDecPPAssistant.from_mtp(target)
+
+
+def test_targets_without_any(tmp_path: Path) -> None:
+    target = tiny("llama")
+    with pytest.raises(ValueError, match=r"was made in memory.*source=ID_OR_FOLDER"):
+        SpecDecPPAssistant.from_mtp(target)
+    target.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no multi-token layers: its config.json announces none.*EAGLE-3"):
+        SpecDecPPAssistant.from_mtp(target, source=tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="neither model.safetensors nor.*pickle"):
+        SpecDecPPAssistant.from_mtp(target, source=tmp_path)
+
+
+BLOCK = f"model.layers.{DEPTH}."
+OTHER = torch.zeros(3)
+DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "a norm is missing": ({"drop": "hnorm"}, "a form that hf_specdecpp does not know.*without hnorm.weight"),
+    "a part of the layer is missing": ({"drop": rf"layers\.{DEPTH}\..*up_proj"}, "missing: layers.0.mlp.up_proj"),
+    "a part is unknown": ({f"{BLOCK}mlp.secret.weight": OTHER}, "unexpected: layers.0.mlp.secret.weight"),
+    "a part has another shape": ({f"{BLOCK}mlp.up_proj.weight": OTHER}, "is not like the layers of Glm4MoeModel"),
+    "of another width": ({f"{BLOCK}enorm.weight": OTHER}, r"enorm of shape \[3\].*needs \[32\].*another model"),
+    "in eight bits": (
+        {f"{BLOCK}mlp.up_proj.weight": torch.zeros(48, HIDDEN, dtype=torch.float8_e4m3fn)},
+        "holds float8_e4m3fn.*quantised.*bfloat16",
+    ),
+    "whole numbers": ({f"{BLOCK}mlp.up_proj.weight": torch.zeros(48, HIDDEN, dtype=torch.int32)}, "holds int32"),
+    "not finite": ({f"{BLOCK}enorm.weight": torch.full((HIDDEN,), float("nan"))}, "holds NaN or infinite.*enorm"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_layers(damage: str, tmp_path: Path) -> None:
+    change, message = DAMAGE[damage]
+    target = dense().load(tmp_path)
+    change_tensors(tmp_path, **change)
+    with pytest.raises(ValueError, match=message):
+        SpecDecPPAssistant.from_mtp(target)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.0.e_proj.weight",
+        "model.mtp.layers.0.enorm.weight",
+        "mtp.layers.1.mlp.up_proj.weight",
+        "model.mtp_block.0.input_layernorm.weight",
+    ],
+)
+def test_layers_of_other_forms(name: str, tmp_path: Path) -> None:
+    """DeepSeek-V4, MiMo, several layers with one projection, Ernie."""
+    target = load(dense().save(tmp_path, with_layers=False))
+    change_tensors(tmp_path, "$^", **{name: OTHER})
+    with pytest.raises(ValueError, match=r"multi-token layers of a form that hf_specdecpp does not know \(.*mtp[._]"):
+        SpecDecPPAssistant.from_mtp(target)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    target = dense().load(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="incomplete or not a safetensors file"):
+        SpecDecPPAssistant.from_mtp(target)
+
+
+def test_stored_assistants_that_cannot_be_loaded(tmp_path: Path) -> None:
+    target = dense().load(tmp_path / "target")
+    assistant = SpecDecPPAssistant.from_mtp(target)
+    assistant.save_pretrained(tmp_path / "stored")
+    with pytest.raises(ValueError, match="drops multi-token layers when it loads a model.*folder"):
+        SpecDecPPAssistant.from_pretrained(tmp_path / "stored", draft=target)
+    with pytest.raises(ValueError, match="is a local folder, so nobody else could load"):
+        assistant.push_to_hub("org/assistant")
+    with pytest.raises(ValueError, match="must be attached to it"):
+        SpecDecPPAssistant.from_pretrained(tmp_path / "stored").ready_drafter()
+    change_config(tmp_path / "stored", draft_id=None)
+    with pytest.raises(ValueError, match="names no repository with the multi-token layers"):
+        SpecDecPPAssistant.from_pretrained(tmp_path / "stored")
+
+
+def test_they_are_not_exported(tmp_path: Path) -> None:
+    config = SpecDecPPAssistant.from_mtp(dense().load(tmp_path)).config
+    to = Destination(tmp_path, tmp_path, "org/target", None, 2)
+    with pytest.raises(ValueError, match="from the target itself, as `vllm serve org/target"):
+        MTP.export(config, Parts(), to)

@@ -1,0 +1,263 @@
+"""Kinds of draft: what is asked of them is asked in one room, and drafts that are no model a step fit the interface."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import prompt, tiny
+from support.stand_ins import BLOCK, BlockDraft, LookupDraft
+from torch import Tensor
+
+import hf_specdecpp
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, recognise
+from hf_specdecpp.drafts.ready_made import TakenAsIs
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.files import Repository
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.throughput.measuring import Rounds, measure
+
+PACKAGE = Path(hf_specdecpp.__file__).parent
+# The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; names of others.
+ALLOWED = {
+    ("config/assistant.py", "independent"),
+    ("benchmark/contestants.py", "lookup"),
+    ("hub/card.py", "lookup"),
+    ("config/assistant.py", "eagle3"),
+    ("config/assistant.py", "dflash"),
+    ("eagle3/description.py", "eagle3"),
+    ("dflash/description.py", "dflash"),
+    ("serving/commands.py", "eagle3"),
+}
+
+
+# Who asks. ------------------------------------------------------------------------------------------------------------
+
+
+def names_in(source: str) -> set[str]:
+    """Strings of a program that are the name of a kind."""
+    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, str) and value in BY_NAME}
+
+
+def test_nobody_outside_the_room_asks_for_a_kind_by_name() -> None:
+    files = [file for file in PACKAGE.rglob("*.py") if file.parent.name != "kinds"]
+    found = {(file.relative_to(PACKAGE).as_posix(), name) for file in files for name in names_in(file.read_text())}
+    assert found <= ALLOWED
+    templates = [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")]
+    assert templates == []
+
+
+def test_the_check_above_sees_names() -> None:
+    assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
+
+
+# Which it is. ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_recognised_by_the_kind_itself() -> None:
+    for kind in KINDS:
+        raw = SpecDecPPConfig(draft_kind=kind.name).to_dict()
+        assert recognise(raw) is kind
+        assert kind_of(kind.read_config(raw, Repository("org/x"), None)) is kind
+    assert recognise({"model_type": "specdecpp"}) is BY_NAME["independent"], "as older repositories have it"
+    assert recognise({"model_type": "llama"}) is None
+    assert recognise({"model_type": "llama", "draft_vocab_size": 9}) is BY_NAME["eagle3"]
+    assert recognise({"model_type": "qwen3", "dflash_config": {}}) is BY_NAME["dflash"]
+    assert recognise({"model_type": "gemma4_assistant"}) is BY_NAME["gemma4"]
+    assert recognise({"model_type": "gemma4_unified_assistant"}) is BY_NAME["gemma4"]
+    assert recognise({"model_type": "gemma4_text"}) is None
+    assert recognise({"model_type": "specdecpp", "draft_kind": "medusa"}) is None
+    with pytest.raises(ValueError, match="draft_kind='medusa' must be one of"):
+        kind_of(SpecDecPPConfig(draft_kind="medusa"))
+
+
+def test_what_training_asks_for() -> None:
+    asked = [kind_to_train(draft).name for draft in (None, "conditioned", "block", "org/model")]
+    assert asked == ["early_exit", "conditioned", "dflash", "independent"]
+
+
+def test_only_drafts_of_others_can_be_misread() -> None:
+    for kind in KINDS:
+        config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
+        is_of_others = kind.name in ("eagle3", "dflash", "gemma4", "mtp")
+        assert kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
+        assert kind.can_be_misread == (kind.name == "eagle3")
+        if kind.can_be_misread:
+            kind.override(config, {"norm_output": True})
+            assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
+            config.draft_id = None
+            assert not kind.is_foreign(config)
+        with pytest.raises(
+            ValueError, match=r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
+        ):
+            kind.override(config, {"fc_norm": True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "described"),
+    [
+        ("independent", "org/draft at abc"),
+        ("early_exit", "layers 0, 2 of the target"),
+        ("conditioned", "layers 0, 2 of the target, which read its states"),
+        ("eagle3", "EAGLE-3 org/draft at abc"),
+        ("dflash", "DFlash org/draft at abc"),
+        ("gemma4", "Gemma 4 assistant org/draft at abc"),
+        ("mtp", "multi-token layers of org/draft at abc"),
+        ("lookup", "text that was seen before"),
+    ],
+)
+def test_descriptions(kind: str, described: str) -> None:
+    config = SpecDecPPConfig(draft_kind=kind, draft_layers=[0, 2], draft_id="org/draft", draft_revision="abc")
+    assert kind_of(config).describe(config) == described
+
+
+def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
+    for kind in KINDS:
+        assert type(kind).export is not Kind.export
+        own = "export" in vars(type(kind)) or isinstance(kind, TakenAsIs)
+        assert kind.module_file is None or own, "what is in its file, no plain model has"
+
+
+# Drafts that are not a model a step. ----------------------------------------------------------------------------------
+
+REPEATING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 5},
+    "threshold": {"rule": "threshold", "threshold": 0.9},
+    "throughput": {"rule": "throughput", "costs": {"draft": 0.1, "branch": 0.0, "block": 3, "verify": [1.0]}},
+    "dyspec": {"tree": "dyspec", "tree_budget": 6},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6},
+    "static": {"tree": "static", "tree_shape": [2, 1, 1, 1, 1]},
+    "dyspec throughput": {
+        "tree": "dyspec",
+        "rule": "throughput",
+        "costs": {"draft": 0.1, "branch": 0.0, "block": 3, "verify": [1.0]},
+    },
+}
+
+
+def assisted_by(draft: Draft, target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
+    assistant = SpecDecPPAssistant(SpecDecPPConfig(), draft, speculation=SpeculationConfig(**settings))
+    assistant.attach(target)
+    return assistant
+
+
+def stand_in(name: str, target: CausalLM) -> Draft:
+    return BlockDraft(target) if name == "block" else LookupDraft()
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["block", "lookup"])
+def test_they_draft_chains_and_trees(name: str, settings: str, sampled: bool) -> None:
+    target = tiny("llama")
+    draft = stand_in(name, target)
+    assistant = assisted_by(draft, target, **SETTINGS[settings])
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled, "top_k": 3 if sampled else None}
+    torch.manual_seed(0)
+    text = target.generate(REPEATING, assistant_model=assistant, **options)
+    stats = assistant.stats
+    if not sampled:
+        assert torch.equal(text, target.generate(REPEATING, **options))
+    assert stats.drafted > 0
+    assert len(stats.drafted_at) <= draft.places, "no path is longer than the draft has places"
+    if name == "block":
+        assert stats.accepted > 0
+        assert stats.draft_passes == stats.rounds - stats.idle_rounds, "a pass a round"
+    else:
+        assert stats.draft_passes == 0
+
+
+@pytest.mark.parametrize("name", ["block", "lookup"])
+def test_rows_of_a_batch_draft_by_themselves(name: str) -> None:
+    target = tiny("llama")
+    assistant = assisted_by(stand_in(name, target), target, rule="fixed", num_tokens=3)
+    ids = torch.cat([REPEATING, prompt(8)])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
+    assert assistant.stats.drafted > 0
+
+
+def test_a_block_is_one_price() -> None:
+    """Measured with its real rounds: one pass, and little for each further candidate."""
+    target = tiny("llama")
+    costs = measure(Rounds(target, BlockDraft(target), DraftProbability(), BLOCK))
+    assert costs is not None
+    assert costs.block == BLOCK
+    assert 0.0 <= costs.branch < 0.5 * costs.draft
+    assert costs.start == 0.0
+    one, _, three = costs.round_seconds(BLOCK)[1:] - costs.verify_seconds(BLOCK)[1:]
+    assert three < 2.0 * one
+
+
+def test_a_lookup_is_nearly_free() -> None:
+    target = tiny("llama")
+    costs = measure(Rounds(target, LookupDraft(), DraftProbability(), 8, trees=True))
+    assert costs is not None
+    assert costs.block == LookupDraft.block
+    assert costs.draft < 0.5 * costs.verify[0]
+
+
+def test_a_draft_says_what_it_cannot_do() -> None:
+    class ChainsOnly(LookupDraft):
+        cannot = {"trees": "Such a draft cannot branch. Set tree=None."}
+
+    target = tiny("llama")
+    assistant = assisted_by(ChainsOnly(), target, tree="dyspec")
+    with pytest.raises(ValueError, match="cannot branch"):
+        target.generate(REPEATING, assistant_model=assistant, max_new_tokens=4)
+
+
+def test_one_price_makes_the_rule_draft_the_whole_block() -> None:
+    """With a step for each candidate it would stop earlier: the same prices, another block."""
+    target = tiny("llama")
+    drafted = {}
+    for block in (1, BLOCK):
+        costs = {"draft": 0.4, "branch": 0.0, "block": block, "verify": [1.0]}
+        assistant = assisted_by(BlockDraft(target, 0.5), target, rule="throughput", costs=costs)
+        target.generate(REPEATING, assistant_model=assistant, max_new_tokens=60, do_sample=False)
+        stats = assistant.stats
+        drafted[block] = stats.drafted / max(stats.rounds - stats.idle_rounds, 1)
+    assert drafted[BLOCK] > drafted[1]
+
+
+def test_readings_keep_no_tensor_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that drafts nothing asks nothing of the draft."""
+    target = tiny("llama")
+    draft = BlockDraft(target)
+    assistant = assisted_by(draft, target, rule="throughput", costs={"draft": 9.0, "verify": [1.0, 9.0]})
+    monkeypatch.setattr("hf_specdecpp.throughput.chains.ThroughputState.may_start", lambda *_: False)
+    target.generate(REPEATING, assistant_model=assistant, max_new_tokens=8, do_sample=False)
+    assert draft.forwards == 0
+
+
+def logits_of(reading: Any, depth: int) -> Tensor:
+    found = reading.step([torch.tensor(0)] * depth)
+    assert found is not None
+    return found[0]
+
+
+def test_q_by_depth_is_that_of_the_chain() -> None:
+    """A tree's nodes of a depth have the distribution that a chain has there."""
+    from hf_specdecpp.trees.tree import DraftTree
+
+    target = tiny("llama")
+    reading = BlockDraft(target).chain_session(48)
+    reading.begin_round(REPEATING, 0)
+    tree = DraftTree(9)
+    tree.add(0, 4)
+    tree.add(0, 5)
+    logits, _ = reading.expand(tree, [0, 1, 2])
+    assert torch.equal(logits[1], logits[2])
+    assert [torch.equal(logits[i], logits_of(reading, depth)) for i, depth in ((0, 0), (1, 1))] == [True, True]
+    assert reading.passes == 1
