@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, demo
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.throughput.target_passes import TargetPasses
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -79,7 +79,7 @@ def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.Monk
     def gullible(candidates: list[int], scores: torch.Tensor) -> tuple[int, int]:
         return len(candidates), int(scores[-1].argmax())
 
-    monkeypatch.setattr(decoding, "verify_greedy", gullible)
+    monkeypatch.setattr(verification, "verify_greedy", gullible)
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS])
     assert result.exit_code == 1
     assert "different from token" in result.output

@@ -22,8 +22,8 @@ CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 # Accepts whatever was drafted.
-MUTANT = """from hf_specdecpp.generation import decoding
-decoding.verify_greedy = lambda tokens, scores: (len(tokens), int(scores[-1].argmax()))"""
+MUTANT = """from hf_specdecpp.generation import verification
+verification.verify_greedy = lambda tokens, scores: (len(tokens), int(scores[-1].argmax()))"""
 
 
 def test_cells_are_python_and_what_they_import_exists() -> None:

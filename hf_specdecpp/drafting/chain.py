@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -15,51 +14,13 @@ from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads, widest
+from hf_specdecpp.trees.tree import DraftTree
 
-
-@dataclass
-class Chain:
-    """What a round submits.
-
-    Attributes:
-        tokens: the candidates.
-        scores: for each candidate, `[vocab]` float32 logits whose softmax q it was drawn from.
-        drawn: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
-        q: the `[vocab]` distributions, where candidates were drawn at random.
-        looked_up: how many of the candidates, the last ones, were looked up: they have no scores and no q.
-    """
-
-    tokens: list[int]
-    scores: list[Tensor]
-    drawn: Tensor | None = None
-    q: list[Tensor] = field(default_factory=list)
-    looked_up: int = 0
-
-    @property
-    def num_drawn(self) -> int:
-        """Candidates that were drawn."""
-        return len(self.tokens) - self.looked_up
-
-    def followed_by(self, tokens: list[int]) -> Chain:
-        """The same with candidates after it that were looked up."""
-        if not tokens:
-            return self
-        return Chain([*self.tokens, *tokens], self.scores, None, self.q, len(tokens))
-
-    def ids(self, device: torch.device) -> Tensor:
-        """The candidates `[k]` on a device."""
-        if self.drawn is not None:
-            return self.drawn.to(device)
-        if not self.tokens:
-            return torch.empty(0, dtype=torch.long, device=device)
-        return torch.tensor(self.tokens, dtype=torch.long).to(device)
-
-
-Drafting: TypeAlias = Generator[list[Tensor], bool | None, Chain]
+Drafting: TypeAlias = Generator[list[Tensor], bool | None, DraftTree]
 Step: TypeAlias = Callable[[list[Tensor]], DraftStep | None]
 
 
-def at_once(chain: Chain) -> Drafting:
+def at_once(chain: DraftTree) -> Drafting:
     """A chain that is known, as a coroutine that asks for no step."""
     return chain
     yield  # makes it one
@@ -139,13 +100,14 @@ def drafting(
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
     if not drawn:
-        return Chain([], [])
+        return DraftTree.chain()
     ids = torch.stack(drawn)
     if tokens:
-        return Chain(tokens, scores, ids, q)
+        return DraftTree.chain(tokens, scores, q, ids)
     # What follows a token that ends the text goes because of that token, not of its own value.
     tokens = until_end(ids.tolist(), eos_token_ids)
-    return Chain(tokens, scores[: len(tokens)], ids[: len(tokens)], q[: len(tokens)])
+    count = len(tokens)
+    return DraftTree.chain(tokens, scores[:count], q[:count], ids[:count])
 
 
 def draft_chain(
@@ -155,22 +117,22 @@ def draft_chain(
     max_tokens: int,
     eos_token_ids: Collection[int] = (),
     unread: int = 1,
-) -> Chain:
+) -> DraftTree:
     """Draft one chain, alone: the arguments are those of `drafting`."""
     return drafted_alone(drafting(step, rule, randomness, max_tokens, eos_token_ids, unread))
 
 
-def drafted_alone(row: Drafting) -> Chain:
+def drafted_alone(row: Drafting) -> DraftTree:
     """The chain of one coroutine, for which nothing is prepared."""
     try:
         while True:
             next(row)
     except StopIteration as end:
-        chain: Chain = end.value
+        chain: DraftTree = end.value
         return chain
 
 
-def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[Chain]:
+def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[DraftTree]:
     """Draft the chains of several rows, step by step together.
 
     Args:
@@ -178,7 +140,7 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
         prepare: called before each step with the candidates of those rows that go on, by their places in `rows`; says
             whether they do.
     """
-    chains: dict[int, Chain] = {}
+    chains: dict[int, DraftTree] = {}
     going, goes_on = list(range(len(rows))), None
     while going:
         asking = {}

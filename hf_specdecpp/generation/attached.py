@@ -12,7 +12,6 @@ the originals, so calls that began before they came or went end as they would ha
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,48 +19,21 @@ from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from threading import RLock
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import check_windows
-from hf_specdecpp.caches.rollback import check_states, num_rows
-from hf_specdecpp.caches.static_targets import as_growing, as_static, check_static, prepare_static
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs, check_mode, check_object
-from hf_specdecpp.generation.several.batch import BatchDecoding
-from hf_specdecpp.generation.several.ranks import RankDecoding, check_ranks, is_spread
+from hf_specdecpp.caches.rollback import check_states
+from hf_specdecpp.generation.calls import Assistant, decoding_of
+from hf_specdecpp.generation.refusals import LateRefusalError, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.sampling.processors import Processing, for_row
-
-
-class Assistant(Protocol):
-    """What this door asks of an assistant, which is a module (`SpecDecPPAssistant`)."""
-
-    speculation: SpeculationConfig
-    stats: SpeculationStats
-
-    def start_generation(
-        self,
-        target: CausalLM,
-        config: GenerationConfig,
-        logits_processor: Any,
-        attention_mask: Tensor | None,
-        rows: int = 1,
-        products: FasterProducts | None = None,
-    ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`, or one of the `rows` of a batch."""
 
 
 @dataclass
@@ -88,8 +60,6 @@ _default_here: ContextVar[tuple[CausalLM, Any] | None] = ContextVar("default_her
 logger = logging.get_logger("hf_specdecpp")
 
 BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.GROUP_BEAM_SEARCH)
-# Arguments of transformers' decoding method that are not for the model's forward.
-MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
@@ -309,91 +279,6 @@ def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: d
     """Raise `ValueError` if such a call of the target cannot be assisted."""
     check_reading(target)
     check_mode(mode, config, mode_kwargs)
-
-
-def decoding_of(
-    target: CausalLM,
-    assistant: Assistant,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    config: GenerationConfig,
-    streamer: Any = None,
-    kind: type[AssistedDecoding] = AssistedDecoding,
-    **kwargs: Any,
-) -> Callable[[Tensor], Any]:
-    """What runs a `generate()` call with an assistant: a function of `input_ids`. All but its run is done here.
-
-    Args:
-        kind: of decoding, for one sequence in one process.
-
-    Raises:
-        ValueError: the call cannot be assisted. Nothing has been read then, and nothing drawn.
-    """
-    model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
-    check_inputs(input_ids, model_kwargs)
-    count = input_ids.shape[0]
-    if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
-        config, model_kwargs = as_growing(target, config, model_kwargs)
-    unused = _unused_layers(cache := cache_among(model_kwargs))
-    check_static(target, input_ids, model_kwargs, config)
-    if is_spread(target):
-        check_ranks(target, assistant.speculation, Processing(logits_processor), count)
-    if count > 1:
-        has_trees = assistant.speculation.tree is not None
-        check_batch(target, model_kwargs, config, logits_processor, stopping_criteria, streamer, has_trees)
-        run = _batch_decoding(target, assistant, logits_processor, stopping_criteria, config, model_kwargs, count)
-        return partial(_run, run, cache, unused)
-    known_as = as_static(config, model_kwargs)
-    generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
-    most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
-    prepare_static(model_kwargs, config, most_in_tree)
-    if is_spread(target):
-        kind = RankDecoding
-    else:
-        generator.begin_text(input_ids.shape[1])
-    decoding = kind(target, generator, stopping_criteria, config, streamer, model_kwargs)
-    return partial(_run, decoding.run, cache, unused)
-
-
-def _unused_layers(cache: Cache) -> list[Any] | None:
-    """Copies of the layers of a cache that nothing has been read into."""
-    is_used = num_rows(cache) or any(isinstance(each, CacheLayerMixin) and each.is_initialized for each in cache.layers)
-    return None if is_used else copy.deepcopy(cache.layers)
-
-
-def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
-    """Generate; an empty cache is given back as it was, for whoever generates without an assistant then."""
-    try:
-        return decode(input_ids)
-    except LateRefusalError:
-        if unused is not None:
-            cache.layers = unused
-        raise
-
-
-def _batch_decoding(
-    target: CausalLM, assistant: Assistant, logits_processor: Any, stopping_criteria: Any, config: GenerationConfig,
-    model_kwargs: dict[str, Any], count: int,
-) -> Callable[[Tensor], Any]:  # fmt: skip
-    """The same for a batch of `count` sequences."""
-    mask = model_kwargs.get("attention_mask")
-    generators: list[SpecDecPPCandidateGenerator] = []
-    for row, own in enumerate([None] * count if mask is None else mask.split(1)):
-        processors = for_row(logits_processor, row, count)
-        products = generators[0].products if generators else None
-        generators.append(assistant.start_generation(target, config, processors, own, count, products))
-    decoding = BatchDecoding(target, generators, stopping_criteria, config, model_kwargs)
-
-    def run(input_ids: Tensor) -> Any:
-        try:
-            return decoding.run(input_ids)
-        finally:
-            assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
-            if assistant.speculation.graphs == "auto":
-                assistant.stats.uncaptured = "passes over several sequences are not captured"
-
-    return run
 
 
 def _leave_out(default: Assistant, target: CausalLM, reason: str) -> None:

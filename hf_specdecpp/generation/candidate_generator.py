@@ -16,7 +16,7 @@ from transformers.utils import logging
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.chain import Chain, Drafting, at_once, drafted_alone, drafting, point_mass, stepper
+from hf_specdecpp.drafting.chain import Drafting, at_once, drafted_alone, drafting, point_mass, stepper
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
@@ -37,7 +37,6 @@ from hf_specdecpp.throughput.round_times import RoundTimes
 from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.checks import check_tree
-from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
 
 logger = logging.get_logger("hf_specdecpp")
@@ -140,7 +139,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0
         self._num_accepted = 0
-        self._chain = Chain([], [])
+        self._tree = DraftTree.chain()
 
     @property
     def products(self) -> FasterProducts:
@@ -190,112 +189,103 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             if passes_of(self._target, self.setup.speculation).chosen.get(1) == "own":
                 self._products = FasterProducts()  # hardly a pass of the text would take others
 
-    def begin_rest(self) -> None:
-        """Take note that a round without a draft begins."""
-        if self.times is not None:
-            self.times.begin()
-
-    def end_rest(self, length: int) -> None:
-        """Take note of a round without a draft. One that needs no states may begin now, at this length of the text."""
-        self.stats.record_round(0, 0)
-        if self.plan is not None:
-            self.plan.credit.rest()
-            self.rests = self.setup.drafter.reads is not None or self.plan.rests(length)
-
     @torch.inference_mode()
-    def draft(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> Chain:
-        """Draft the next round.
+    def propose(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> DraftTree:
+        """Draft the next round: a token tree, or a chain, which has one branch.
 
         Args:
             input_ids: `[1, length]`, everything emitted so far, the prompt included.
-            max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`.
+            max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`. Where a
+                tree may have more nodes there is none: cutting it would depend on what was drawn.
             states: `[1, n, size]`, if the draft reads them: the target's at the n tokens that it has read since the
                 last round, candidates that were not accepted left out.
-
-        Raises:
-            ValueError: this generation drafts trees, which transformers' own loop cannot verify.
         """
-        start = time.perf_counter()
+        if self.rests:
+            if self.times is not None:
+                self.times.begin()
+            return self.note(DraftTree.chain())
         self._time_round(input_ids)
+        if self.trees is not None:
+            return self.note(self._draft_tree(self.trees, input_ids, max_tokens, states))
         row = self.drafting(input_ids, max_tokens, states)
         read = self.session.unread - 1
         if self.lookup is not None and ((count := self.lookup.count()) or self.lookup.waits):
-            chain, passes = self.lookup.take(count), 0
             self._time_draft(None)
-        else:
-            chain, passes = drafted_alone(row), self.session.passes
-            self._time_draft(Drafted(passes, read, max(len(chain.tokens) - passes, 0)))
-            chain = self._extended(chain)
-        self.note(chain, time.perf_counter() - start)
-        return chain
+            return self.note(self.lookup.take(count))
+        chain = drafted_alone(row)
+        chain.passes = self.session.passes
+        self._time_draft(Drafted(chain.passes, read, max(len(chain) - chain.passes, 0)))
+        return self.note(self._extended(chain))
 
-    def _extended(self, chain: Chain) -> Chain:
+    def _extended(self, chain: DraftTree) -> DraftTree:
         """With candidates after it that were looked up, where that pays."""
         if self.lookup is None or not isinstance(self.rule, Throughput) or self.rule.trial is not None:
             return chain
-        if self.eos_token_ids.intersection(chain.tokens):
+        if self.eos_token_ids.intersection(chain.candidates):
             return chain
         return self.lookup.extend(chain, self.rule.survival)
 
     def drafting(self, input_ids: Tensor, max_tokens: int | None, states: Tensor | None) -> Drafting:
-        """The same as a coroutine, so that the rows of a batch draft together: then `note` the chain."""
-        if self.trees is not None:
-            raise ValueError("This generator drafts trees, which only an attached target verifies. Set tree=None.")
+        """A chain as a coroutine, so that the rows of a batch draft together: then `note` it."""
         self._begin_round(input_ids, states, max_tokens)
         room = self._room(input_ids.shape[1])
         limit = room if max_tokens is None else min(room, max_tokens)
         if self.rule is None or not self.setup.drafter.places:
-            return at_once(Chain([], []))
+            return at_once(DraftTree.chain())
         step = stepper(self.session, self.draft_processing, input_ids, greedy=self.randomness is None)
         return drafting(step, self.rule, self.randomness, limit, self.eos_token_ids, self.session.unread)
 
-    def note(self, chain: Chain, seconds: float) -> None:
-        """Take note of what was drafted, and of how long it took."""
-        self._chain, self._num_accepted = chain, 0
-        self.stats.draft_passes += self.session.passes
-        if chain.tokens:
-            self.stats.draft_seconds += seconds
-
-    @torch.inference_mode()
-    def draft_tree(self, input_ids: Tensor, states: Tensor | None = None, max_tokens: int | None = None) -> DraftTree:
-        """Draft the next round as a tree; the arguments are those of `draft`.
-
-        Where a tree may have more than `max_tokens` nodes there is none: cutting it would depend on what was drawn.
-        """
-        if self.trees is None:
-            raise ValueError("This generator drafts chains: it was made without a target, or with tree=None.")
-        start = time.perf_counter()
-        self._time_round(input_ids)
+    def _draft_tree(
+        self, trees: TreeDrafting, input_ids: Tensor, max_tokens: int | None, states: Tensor | None
+    ) -> DraftTree:
         self._begin_round(input_ids, states, max_tokens)
         read = self.session.unread - 1
-        has_room = max_tokens is None or max_tokens >= self.trees.most_nodes
+        has_room = max_tokens is None or max_tokens >= trees.most_nodes
         count = 0 if self.lookup is None else self.lookup.count()
         waits = self.lookup is not None and self.lookup.waits
         depth = 0 if count or waits or self.waits or not has_room else self._room(input_ids.shape[1])
-        tree = self.trees.draft(input_ids, depth)
+        tree = trees.draft(input_ids, depth)
         self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes) if tree.passes else None)
         if self.lookup is not None:
             self.lookup.branch(tree, count)
-        self.stats.draft_seconds += time.perf_counter() - start
         return tree
 
-    def update_tree(self, tree: DraftTree, path: list[int]) -> None:
-        """Learn which nodes of the last tree were accepted."""
-        if self.trees is not None:
-            self.trees.session.keep(path)
-            self.trees.learn(tree, path)
+    def note(self, tree: DraftTree) -> DraftTree:
+        """Take note of what was drafted, which is returned."""
+        self._tree, self._num_accepted = tree, 0
+        self.stats.draft_passes += tree.passes
+        return tree
+
+    def saw(self, tree: DraftTree, path: list[int], length: int) -> None:
+        """Learn which nodes of the last round were accepted.
+
+        Args:
+            length: of the text before the round.
+        """
+        if self.rests:
+            self._end_rest(length)
+            return
+        drawn, accepted = tree.num_drawn, len(tree.drawn(path))
         self._num_accepted = len(path)
+        self.stats.record(tree, path)
         if self.lookup is not None:
-            drawn = len(tree) - len(tree.looked_up)
-            accepted = len(tree.drawn(path))
-            drafting = 0.0
+            drafting = None if self.trees is None else 0.0
             if isinstance(self.plan, TreeThroughput) and tree.passes:
                 drafting = self.plan.costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self.plan.costs.overhead
             self.lookup.learn(min(drawn, tree.levels), accepted, len(tree), len(path) + 1, drafting)
-        self.stats.record_tree(tree, path)
-        tree.scores.clear()  # they are large
-        if len(tree):  # a rule may leave the last rounds of an answer to the target
-            self.stats.last_tree = DrawnTree(tree, path)
+        if self.trees is not None:
+            self.trees.session.keep(path)
+            self.trees.learn(tree, path)
+        elif self.rule is not None:
+            self.rule.update(drawn, accepted)
+        tree.forget()
+
+    def _end_rest(self, length: int) -> None:
+        """Take note of a round without a draft. One that needs no states may begin now, at this length of the text."""
+        self.stats.record(DraftTree.chain(), [])
+        if self.plan is not None:
+            self.plan.credit.rest()
+            self.rests = self.setup.drafter.reads is not None or self.plan.rests(length)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form.
@@ -307,28 +297,23 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the candidates were drawn from (`None`
             when k is 0).
         """
-        chain = self.draft(input_ids)
-        if not chain.tokens:
+        if self.trees is not None:
+            raise ValueError("This generator drafts trees, which only an attached target verifies. Set tree=None.")
+        chain = self.propose(input_ids)
+        if not len(chain):
             return input_ids, None
-        candidates = input_ids.new_tensor([chain.tokens])
+        candidates = input_ids.new_tensor([chain.candidates])
         return torch.cat((input_ids, candidates), dim=1), torch.stack(self.scores_of(chain, input_ids.device))[None]
 
-    def scores_of(self, chain: Chain, device: torch.device) -> list[Tensor]:
+    def scores_of(self, chain: DraftTree, device: torch.device) -> list[Tensor]:
         """For each candidate the `[vocab]` logits whose softmax it was drawn from: all on one token where it was looked
         up."""
-        looked_up = chain.tokens[chain.num_drawn :]
-        return [*chain.scores, *(point_mass(token, self.vocab_size, device) for token in looked_up)]
+        looked_up = chain.candidates[chain.num_drawn :]
+        return [*chain.drawn_from, *(point_mass(token, self.vocab_size, device) for token in looked_up)]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
-        """Learn that `num_matches` candidates of the last round were accepted."""
-        chain, self._num_accepted = self._chain, int(num_matches)
-        drawn, accepted_of_drawn = chain.num_drawn, min(self._num_accepted, chain.num_drawn)
-        self.stats.record_round(len(chain.tokens), self._num_accepted)
-        self.stats.record_lookup(chain.looked_up, self._num_accepted - accepted_of_drawn, not drawn)
-        if self.lookup is not None:
-            self.lookup.learn(drawn, accepted_of_drawn, len(chain.tokens), self._num_accepted + 1)
-        if self.rule is not None:
-            self.rule.update(drawn, accepted_of_drawn)
+        """Learn that `num_matches` candidates of the last chain were accepted."""
+        self.saw(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def read_prompt(self, input_ids: Tensor, states: Tensor | None) -> tuple[Any, Tensor, Tensor | None]:
         """The session, all that it has to read of a text `[1, length]`, and the target's states there, at once."""

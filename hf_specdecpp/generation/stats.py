@@ -107,6 +107,16 @@ class SpeculationStats:
         total.rows = rows
         return total
 
+    def record(self, tree: DraftTree, path: list[int]) -> None:
+        """Count one verified round; `path`: the accepted nodes."""
+        if tree.is_chain:
+            self.record_round(len(tree), len(path))
+            self.record_lookup(len(tree.looked_up), max(len(path) - tree.num_drawn, 0), not tree.num_drawn)
+            return
+        self.record_tree(tree, path)
+        if len(tree):  # a rule may leave the last rounds of an answer to the target
+            self.last_tree = DrawnTree(tree, path)
+
     def record_round(self, num_drafted: int, num_accepted: int) -> None:
         """Count one verified round."""
         self.rounds += 1
@@ -133,7 +143,6 @@ class SpeculationStats:
         self.idle_rounds += len(tree) == 0
         self.drafted += len(tree)
         self.accepted += len(path)
-        self.draft_passes += tree.passes
         self.drafted_at = _add(self.drafted_at, widths)
         self.accepted_at = _add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
         self.tree_depths = _add(self.tree_depths, _one_at(len(widths)))

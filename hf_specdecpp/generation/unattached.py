@@ -25,12 +25,12 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from hf_specdecpp.caches.masks import check_windows
-from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, eos_ids
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
+from hf_specdecpp.trees.tree import DraftTree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -142,17 +142,17 @@ def draft_round(
     generator.draft_processing = Processing(processors)
     before = _states(processors)
     with generator.products:
-        chain = generator.draft(input_ids, max_new_tokens)
+        chain = generator.propose(input_ids, max_new_tokens)
     if changed := [name for (name, old), (_, new) in zip(before, _states(processors), strict=True) if old != new]:
         raise ValueError(
             f"{', '.join(changed)}: keeps count of its calls, and transformers' assisted generation calls logits "
             "processors for candidates, too, which would change the output. " + ATTACH
         )
-    state = DraftState(generator, input_ids.shape[1], len(chain.tokens))
-    if not chain.tokens:  # transformers needs a candidate all the same
-        chain = Chain([], []).followed_by([int(input_ids[0, -1])])
+    state = DraftState(generator, input_ids.shape[1], len(chain))
+    if not len(chain):  # transformers needs a candidate all the same
+        chain = DraftTree.chain([int(input_ids[0, -1])])
     return DraftOutput(
-        sequences=torch.cat((input_ids, input_ids.new_tensor([chain.tokens])), dim=1),
+        sequences=torch.cat((input_ids, input_ids.new_tensor([chain.candidates])), dim=1),
         scores=tuple(scores[None] for scores in generator.scores_of(chain, input_ids.device)),
         cache=state,
     )

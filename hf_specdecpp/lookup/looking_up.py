@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 
 from hf_specdecpp.config.costs import Costs, Floats
-from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.lookup.choice import LEAST_SURVIVAL, USUAL_ACCEPTANCE, Choice, by_estimate
 from hf_specdecpp.lookup.rates import LookupRates, TextRates
 from hf_specdecpp.lookup.text import Continuation, TextLookup
@@ -101,9 +100,9 @@ class LookingUp:
         reading, saving = self.catching_up * unread, float(self.verify[0]) - 1.0 / self.choice.rate
         return saving > 0.0 and reading > min(self._missed, room * saving)  # else the draft's own rule decides
 
-    def take(self, count: int) -> Chain:
+    def take(self, count: int) -> DraftTree:
         """The first `count` of what was found, as the candidates of the round."""
-        return Chain([], []).followed_by(self.found.tokens[:count])
+        return DraftTree.chain(self.found.tokens[:count])
 
     def count(self) -> int:
         """How many candidates the round looks up and drafts none; 0 leaves it to the draft."""
@@ -113,12 +112,12 @@ class LookingUp:
         """The same by estimates only."""
         return by_estimate(self.estimates, self._accepted / self._tested if self.has_draft else 0.0)
 
-    def extend(self, chain: Chain, survival: float) -> Chain:
+    def extend(self, chain: DraftTree, survival: float) -> DraftTree:
         """What was drafted, which all stands with chance `survival`, and what is worth looking up after it."""
-        drawn, room = len(chain.tokens), self._room - len(chain.tokens)
+        drawn, room = len(chain), self._room - len(chain)
         if self.choice is None or not drawn or room < 1:
             return chain
-        found = self.text.ahead(room, chain.tokens)
+        found = self.text.ahead(room, chain.candidates)
         if not found.tokens:
             return chain
         seconds = self.verify[drawn : drawn + len(found) + 1]

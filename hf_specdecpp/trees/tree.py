@@ -1,4 +1,4 @@
-"""A token tree: what a round submits when candidates branch. Flat arrays, no model inside."""
+"""What a round submits: a token tree, or a chain, which is a tree of one branch. Flat arrays, no model inside."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from torch import Tensor
 class DraftTree:
     """Nodes in the order in which they were drawn. Node 0 is the root: the last emitted token, not a candidate.
 
+    Example: the text ends with 6, and the chain 7 8 was drafted after it. `tokens` are [6, 7, 8], `parents` [-1, 0, 1]
+    and `children` [[1], [2], []]; `scores[0]` is what 7 was drawn from, `scores[1]` what 8 was.
+
+    Args:
+        root: the last emitted token. Nobody asks a chain for it.
+
     Attributes:
         tokens, parents, depths: of each node; the root has parent -1 and depth 0.
         ranks: how many siblings were drawn before each node.
@@ -21,31 +27,75 @@ class DraftTree:
         looked_up: further nodes, by parent and token (`follow`). They were not drawn, and are no `children`.
         scores: for each node that the draft was asked about, `[vocab]` logits: its first child was drawn from their
             softmax q, each further one from q without the earlier ones, renormalised.
+        distributions: q of such nodes, where drawing has computed it.
+        is_chain: whether it was drafted as a chain.
         passes: draft passes that it took.
         levels: how often the draft was asked.
     """
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int = -1) -> None:
         self.tokens, self.parents, self.depths, self.ranks = [root], [-1], [0], [0]
         self.values, self.estimates = [1.0], [1.0]
         self.children: list[list[int]] = [[]]
         self.looked_up: dict[tuple[int, int], int] = {}
         self.scores: dict[int, Tensor] = {}
+        self.distributions: dict[int, Tensor] = {}
+        self.is_chain = False
         self.passes = self.levels = 0
+        self._ids: Tensor | None = None  # the candidates of a chain, where they were drawn
 
     @classmethod
-    def chain(cls, root: int, tokens: Sequence[int], scores: Sequence[Tensor]) -> DraftTree:
-        """A chain as a tree of one branch; `scores[i]`, `[vocab]`, are what `tokens[i]` was drawn from. Further tokens
-        were looked up."""
-        tree = cls(root)
-        for place, token in enumerate(tokens):
-            if place < len(scores):
-                tree.add(place, token)
-                tree.scores[place] = scores[place]
-            else:
-                tree.follow(place, token)
-        tree.passes = tree.levels = len(scores)
-        return tree
+    def chain(
+        cls, tokens: Sequence[int] = (), scores: Sequence[Tensor] = (), q: Sequence[Tensor] = (),
+        ids: Tensor | None = None, root: int = -1,
+    ) -> DraftTree:  # fmt: skip
+        """A chain as a tree of one branch.
+
+        Args:
+            tokens: k candidates.
+            scores: for each candidate that was drawn, `[vocab]` float32 logits whose softmax q it was drawn from.
+                Further tokens were looked up.
+            q: these distributions, where drawing has computed them.
+            ids: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
+        """
+        tree, count = cls(root), len(scores)
+        if count:
+            tree.tokens += tokens[:count]
+            tree.parents, tree.depths = list(range(-1, count)), list(range(count + 1))
+            tree.ranks, tree.values, tree.estimates = [0] * (count + 1), [1.0] * (count + 1), [1.0] * (count + 1)
+            tree.children = [[node + 1] for node in range(count)] + [[]]
+            tree.scores, tree.distributions = dict(enumerate(scores)), dict(enumerate(q))
+        tree.is_chain, tree._ids, tree.passes, tree.levels = True, ids, count, count
+        return tree.followed_by(tokens[count:])
+
+    def followed_by(self, tokens: Sequence[int]) -> DraftTree:
+        """The chain itself, with candidates at its end that were looked up."""
+        if tokens:
+            self._ids = None
+        for token in tokens:
+            self.follow(len(self), token)
+        return self
+
+    @property
+    def candidates(self) -> list[int]:
+        """Tokens of all nodes but the root."""
+        return self.tokens[1:]
+
+    @property
+    def drawn_from(self) -> list[Tensor]:
+        """Of a chain: for each candidate that was drawn the `[vocab]` logits whose softmax it was drawn from."""
+        return list(self.scores.values())
+
+    @property
+    def num_drawn(self) -> int:
+        """Candidates that were drawn."""
+        return len(self) - len(self.looked_up)
+
+    def ids(self, device: torch.device) -> Tensor:
+        """The candidates `[k]` on a device."""
+        if self._ids is not None:
+            return self._ids.to(device)
+        return torch.tensor(self.candidates, dtype=torch.long).to(device)
 
     def __len__(self) -> int:
         """Number of candidates: all nodes but the root."""
@@ -83,7 +133,8 @@ class DraftTree:
 
     def q(self, node: int) -> Tensor:
         """`[vocab]`, what the node's first child was drawn from."""
-        return self.scores[node].softmax(dim=-1)
+        found = self.distributions.get(node)
+        return self.scores[node].softmax(dim=-1) if found is None else found
 
     def path(self, node: int) -> list[int]:
         """Tokens from below the root down to `node`."""
@@ -107,6 +158,12 @@ class DraftTree:
             order.append(node)
             stack += reversed(below[node])
         return order
+
+    def forget(self) -> None:
+        """Let go of what candidates were drawn from, which is large."""
+        self.scores.clear()
+        self.distributions.clear()
+        self._ids = None
 
     @property
     def depth(self) -> int:

@@ -54,9 +54,18 @@ class TreePass:
 
     def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:
         self.tree = tree
-        self.order = tree.depth_first() if order is None else list(order)
-        self.rows = {node: row for row, node in enumerate(self.order)}
+        self.order: Sequence[int]
+        self.rows: Sequence[int] | dict[int, int]
+        if tree.is_chain:
+            self.order = self.rows = range(len(tree) + 1)
+        else:
+            self.order = tree.depth_first() if order is None else list(order)
+            self.rows = {node: row for row, node in enumerate(self.order)}
         self._lists: list[Tensor] | None = None  # of `_family_lists`, on a device
+
+    def rows_of(self, path: Sequence[int]) -> list[int]:
+        """The rows of the root and of an accepted path."""
+        return [self.rows[node] for node in (0, *path)]
 
     def upload(self, device: torch.device, families: bool = False, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """What the pass needs, with one copy to the device; the shape of the `families`, too, if they are asked for.

@@ -130,6 +130,7 @@ def _reject(node: Open, token: int) -> None:
     if total > 0.0:
         node.mass.div_(total)
         node.owed = left / total
+    node.q = node.q.clone()  # the tree's own stays as it was drawn from
     node.q[token] = 0.0
     node.q.div_(node.q.sum())
     node.tested += 1

@@ -16,7 +16,7 @@ from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession
 from hf_specdecpp.drafting.captured_trees import LEAST_NODES, LEAST_WIDTH, CapturedTreeSession
-from hf_specdecpp.generation.attached import decoding_of
+from hf_specdecpp.generation.calls import decoding_of
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured.text import CapturedText
@@ -25,6 +25,7 @@ from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.ranks import is_spread
 from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.trees.tree import DraftTree
@@ -48,71 +49,73 @@ class Rehearsal:
 class RehearsedDecoding(AssistedDecoding):
     """A text that moves from room to room, and makes in each all passes that may be made there."""
 
-    def _rounds(self, input_ids: Tensor, finished: bool) -> Tensor:  # noqa: ARG002 - nothing ends it
-        session, text = self.generator.session, self.prefix
-        if not isinstance(text, CapturedText) and not isinstance(session, CapturedSession):
-            raise ValueError(
-                f"Nothing can be captured here, so there is nothing to warm up. Of {type(self.target).__name__}: "
-                f"{self.stats.uncaptured or 'SpeculationConfig.graphs is off'}; nor can the draft's steps."
-            )
-        with self.generator.products:
-            whole = rounds_of(self)
-            if isinstance(whole, RoundsOfText):
-                whole.begin(input_ids)
-            else:
-                self._plan(input_ids)
-            self.generator.times = None  # these rounds are unlike others
-            further = 2 * width_of(self.generator.setup.speculation.most_tokens + 1) + SEVERAL
-            room = LEAST_ROOM
-            while room <= room_for(self.config.max_length + further):
-                if isinstance(whole, RoundsOfText):
-                    self._make_rounds(whole, room, input_ids)
-                else:
-                    input_ids = self._make_passes(room, input_ids)
-                room *= 2
-        return input_ids
+    target: OneTarget
 
-    def _make_rounds(self, whole: RoundsOfText, room: int, input_ids: Tensor) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.text = self.texts[0]
+        self.text.max_lengths, self.text.eos, self.text.all_simple = [], set(), True  # nothing ends it
+        self.generator, self.speculation = self.text.generator, self.text.generator.setup.speculation
+
+    def _make_rounds(self) -> None:
+        session, target = self.generator.session, self.target
+        if not isinstance(target.prefix, CapturedText) and not isinstance(session, CapturedSession):
+            raise ValueError(
+                f"Nothing can be captured here, so there is nothing to warm up. Of {type(target.model).__name__}: "
+                f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}; nor can the draft's steps."
+            )
+        whole = rounds_of(target)
+        if isinstance(whole, RoundsOfText):
+            whole.begin(self.text.ids)
+        else:
+            target.plan()
+        self.generator.times = None  # these rounds are unlike others
+        further = 2 * width_of(self.speculation.most_tokens + 1) + SEVERAL
+        room = LEAST_ROOM
+        while room <= room_for(target.config.max_length + further):
+            if isinstance(whole, RoundsOfText):
+                self._make_whole_rounds(whole, room)
+            else:
+                self._make_passes(room)
+            room *= 2
+
+    def _make_whole_rounds(self, whole: RoundsOfText, room: int) -> None:
         """Rounds of each number of candidates that are captured whole, and what the draft reads after one of none."""
-        rounds, states = whole.rounds, self.states.found
+        rounds, states, ids = whole.rounds, self.target.states.found, self.text.ids
         rounds.passes.with_room(room)
         rounds.chain.with_room(room)
         for count in (1, 4):
             own = None if states is None else states[:, -1:].expand(-1, count, -1)
-            rounds.chain.append(input_ids[:, -1:].expand(-1, count), own)
+            rounds.chain.append(ids[:, -1:].expand(-1, count), own)
         for k in {0, rounds.chain.most, *(whole.tiers.tiers if whole.tiers is not None else [])}:
             rounds.time(k, whole.rules)
 
-    def _make_passes(self, room: int, input_ids: Tensor) -> Tensor:
-        """Passes of the target and of the draft, and some rounds: the text after them."""
-        if isinstance(self.prefix, CapturedText):
-            self._read_target(self.prefix, room, input_ids)
+    def _make_passes(self, room: int) -> None:
+        """Passes of the target and of the draft, and some rounds."""
+        if isinstance(self.target.prefix, CapturedText):
+            self._read_target(self.target.prefix, room)
         if isinstance(self.generator.session, CapturedSession):
-            self._read_draft(self.generator.session, room, input_ids)
+            self._read_draft(self.generator.session, room)
         for _ in range(ROUNDS):
-            input_ids, _ = self._round(input_ids)
-        return input_ids
+            self.round()
 
-    def _first_stop(self, input_ids: Tensor, before: int, emitted: list[int], *_: Any) -> tuple[int, bool]:  # noqa: ARG002
-        return len(emitted), False
-
-    def _read_target(self, text: CapturedText, room: int, input_ids: Tensor) -> None:
+    def _read_target(self, text: CapturedText, room: int) -> None:
         """A pass of each width; of trees a path of each, too."""
         text.passes.with_room(room)
-        own, most = self.own_passes(input_ids), self.generator.setup.speculation.most_tokens
+        own, most = self.target.own_passes(), self.speculation.most_tokens
         own = replace(own, room=min(own.room, room - text.passes.held - 1))
         own.settle(most)
         for count in own.counts(most) if self.generator.trees is not None else []:
-            text.passes.keep(0, torch.arange(count + 1, device=self.device))
+            text.passes.keep(0, torch.arange(count + 1, device=self.target.device))
 
     @torch.inference_mode()
-    def _read_draft(self, session: CapturedSession, room: int, input_ids: Tensor) -> None:
+    def _read_draft(self, session: CapturedSession, room: int) -> None:
         """Steps over one token and over several; of trees levels of each width."""
         session.with_room(room)
-        tokens, states = input_ids[:, -2:], self.states.found
+        tokens, states = self.text.ids[:, -2:], self.target.states.found
         token = int(tokens[0, -1])
         is_tree = isinstance(session, CapturedTreeSession)
-        for sizes in [[], *(levels(self.generator.setup.speculation.most_tokens) if is_tree else [])]:
+        for sizes in [[], *(levels(self.speculation.most_tokens) if is_tree else [])]:
             for count in (2, 1, 2):
                 own = None if states is None else states[:, -1:].expand(-1, count, -1)
                 session.begin_round(tokens[:, -count:], 0, own)

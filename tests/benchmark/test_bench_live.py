@@ -42,7 +42,7 @@ from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, ver
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.texts.encoding import padded
@@ -254,7 +254,7 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def accepts_all(candidates: list[int], scores: torch.Tensor) -> tuple[int, int]:
         return len(candidates), int(scores[-1].argmax())
 
-    monkeypatch.setattr(decoding, "verify_greedy", accepts_all)
+    monkeypatch.setattr(verification, "verify_greedy", accepts_all)
     live = benchmark(tmp_path)
     contestants = choose(all_contestants(False), ["fixed 3", "prompt lookup"])
     live.run(QUESTIONS, contestants, [0.0])
@@ -573,7 +573,7 @@ def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        decoding, "verify_greedy", lambda candidates, scores: (len(candidates), int(scores[-1].argmax()))
+        verification, "verify_greedy", lambda candidates, scores: (len(candidates), int(scores[-1].argmax()))
     )
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")
     result = run_command(target, tmp_path, *options)

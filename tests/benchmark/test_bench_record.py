@@ -16,10 +16,11 @@ from hf_specdecpp.benchmark.replay import record
 from hf_specdecpp.benchmark.replay.baselines import BASELINES
 from hf_specdecpp.benchmark.replay.chains import ChainReplay
 from hf_specdecpp.benchmark.replay.record import Candidates, Record, Text
-from hf_specdecpp.drafting.chain import Chain, draft_chain
+from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.sampling.randomness import Randomness
+from hf_specdecpp.trees.tree import DraftTree
 
 LENGTH, MOST = 4, 2  # tokens of a text, candidates of a round
 BOUNDS = {"confidence": 0.3, "svip": 0.35, "adaedl": 0.6}  # with which rounds of several lengths occur
@@ -47,7 +48,7 @@ class Generation(ToyRound):
             rounds += [self.drafted, self.accepted]
         return (*text, -1, *rounds)
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         room = LENGTH - len(prefix) - 1
         return draft_chain(self.stepper(prefix), rule, randomness, max_tokens=room, eos_token_ids=self.models.eos)
 

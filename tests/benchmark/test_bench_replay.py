@@ -21,7 +21,7 @@ from hf_specdecpp.benchmark.replay.sweep import PAPER, sweep
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.head import Calibration
-from hf_specdecpp.generation import candidate_generator, decoding
+from hf_specdecpp.generation import candidate_generator, verification
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.texts.sampling import Sampling
@@ -92,7 +92,7 @@ def live_rounds(
                 return verify_sampled(*args)
 
             patch.setattr(candidate_generator, "TorchRandomness", lambda: following)
-            patch.setattr(decoding, "verify_sampled", verify)
+            patch.setattr(verification, "verify_sampled", verify)
         ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, **sampling)[
             0
         ].tolist()

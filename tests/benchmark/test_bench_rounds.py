@@ -134,7 +134,7 @@ def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
 
 
 def test_the_chances_of_judged_candidates() -> None:
-    chain = DraftTree.chain(0, [1, 0, 1], [torch.log(torch.tensor([0.8, 0.2])) for _ in range(3)])
+    chain = DraftTree.chain([1, 0, 1], [torch.log(torch.tensor([0.8, 0.2])) for _ in range(3)])
     p = {0: torch.tensor([0.6, 0.4]), 1: torch.tensor([0.4, 0.6]), 2: torch.tensor([0.2, 0.8])}  # ratios 2, 0.5, 4
     assert judged_chances(chain, p, 3, "token") == pytest.approx([1.0, 0.5, 1.0])
     assert judged_chances(chain, p, 3, "block") == pytest.approx([1.0, 0.5, 1.0])

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.chat.terminal import Chat, without_controls
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 
@@ -83,7 +83,7 @@ def test_a_conversation(kind: str, tree: tuple[str, ...], target: str, assistant
 
 
 def test_a_wrong_verification_would_be_seen(target: str, assistant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     assert answers_of(chat(target, "w1 w2 w3", options=("--assistant", assistant))) != plain(target, "w1 w2 w3")
 
 

@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
 from hf_specdecpp.trees.tree import DraftTree
@@ -53,22 +53,15 @@ def reading(request: pytest.FixtureRequest) -> Making:
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     """What each round drafted after which text."""
     seen: list[Drafted] = []
-    draft, draft_tree = SpecDecPPCandidateGenerator.draft, SpecDecPPCandidateGenerator.draft_tree
+    propose = SpecDecPPCandidateGenerator.propose
 
-    def watched(self: SpecDecPPCandidateGenerator, input_ids: Tensor, **kwargs: Any) -> Any:
-        chain = draft(self, input_ids, **kwargs)
-        paths = [chain.tokens[:i] for i in range(len(chain.tokens))]
-        seen.append((input_ids[0].tolist(), paths, list(chain.scores)))
-        return chain
-
-    def watched_tree(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any) -> DraftTree:
-        tree = draft_tree(self, input_ids, *args)
+    def watched(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any) -> DraftTree:
+        tree = propose(self, input_ids, *args)
         nodes = sorted(tree.scores)
         seen.append((input_ids[0].tolist(), [tree.path(node) for node in nodes], [tree.scores[n] for n in nodes]))
         return tree
 
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", watched)
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft_tree", watched_tree)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", watched)
     return seen
 
 
@@ -197,7 +190,7 @@ def test_wrong_states_are_noticed(
     target = quiet_later_layers(tiny("llama"))
     assistant = reading(target)
     right = TargetStates.take
-    monkeypatch.setattr(AssistedDecoding, "compare_passes", lambda *_: None)
+    monkeypatch.setattr(OneTarget, "compare_passes", lambda *_: None)
     monkeypatch.setattr(TargetStates, "take", mutate(right))
     target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
     monkeypatch.setattr(TargetStates, "take", right)

@@ -128,7 +128,7 @@ def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str
 
         def ours(randomness: Replay, models: Models = models, config: Any = config, head: Any = head) -> Tokens:
             chain = draft_chain(Steps(models), make_rule(config, head), randomness, 10, models.eos)
-            return tuple(chain.tokens)
+            return tuple(chain.candidates)
 
         def theirs(randomness: Replay, models: Models = models, head: Any = head) -> Tokens:
             return authors_round(models, head, randomness, h, bounds)
@@ -154,14 +154,14 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
     chain = draft_chain(steps, make_rule(SpeculationConfig(threshold=0.7), After()), Replay([]), max_tokens=20)
     needed = math.floor(math.log(0.3) / math.log(probability)) + 1  # verdicts until 1 - probability^n > 0.7
     assert judged == list(range(needed))
-    assert len(chain.tokens) == needed + 1 == steps.calls
+    assert len(chain.candidates) == needed + 1 == steps.calls
 
 
 def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
     """A token head can stop after the first candidate: one draft forward less than the paper's."""
     steps = Steps(Models("plain", VOCAB, 0))
     rule = rule_for(rule="threshold", threshold=0.0)
-    assert len(draft_chain(steps, rule, Replay([]), max_tokens=20).tokens) == 1
+    assert len(draft_chain(steps, rule, Replay([]), max_tokens=20)) == 1
     assert steps.calls == 1
 
 
@@ -169,20 +169,20 @@ def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None
 def test_room_and_the_rules_own_limit_bound_a_round(room: int, length: int) -> None:
     steps = Steps(Models("plain", VOCAB, 0))
     chain = draft_chain(steps, rule_for(rule="fixed", num_tokens=5), Replay([]), max_tokens=room)
-    assert len(chain.tokens) == len(chain.scores) == steps.calls == length
+    assert len(chain.candidates) == len(chain.drawn_from) == steps.calls == length
 
 
 def test_end_of_sequence_ends_a_round_below_the_minimum() -> None:
     chain = draft_chain(
         Steps(Models("plain", VOCAB, 0)), rule_for(min_tokens=4), Replay([1, EOS]), max_tokens=9, eos_token_ids={EOS}
     )
-    assert chain.tokens == [1, EOS]
+    assert chain.candidates == [1, EOS]
 
 
 def test_greedy_rounds_take_the_likeliest_token() -> None:
     models = Models("plain", VOCAB, 0)
     chain = draft_chain(Steps(models), rule_for(rule="fixed", num_tokens=4), None, max_tokens=9)
-    for place, token in enumerate(chain.tokens):
-        scores = models.at(tuple(chain.tokens[:place]))[1]
+    for place, token in enumerate(chain.candidates):
+        scores = models.at(tuple(chain.candidates[:place]))[1]
         assert token == int(scores.argmax())
-        assert torch.equal(chain.scores[place], scores)
+        assert torch.equal(chain.drawn_from[place], scores)

@@ -13,11 +13,12 @@ from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneU
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import RULES as RULE_NAMES
-from hf_specdecpp.drafting.chain import Chain, draft_chain
+from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.sampling import verification
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.sampling.verification import residual, verify_chain, verify_greedy
+from hf_specdecpp.trees.tree import DraftTree
 
 # All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
 TOLERANCE = 1e-12
@@ -106,16 +107,16 @@ def test_two_rounds_emit_exactly_p(verifier: str, rule: str, monkeypatch: pytest
 class Withdraws(ToyRound):
     """Takes the last candidate back because the draft is not confident of it."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         chain = super().draft(randomness, rule, prefix)
-        confidence = float(chain.scores[-1].softmax(dim=-1)[chain.tokens[-1]])
-        return Chain(chain.tokens[:-1], chain.scores[:-1]) if confidence < 0.3 else chain
+        confidence = float(chain.drawn_from[-1].softmax(dim=-1)[chain.candidates[-1]])
+        return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1]) if confidence < 0.3 else chain
 
 
 class ReportsAnotherTemperature(ToyRound):
     """Draws at temperature 0.9 and reports q at temperature 1."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         honest = self.stepper(prefix)
 
         def step(candidates: list[Tensor]):
@@ -125,13 +126,13 @@ class ReportsAnotherTemperature(ToyRound):
             return draft
 
         chain = draft_chain(step, rule, randomness, max_tokens=3)
-        return Chain(chain.tokens, [scores * 0.9 for scores in chain.scores])
+        return DraftTree.chain(chain.candidates, [scores * 0.9 for scores in chain.drawn_from])
 
 
 class DraftsGreedily(ToyRound):
     """Takes the likeliest token and reports the softmax as q."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         return draft_chain(self.stepper(prefix), rule, None, max_tokens=3)
 
 
@@ -207,10 +208,10 @@ def test_greedy_rounds_emit_the_likeliest_tokens() -> None:
         while len(text) < 12:
             step = ToyRound(models, "fixed").stepper(text)
             chain = draft_chain(step, FixedLength(3), None, max_tokens=3)
-            after = [(*text, *chain.tokens[:count]) for count in range(4)]
-            accepted, token = verify_greedy(chain.tokens, torch.stack([models.at(prefix)[0] for prefix in after]))
+            after = [(*text, *chain.candidates[:count]) for count in range(4)]
+            accepted, token = verify_greedy(chain.candidates, torch.stack([models.at(prefix)[0] for prefix in after]))
             outcomes.add(accepted)
-            text = (*text, *chain.tokens[:accepted], token)
+            text = (*text, *chain.candidates[:accepted], token)
         expected: Tokens = ()
         while len(expected) < len(text):
             expected = (*expected, int(models.p(expected).argmax()))

@@ -19,7 +19,7 @@ from support.toy_trees import ToyTree
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp.drafting.chain import Chain, draft_chain, stepper
+from hf_specdecpp.drafting.chain import draft_chain, stepper
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.drafts.dflash.checkpoint import meet, read_model
@@ -88,11 +88,11 @@ class BlockRound(ToyRound):
 
     models: Pair
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         step = stepper(self.models.session, self.models.processing, torch.tensor([TEXT]), greedy=False)
         chain = draft_chain(step, rule, randomness, max_tokens=3)
         assert self.models.session.passes == 1
-        return Chain(chain.tokens, [each.double() for each in chain.scores])
+        return DraftTree.chain(chain.candidates, [each.double() for each in chain.drawn_from])
 
 
 class BlockTree(ToyTree):
@@ -155,19 +155,19 @@ def test_places_and_paths_differ() -> None:
 class AnotherPlace(BlockRound):
     """The distribution of a place is told as that of the place after it."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         chain = super().draft(randomness, rule, prefix)
-        return Chain(chain.tokens, [*chain.scores[1:], chain.scores[0]])
+        return DraftTree.chain(chain.candidates, [*chain.drawn_from[1:], chain.drawn_from[0]])
 
 
 class NotProcessed(BlockRound):
     """The bare marginals are told."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         chain = super().draft(randomness, rule, prefix)
         session: Any = self.models.session
-        rows = [session.step([torch.tensor(0)] * place)[0].double() for place in range(len(chain.tokens))]
-        return Chain(chain.tokens, rows)
+        rows = [session.step([torch.tensor(0)] * place)[0].double() for place in range(len(chain.candidates))]
+        return DraftTree.chain(chain.candidates, rows)
 
 
 class OnePathForAll(BlockTree):

@@ -24,8 +24,8 @@ from support.whole_generations import (
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.trees.tree import DraftTree
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain, block": {"rule": "fixed", "num_tokens": 2},
@@ -75,9 +75,9 @@ def test_mutants_are_caught(
 def test_candidates_that_are_dropped_for_what_they_are(
     enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(chain: Chain) -> Chain:
-        if chain.tokens and chain.tokens[-1] != int(chain.scores[-1].argmax()):
-            return Chain(chain.tokens[:-1], chain.scores[:-1], q=chain.q[:-1])
+    def wrong(chain: DraftTree) -> DraftTree:
+        if len(chain) and chain.tokens[-1] != int(chain.drawn_from[-1].argmax()):
+            return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1])
         return chain
 
     change_chains(monkeypatch, wrong)

@@ -16,7 +16,7 @@ from support.toy_rounds import VERIFIERS, Models, ToyRound
 from support.toy_trees import ToyTree
 from torch import Tensor
 
-from hf_specdecpp.drafting.chain import Chain, draft_chain, stepper
+from hf_specdecpp.drafting.chain import draft_chain, stepper
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
@@ -57,7 +57,7 @@ class KindRound(ToyRound):
 
     kind = "block"
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         session = begun(self.models, self.kind, prefix)
         step = stepper(session, Processing([]), torch.tensor([[*ROOT, *prefix]]), greedy=False)
         chain = draft_chain(step, rule, randomness, max_tokens=3, eos_token_ids=self.models.eos)
@@ -135,18 +135,18 @@ class LessCertain(KindRound):
 
     kind = "lookup"
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         chain = super().draft(randomness, rule, prefix)
-        share = [torch.where(row.isinf(), -2.0, row) for row in chain.scores]
-        return Chain(chain.tokens, share)
+        share = [torch.where(row.isinf(), -2.0, row) for row in chain.drawn_from]
+        return DraftTree.chain(chain.candidates, share)
 
 
 class AnotherPlace(KindRound):
     """The distribution of a place is told as that of the place after it."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         chain = super().draft(randomness, rule, prefix)
-        return Chain(chain.tokens, [*chain.scores[1:], chain.scores[0]])
+        return DraftTree.chain(chain.candidates, [*chain.drawn_from[1:], chain.drawn_from[0]])
 
 
 class KeepsTheMass(KindRound):

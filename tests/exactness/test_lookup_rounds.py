@@ -15,7 +15,6 @@ from support.toy_rounds import Models, ToyRound
 from support.toy_trees import ToyTree
 from torch import Tensor
 
-from hf_specdecpp.drafting.chain import Chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
@@ -40,11 +39,11 @@ class LookupRound(ToyRound):
 
     draws = True
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
-        chain = super().draft(randomness, rule, prefix) if self.draws else Chain([], [])
-        if set(chain.tokens) & self.models.eos:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+        chain = super().draft(randomness, rule, prefix) if self.draws else DraftTree.chain()
+        if set(chain.candidates) & self.models.eos:
             return chain
-        return chain.followed_by(looked_up(self.models, (*prefix, *chain.tokens), FURTHER))
+        return chain.followed_by(looked_up(self.models, (*prefix, *chain.candidates), FURTHER))
 
     def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens) -> Any:
         verification: Any = self.verifier

@@ -27,6 +27,7 @@ from support.whole_generations import (
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.trees.tree import DraftTree
 
 CHAINS: dict[str, dict[str, Any]] = {
     "block": {"rule": "fixed", "num_tokens": 2},
@@ -79,20 +80,20 @@ def test_two_layers_go_on_by_themselves(enumerate_torch: Enumerate) -> None:
 
 
 def warmer(chain: Any) -> Any:
-    chain.q[:] = [hotter(row).softmax(-1) for row in chain.scores]
+    chain.distributions = {node: hotter(row).softmax(-1) for node, row in chain.scores.items()}
     return chain
 
 
 def of_the_next(chain: Any) -> Any:
-    chain.q[:] = [row.softmax(-1) for row in [*chain.scores[1:], *chain.scores[:1]]]
+    rows = chain.drawn_from
+    chain.distributions = {place: row.softmax(-1) for place, row in enumerate([*rows[1:], *rows[:1]])}
     return chain
 
 
 def unlikely(chain: Any) -> Any:
     """Dropped because of its own value: the less likely one of the two that may come."""
-    if len(chain.tokens) > 1 and float(chain.q[-1].flatten()[int(chain.tokens[-1])]) < 0.5:
-        del chain.tokens[-1], chain.q[-1], chain.scores[-1]
-        chain.drawn = None
+    if len(chain) > 1 and float(chain.q(len(chain) - 1)[chain.tokens[-1]]) < 0.5:
+        return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1])
     return chain
 
 

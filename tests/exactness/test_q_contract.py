@@ -27,7 +27,7 @@ from transformers import (
 from transformers.generation import utils as transformers_generation
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.sampling.randomness import TorchRandomness
 
@@ -74,8 +74,8 @@ class Ear:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
         self.drawn: list[Tensor] = []
-        categorical, draft = TorchRandomness.categorical, SpecDecPPCandidateGenerator.draft
-        verify_ours, verify_theirs = decoding.verify_sampled, transformers_generation._speculative_sampling
+        categorical, draft = TorchRandomness.categorical, SpecDecPPCandidateGenerator.propose
+        verify_ours, verify_theirs = verification.verify_sampled, transformers_generation._speculative_sampling
 
         def hear_draw(randomness: TorchRandomness, probs: Tensor) -> Tensor:
             self.drawn.append(probs.clone())
@@ -95,8 +95,8 @@ class Ear:
             return verify_theirs(ids, scores, count, *args, **kwargs)
 
         monkeypatch.setattr(TorchRandomness, "categorical", hear_draw)
-        monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", start_round)
-        monkeypatch.setattr(decoding, "verify_sampled", hear_ours)
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", start_round)
+        monkeypatch.setattr(verification, "verify_sampled", hear_ours)
         monkeypatch.setattr(transformers_generation, "_speculative_sampling", hear_theirs)
 
 
@@ -149,15 +149,15 @@ def test_q_is_what_transformers_computes(name: str, door: str, monkeypatch: pyte
     draft = partly_agreeing(target, mix=0.8)
     ear = Ear(monkeypatch)
     texts = []
-    heard = SpecDecPPCandidateGenerator.draft
+    heard = SpecDecPPCandidateGenerator.propose
 
     def hear_text(generator: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         chain = heard(generator, input_ids, *args, **kwargs)
-        if chain.tokens:
+        if len(chain):
             texts.append(input_ids)
         return chain
 
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", hear_text)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", hear_text)
     generate(target, assistant_for(target, draft, door), **OPTIONS[name])
     assert len(texts) == len(ear.rounds) >= 3
     for text, (candidates, _, q) in zip(texts, ear.rounds, strict=True):

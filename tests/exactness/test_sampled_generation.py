@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification as rounds_verification
 from hf_specdecpp.sampling import verification
 
 VOCAB = 12
@@ -120,7 +120,7 @@ def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: An
 @pytest.mark.parametrize("mutant", [accepts_everything, resamples_from_p])
 def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()
-    monkeypatch.setattr(decoding, "verify_sampled", mutant)
+    monkeypatch.setattr(rounds_verification, "verify_sampled", mutant)
     counts = sample(target, 400, make_assistant(target, attached=True))
     assert p_value(counts, joint_distribution(target)) < SUSPICIOUS
 

@@ -78,7 +78,7 @@ def test_with_a_draft_vocabulary_and_a_temperature(enumerate_torch: Enumerate) -
 def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
     """Let chains and trees be drawn from q, and tell what `again` makes of the processing, the text, a path, the token
     that was drawn after it, and the draft's own logits there."""
-    draft, draft_tree, one = SpecDecPPCandidateGenerator.draft, SpecDecPPCandidateGenerator.draft_tree, MixedProcessing
+    propose, one = SpecDecPPCandidateGenerator.propose, MixedProcessing
     own: dict[tuple[int, ...], Tensor] = {}
     own_one, own_each = one.one, one.after_each
 
@@ -97,14 +97,9 @@ def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
             scores = again(processing, text, path, drawn, own[tuple(path)])
             return scores if again is truly else scores.clamp_min(-10.0)  # what was drawn has some q
 
-    def chain(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        drafted = draft(self, input_ids, *args, **kwargs)
-        for place, token in enumerate(drafted.tokens):
-            drafted.q[place] = told(self, input_ids, drafted.tokens[:place], token).softmax(-1)
-        return drafted
-
-    def tree(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        drafted = draft_tree(self, input_ids, *args, **kwargs)
+    def tell(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        drafted = propose(self, input_ids, *args, **kwargs)
+        drafted.distributions.clear()
         for node in drafted.scores:
             if children := drafted.children[node]:
                 drawn = drafted.tokens[children[0]]
@@ -113,8 +108,7 @@ def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
 
     monkeypatch.setattr(one, "one", note)
     monkeypatch.setattr(one, "after_each", note_each)
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft", chain)
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft_tree", tree)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", tell)
 
 
 def unmixed(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:

@@ -21,8 +21,10 @@ from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.several.batch import BatchDecoding
+from hf_specdecpp.generation.several.target import TargetOfRows
+from hf_specdecpp.generation.text import Round, Text
 
 FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
 OTHERS = ["qwen2", "qwen3", "phi3", "granite", "cohere", "gemma2", "cohere2"]
@@ -117,9 +119,9 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
     drafted: dict[Any, list[list[int]]] = {}
     note = SpecDecPPCandidateGenerator.note
 
-    def spy(self: SpecDecPPCandidateGenerator, chain: Any, seconds: float) -> None:
-        drafted.setdefault(self, []).append(chain.tokens)
-        note(self, chain, seconds)
+    def spy(self: SpecDecPPCandidateGenerator, chain: Any) -> Any:
+        drafted.setdefault(self, []).append(chain.candidates)
+        return note(self, chain)
 
     monkeypatch.setattr(SpecDecPPCandidateGenerator, "note", spy)
     inputs = padded([3, 7, 5, 14])
@@ -353,15 +355,18 @@ def test_several_answers_to_one_prompt() -> None:
 def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = tiny("llama"), padded(LENGTHS)
     assistant = assistant_for(target, mix=0.9)
-    leave, widths, kinds = BatchDecoding._leave, [], set()
+    prepare, keep, widths, kinds = TargetOfRows.prepare, TargetOfRows.keep, [], set()
 
-    def check(self: BatchDecoding, finished: list[bool]) -> None:
-        kinds.add(tuple(sorted({self.rows[index].kept for index in self.active})))
-        leave(self, finished)
+    def note(self: TargetOfRows, rounds: list[Round]) -> None:
+        kinds.add(tuple(sorted({each.emitted.kept for each in rounds})))
+        keep(self, rounds)
+
+    def check(self: TargetOfRows, texts: list[Text]) -> None:
+        prepare(self, texts)
         valid, cache = self.cache.valid, self.cache.cache
         widths.append(valid.shape[1])
-        for place, index in enumerate(self.active):
-            text, own = self.texts[index][:, :-1], valid[place]
+        for place, each in enumerate(texts):
+            text, own = each.ids[:, :-1], valid[place]
             real = text[:, text.shape[1] - int(own.sum()) :]
             with torch.no_grad():
                 expected = target(real, use_cache=True).past_key_values
@@ -369,7 +374,8 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
                 for name in ("keys", "values"):
                     torch.testing.assert_close(getattr(ours, name)[place, :, own], getattr(theirs, name)[0])
 
-    monkeypatch.setattr(BatchDecoding, "_leave", check)
+    monkeypatch.setattr(TargetOfRows, "keep", note)
+    monkeypatch.setattr(TargetOfRows, "prepare", check)
     generate(target, inputs, assistant, eos_token_id=7)
     assert any(width < before for before, width in zip(widths, widths[1:], strict=False)), "columns were moved together"
     assert len(kinds) > 3, "rows accepted different numbers in the same round"
@@ -384,24 +390,24 @@ def changes_texts(family: str = "llama") -> bool:
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> bool:
-    """Whether a change of a method of `BatchDecoding` gives other texts."""
-    original = getattr(BatchDecoding, name)
-    monkeypatch.setattr(BatchDecoding, name, lambda self, *arguments: change(self, original, *arguments))
+    """Whether a change of a method of `TargetOfRows` gives other texts."""
+    original = getattr(TargetOfRows, name)
+    monkeypatch.setattr(TargetOfRows, name, lambda self, *arguments: change(self, original, *arguments))
     return changes_texts()
 
 
 def test_positions_that_count_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
+    def shifted(self: TargetOfRows, original: Any, *arguments: Any) -> Any:
         inputs = original(self, *arguments)
         columns = inputs["position_ids"].shape[1]
-        inputs["position_ids"] = self.cache.valid.shape[1] + torch.arange(columns).expand(len(self.active), -1)
+        inputs["position_ids"] = self.cache.valid.shape[1] + torch.arange(columns).expand(len(arguments[0]), -1)
         return inputs
 
     assert wrong(monkeypatch, "_inputs", shifted)
 
 
 def test_a_hole_that_stays_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def visible(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
+    def visible(self: TargetOfRows, original: Any, *arguments: Any) -> Any:
         inputs = original(self, *arguments)
         inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
         return inputs
@@ -420,14 +426,15 @@ def test_a_window_that_counts_holes_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swapped(self: BatchDecoding, original: Any, *arguments: Any) -> Any:
-        finished = original(self, *arguments)
-        counts = [self.rows[index].kept for index in self.active]
-        for index, count in zip(self.active, counts[1:] + counts[:1], strict=True):
-            self.rows[index].kept = count
-        return finished
+    def swapped(self: TargetOfRows, original: Any, rounds: list[Round]) -> None:
+        emitted = [each.emitted for each in rounds]
+        for each, other in zip(rounds, emitted[1:] + emitted[:1], strict=True):
+            each.emitted = other
+        original(self, rounds)
+        for each, own in zip(rounds, emitted, strict=True):
+            each.emitted = own
 
-    assert wrong(monkeypatch, "_verify", swapped)
+    assert wrong(monkeypatch, "keep", swapped)
 
 
 def test_rows_that_share_their_random_numbers_are_noticed(
@@ -437,19 +444,19 @@ def test_rows_that_share_their_random_numbers_are_noticed(
     target = small(7)
     assistant = SpecDecPPAssistant.from_draft(small(107), target, speculation=SpeculationConfig("fixed", num_tokens=1))
     inputs = {"input_ids": torch.tensor([[1, 0, 2], [1, 0, 2]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
-    verify = BatchDecoding._verify
+    take = AssistedDecoding._take
 
     def program(replay: Replay) -> Tokens:
         enumerate_torch(replay)
         same = SameDraw(replay)
 
-        def shared(self: BatchDecoding, chains: Any, outputs: Any) -> Any:
-            for row in self.rows:
-                row.generator.randomness = same
-            return verify(self, chains, outputs)
+        def shared(self: AssistedDecoding, rounds: list[Round]) -> None:
+            for each in rounds:
+                each.text.verifier.randomness = each.text.generator.randomness = same
+            take(self, rounds)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BatchDecoding, "_verify", shared)
+            patch.setattr(AssistedDecoding, "_take", shared)
             output = generate(target, inputs, assistant, do_sample=True, top_k=2, max_new_tokens=1)
         return tuple(output[:, 3:].flatten().tolist())
 

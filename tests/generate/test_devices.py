@@ -12,11 +12,9 @@ from support.models import partly_agreeing, prompt, quiet_later_layers, random_f
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
 from support.repos import save_adapter
 from support.watchers import Collector, Recorder, tokenizer
-from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.several.batch import BatchDecoding
 
 LEVELS = 4
 RULES: list[dict[str, Any]] = [
@@ -224,14 +222,14 @@ def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[i
     """Of each round but the first, in a generation: how many candidates it had, and what it cost."""
     target = tiny("llama")
     rounds: list[tuple[int, Counter[str]]] = []
-    take = AssistedDecoding._round
+    take = AssistedDecoding.round
     launched: list[int] = []  # before each forward that runs
 
-    def counted(decoding: AssistedDecoding, ids: Tensor) -> Any:
-        before, drafted = Counter(counts), decoding.stats.drafted
-        result = take(decoding, ids)
-        rounds.append((decoding.stats.drafted - drafted, Counter(counts) - before))
-        return result
+    def counted(decoding: AssistedDecoding) -> None:
+        stats = decoding.texts[0].stats
+        before, drafted = Counter(counts), stats.drafted
+        take(decoding)
+        rounds.append((stats.drafted - drafted, Counter(counts) - before))
 
     def begins(*_: Any) -> None:
         launched.append(counts["launch"])
@@ -240,7 +238,7 @@ def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[i
         counts["launch within forwards"] += counts["launch"] - launched.pop()
 
     with pretend_devices() as counts, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AssistedDecoding, "_round", counted)
+        patch.setattr(AssistedDecoding, "round", counted)
         on_device(target)
         assistant = with_draft(**speculation)(target)
         for model in (target, assistant.ready_drafter().model):
@@ -297,15 +295,15 @@ def test_what_a_batch_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama", num_hidden_layers=28))
     rounds: list[int] = []
     passes: list[int] = []
-    take = BatchDecoding._round
+    take = AssistedDecoding.round
     with pretend_devices() as counts, torch.no_grad():
 
-        def counted(decoding: BatchDecoding) -> None:
+        def counted(decoding: AssistedDecoding) -> None:
             before = counts["launch"]
             take(decoding)
             rounds.append(counts["launch"] - before)
 
-        monkeypatch.setattr(BatchDecoding, "_round", counted)
+        monkeypatch.setattr(AssistedDecoding, "round", counted)
         on_device(target)
         assistant = SpecDecPPAssistant.from_conditioned(
             target, 1, reads=[1, 2], speculation=SpeculationConfig("fixed", num_tokens=4)

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.measuring import Rounds, conditions, measure
@@ -137,14 +137,15 @@ def test_every_place_of_a_chain_is_learned_from(
 
 def test_every_node_of_a_tree_is_learned_from(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assistant = assistant_for(target, mix=0.8, **SHAPES["tree"], draft_successors=True)
-    ear, walk = Ear(monkeypatch), AssistedDecoding._walk
+    ear, verify = Ear(monkeypatch), Text.verify
     walked: list[tuple[list[int], Any]] = []
 
-    def note(self: AssistedDecoding, input_ids: Tensor, tree_pass: Any, outputs: Any) -> Any:
-        walked.append((input_ids[0].tolist(), tree_pass))
-        return walk(self, input_ids, tree_pass, outputs)
+    def note(self: Text, tree_pass: Any, logits: Tensor) -> Any:
+        if not tree_pass.tree.is_chain:  # of which the prompt's is one
+            walked.append((self.ids[0].tolist(), tree_pass))
+        return verify(self, tree_pass, logits)
 
-    monkeypatch.setattr(AssistedDecoding, "_walk", note)
+    monkeypatch.setattr(Text, "verify", note)
     texts(target, assistant, seeds=[0], suppress_tokens=[7])
     assert sum(len(tokens) for tokens, _ in ear.told) == assistant.stats.drafted + len(ear.told)
     for (text, tree_pass), (contexts, logits) in zip(walked[:3], ear.told[1:4], strict=True):

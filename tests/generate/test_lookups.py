@@ -221,7 +221,7 @@ def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
 
     def noting(self: LookingUp, chain: Any, survival: float) -> Any:
         extended = extend(self, chain, survival)
-        mixed.append((extended.num_drawn, extended.looked_up))
+        mixed.append((extended.num_drawn, len(extended.looked_up)))
         return extended
 
     with pytest.MonkeyPatch.context() as patch:

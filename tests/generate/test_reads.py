@@ -9,7 +9,7 @@ import torch
 from support.models import assistant_for, prompt, tiny
 from support.reads import pretend_that_reads_are_slow, reads
 
-from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.text import Text
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
 TREES: list[dict[str, Any]] = [
@@ -23,16 +23,15 @@ PROCESSING: list[dict[str, Any]] = [{"top_k": 0}, {"temperature": 0.7, "top_k": 
 def reads_of_rounds(monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], **options: Any) -> set[int]:
     """The numbers of reads by which the rounds of a generation choose what to emit."""
     found = set()
-    method = "_walk" if "tree" in speculation else "_select"
-    select = getattr(AssistedDecoding, method)
+    verify = Text.verify
 
-    def counted(decoding: AssistedDecoding, *args: Any) -> Any:
+    def counted(text: Text, *args: Any) -> Any:
         with reads() as counter:
-            result = select(decoding, *args)
+            result = verify(text, *args)
         found.add(counter.count)
         return result
 
-    monkeypatch.setattr(AssistedDecoding, method, counted)
+    monkeypatch.setattr(Text, "verify", counted)
     target = tiny("llama")
     assistant = assistant_for(target, mix=0.9, **speculation)
     torch.manual_seed(0)

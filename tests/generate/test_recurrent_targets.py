@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.rollback import Mark
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.generation import decoding
 from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.generation.target import MOST_PENDING
 from hf_specdecpp.models.causal_lm import CausalLM
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",
@@ -155,7 +155,7 @@ def test_what_is_pending_is_settled_in_time() -> None:
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
     assistant = assistant_of(target, (plain + 1) % VOCAB_SIZE, rule="fixed", num_tokens=3)
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=80, assistant_model=assistant), plain)
-    assert assistant.stats.idle_rounds >= 80 // (decoding.MOST_PENDING + 1) - 1
+    assert assistant.stats.idle_rounds >= 80 // (MOST_PENDING + 1) - 1
 
 
 # Drafts. --------------------------------------------------------------------------------------------------------------

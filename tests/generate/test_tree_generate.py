@@ -235,12 +235,12 @@ def test_caches_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) 
     target = target_of(family)
     assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
     checked = []
-    original = AssistedDecoding._tree_round
+    original = AssistedDecoding.round
 
-    def check(self: Any, input_ids: Tensor) -> Any:
-        ids, finished = original(self, input_ids)
-        session = self.generator.session
-        for cache, model in ((self.prefix.cache, target), (session.cache, session.drafter.model)):
+    def check(self: Any) -> None:
+        original(self)
+        ids, session = self.texts[0].ids, self.texts[0].generator.session
+        for cache, model in ((self.target.prefix.cache, target), (session.cache, session.drafter.model)):
             length = cache.get_seq_length()
             assert length <= ids.shape[1] - 1
             fresh = prefill(model, ids[:, :length])
@@ -251,9 +251,8 @@ def test_caches_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) 
                 assert_same(ours.keys[..., -rows:, :], theirs.keys)
                 assert_same(ours.values[..., -rows:, :], theirs.values)
             checked.append(length)
-        return ids, finished
 
-    monkeypatch.setattr(AssistedDecoding, "_tree_round", check)
+    monkeypatch.setattr(AssistedDecoding, "round", check)
     generate(target, assistant)
     assert len(checked) > 10
 

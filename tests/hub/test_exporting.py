@@ -108,8 +108,8 @@ def rounds_of_transformers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor
 
 def drafted_by_us(assistant: SpecDecPPAssistant, text: Tensor) -> list[int]:
     config = GenerationConfig(do_sample=False, max_length=1000)
-    chain = SpecDecPPCandidateGenerator(assistant.setup(), config).draft(text)
-    return [int(token) for token in chain.tokens]
+    chain = SpecDecPPCandidateGenerator(assistant.setup(), config).propose(text)
+    return chain.candidates
 
 
 def test_an_independent_draft_has_its_adapter_merged(tmp_path: Path) -> None:

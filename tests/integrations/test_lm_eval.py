@@ -17,7 +17,7 @@ from support.watchers import runs_of
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 
 pytest.importorskip("lm_eval", reason="make test-integrations installs it")
 
@@ -97,7 +97,7 @@ def test_batches_are_plain(target: Any, tmp_path: Path, ran: list[Any]) -> None:
 def test_a_wrong_verification_would_be_seen(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant accepts everything, so answers have to change."""
     plain = evaluate(target, tmp_path)
-    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     assert evaluate(target, tmp_path, assistant_model=assistant_for(target)) != plain
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import attached, decoding
+from hf_specdecpp.generation import attached, verification
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")
 pytest.importorskip("openai", reason="`transformers serve` needs pip install transformers[serving]")
@@ -82,7 +82,7 @@ def test_answers_are_those_without_it(served: Served) -> None:
 
 def test_a_wrong_verification_would_be_seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = served.answer()
-    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     assert served.answer() != ours
 
 

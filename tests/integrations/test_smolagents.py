@@ -16,7 +16,7 @@ from support.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 
 smolagents = pytest.importorskip("smolagents", reason="make test-integrations installs it")
 
@@ -86,7 +86,7 @@ def test_among_the_arguments(model: Any, folder: str) -> None:
 
 def test_a_wrong_verification_would_be_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = say(model)
-    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     early_exit(model, default=True)
     assert say(model) != plain
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 from hf_specdecpp.models import cpu_products, early_exit
 from hf_specdecpp.models.causal_lm import base_model
 from hf_specdecpp.models.products import Always
@@ -216,7 +216,7 @@ def test_a_wrong_verification_would_be_seen(
 ) -> None:
     """The mutant accepts everything."""
     expected = plain(trainer)
-    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     assert train(tmp_path, MAKERS["early_exit"], trainer=trainer).texts[0] != expected.texts[0]
 
 

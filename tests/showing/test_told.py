@@ -29,18 +29,13 @@ TREE = SpeculationConfig(tree="static", tree_shape=[2, 2, 1])
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many candidates each round accepted, as the generator itself is told."""
     counts: list[int] = []
-    chain, tree = SpecDecPPCandidateGenerator.update_candidate_strategy, SpecDecPPCandidateGenerator.update_tree
+    saw = SpecDecPPCandidateGenerator.saw
 
-    def of_chain(self: Any, input_ids: Any, scores: Any, num_matches: int) -> None:
-        counts.append(int(num_matches))
-        chain(self, input_ids, scores, num_matches)
-
-    def of_tree(self: Any, drafted: Any, path: list[int]) -> None:
+    def noted(self: Any, drafted: Any, path: list[int], length: int) -> None:
         counts.append(len(path))
-        tree(self, drafted, path)
+        saw(self, drafted, path, length)
 
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_candidate_strategy", of_chain)
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_tree", of_tree)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", noted)
     return counts
 
 

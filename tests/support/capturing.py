@@ -64,7 +64,7 @@ class Drawn(Rounds):
     def __init__(self, monkeypatch: Any) -> None:
         super().__init__(monkeypatch)
         self.trees: list[Any] = []
-        update, told = SpecDecPPCandidateGenerator.update_tree, SpecDecPPCandidateGenerator.note_captured
+        saw, told = SpecDecPPCandidateGenerator.saw, SpecDecPPCandidateGenerator.note_captured
 
         def note_whole(generator: Any, candidates: list[int], estimates: Any, accepted: int, *rest: Any) -> None:
             self.outcomes.append((len(candidates), accepted))
@@ -72,11 +72,12 @@ class Drawn(Rounds):
 
         monkeypatch.setattr(SpecDecPPCandidateGenerator, "note_captured", note_whole)
 
-        def note(generator: Any, tree: DraftTree, path: list[int]) -> None:
-            self.trees.append((list(tree.tokens), list(tree.parents), list(path)))
-            update(generator, tree, path)
+        def note(generator: Any, tree: DraftTree, path: list[int], length: int) -> None:
+            if not tree.is_chain:
+                self.trees.append((list(tree.tokens), list(tree.parents), list(path)))
+            saw(generator, tree, path, length)
 
-        monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_tree", note)
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", note)
 
 
 def drawn(target: CausalLM, assistant: SpecDecPPAssistant, sampled: bool) -> tuple[list[Tensor], list[Any]]:

@@ -205,13 +205,14 @@ class Rounds:
         from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 
         self.outcomes: list[tuple[int, int]] = []
-        told = SpecDecPPCandidateGenerator.update_candidate_strategy
+        told = SpecDecPPCandidateGenerator.saw
 
-        def update(generator: Any, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
-            self.outcomes.append((len(generator._chain.tokens), int(num_matches)))
-            told(generator, input_ids, scores, num_matches)
+        def saw(generator: Any, tree: Any, path: list[int], length: int) -> None:
+            if tree.is_chain and not generator.rests:
+                self.outcomes.append((len(tree), len(path)))
+            told(generator, tree, path, length)
 
-        monkeypatch.setattr(SpecDecPPCandidateGenerator, "update_candidate_strategy", update)
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", saw)
 
     def assert_all_kinds(self) -> None:
         """Rounds with no, with some and with all candidates accepted must have occurred."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 from hf_specdecpp.sampling import at_once
 
 # What `int()`, `float()`, `bool()` and `item()` come to; and operations whose result's shape depends on numbers.
@@ -54,5 +54,5 @@ def reads() -> Iterator[Reads]:
 
 def pretend_that_reads_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds decide as they do on a device."""
-    for module in (decoding, at_once):
+    for module in (verification, at_once):
         monkeypatch.setattr(module, "waits_for_reads", lambda device: True)

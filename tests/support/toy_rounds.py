@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.chain import Chain, Step, draft_chain
+from hf_specdecpp.drafting.chain import Step, draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
@@ -19,6 +19,7 @@ from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.at_once import verify_at_once
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.sampling.verification import verify_block, verify_chain
+from hf_specdecpp.trees.tree import DraftTree
 from support.exact_distribution import Tokens
 
 HIDDEN_SIZE = 4
@@ -151,19 +152,19 @@ class ToyRound:
     def run(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens = ()) -> Tokens:
         """A round after `prefix`, which is returned together with what was emitted."""
         chain = self.draft(randomness, rule, prefix)
-        self.drafted = len(chain.tokens)
+        self.drafted = len(chain)
         self.lengths.add(self.drafted)
-        after = [(*prefix, *chain.tokens[:count]) for count in range(self.drafted + 1)]
+        after = [(*prefix, *chain.candidates[:count]) for count in range(self.drafted + 1)]
         p = torch.stack([self.models.p(text) for text in after])
-        q = torch.stack(chain.scores).softmax(dim=-1) if chain.scores else p[:0]
-        self.accepted, token = self.verify(chain.tokens, p, q, randomness, prefix)
-        emitted = [*chain.tokens[: self.accepted], token]
+        q = torch.stack(chain.drawn_from).softmax(dim=-1) if chain.scores else p[:0]
+        self.accepted, token = self.verify(chain.candidates, p, q, randomness, prefix)
+        emitted = [*chain.candidates[: self.accepted], token]
         ends = [place + 1 for place, each in enumerate(emitted) if each in self.models.eos]
         return (*prefix, *emitted[: min(ends, default=len(emitted))])
 
     # Mutants override these two.
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         return draft_chain(self.stepper(prefix), rule, randomness, max_tokens=3, eos_token_ids=self.models.eos)
 
     def verify(

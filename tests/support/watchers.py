@@ -82,7 +82,8 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
     def noted(self: Any, input_ids: Any) -> Any:
         result = run(self, input_ids)
-        seen.append((self.generator.setup.drafter, self.stats))
+        generator = self.texts[0].generator
+        seen.append((generator.setup.drafter, generator.stats))
         return result
 
     monkeypatch.setattr(decoding.AssistedDecoding, "run", noted)

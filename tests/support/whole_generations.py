@@ -61,28 +61,27 @@ def assert_caught(target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerat
 
 def change_chains(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Any], Any]) -> None:
     """Let what is drafted in chains be what `mutate` makes of it."""
-    draft = SpecDecPPCandidateGenerator.draft
-    monkeypatch.setattr(
-        SpecDecPPCandidateGenerator, "draft", lambda self, *args, **kwargs: mutate(draft(self, *args, **kwargs))
-    )
+    propose = SpecDecPPCandidateGenerator.propose
+
+    def mutated(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
+        tree = propose(self, *args, **kwargs)
+        return mutate(tree) if tree.is_chain else tree
+
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", mutated)
 
 
 def tell_another_q(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Tensor], Tensor]) -> None:
     """Let chains and trees draw from q, and tell the one of mutated scores."""
-    draft_tree = SpecDecPPCandidateGenerator.draft_tree
+    propose = SpecDecPPCandidateGenerator.propose
 
-    def wrong(chain: Any) -> Any:
-        chain.q[:] = [mutate(row).softmax(-1) for row in chain.scores]
-        return chain
-
-    def wrong_tree(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
-        tree = draft_tree(self, *args, **kwargs)
+    def wrong(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
+        tree = propose(self, *args, **kwargs)
+        tree.distributions.clear()
         for node in tree.scores:
             tree.scores[node] = mutate(tree.scores[node])
         return tree
 
-    change_chains(monkeypatch, wrong)
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "draft_tree", wrong_tree)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", wrong)
 
 
 def hotter(scores: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.config.costs import Costs, Floats
 from hf_specdecpp.estimation.acceptance_rates import CENTRES
-from hf_specdecpp.generation.decoding import MOST_PENDING
+from hf_specdecpp.generation.target import MOST_PENDING
 from hf_specdecpp.throughput.solver import Plan, solve
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU

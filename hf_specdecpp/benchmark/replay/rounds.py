@@ -88,9 +88,8 @@ class ChainDrafting:
     def draft(self, input_ids: Tensor, room: int, /) -> DraftTree:
         step = stepper(self.session, self.processing, input_ids, greedy=self.randomness is None)
         chain = draft_chain(step, self.rule, self.randomness, room, self.eos, self.session.unread)
-        tree = DraftTree.chain(int(input_ids[0, -1]), chain.tokens, chain.scores)
-        tree.passes = self.session.passes
-        return tree
+        chain.tokens[0], chain.passes = int(input_ids[0, -1]), self.session.passes
+        return chain
 
     def learn(self, tree: DraftTree, path: list[int]) -> None:
         self.rule.update(len(tree), len(path))
@@ -231,7 +230,7 @@ def judged_chances(
         return [1.0] * accepted + [0.0] * (len(chain) > accepted)
     places = range(len(chain))
     p_rows, q_rows = torch.stack([p[node] for node in places]), torch.stack([chain.q(node) for node in places])
-    ratios = chain_ratios(chain.tokens[1:], p_rows, q_rows)
+    ratios = chain_ratios(chain.candidates, p_rows, q_rows)
     found = ratios.clamp_max(1.0)
     if verification == "block":
         survival = carried(ratios)

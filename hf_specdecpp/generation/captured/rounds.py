@@ -19,6 +19,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.drafting.captured_chain import CapturedChain, RoundRules
 from hf_specdecpp.generation.captured.text import CapturedText
+from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
 from hf_specdecpp.throughput.chains import lag_of
 from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
@@ -136,27 +137,27 @@ class RoundsOfText:
     """The rounds of one text.
 
     Args:
-        decoding: an `AssistedDecoding` whose text is captured.
+        side: the target's side of a text that is captured, an `OneTarget`.
         rounds: that no other text is using.
         rules: how candidates are drawn, judged and verified.
         tiers: chooses how many candidates a round has; `None`: always the most.
     """
 
     def __init__(
-        self, decoding: Any, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
+        self, side: Any, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
     ) -> None:
-        self.decoding, self.rounds, self.rules = decoding, rounds, rules
-        self.rule, self._has_begun = decoding.generator.rule, False
+        self.side, self.rounds, self.rules = side, rounds, rules
+        self.rule, self._has_begun = side.generator.rule, False
         self.tiers = tiers
         self._unread: list[tuple[Tensor, Tensor | None]] = []  # tokens and states of rounds without candidates
 
-    def round(self, input_ids: Tensor) -> tuple[Tensor, bool]:
-        """A round after the text `input_ids` `[1, length]`: the text with what was emitted, and whether it ends."""
-        stats, rounds = self.decoding.stats, self.rounds
+    def round(self, text: Text) -> None:
+        """A round after a text, which gets what is emitted."""
+        stats, rounds = self.side.stats, self.rounds
         begin = time.perf_counter()
         if not self._has_begun:
-            self.begin(input_ids)
-        k = self._candidates(input_ids)
+            self.begin(text.ids)
+        k = self._candidates(text.ids)
         if k:
             self._catch_up()
         made, middle = len(rounds.graphs), time.perf_counter()
@@ -169,13 +170,20 @@ class RoundsOfText:
         accepted, count, token = (int(each) for each in found[:3])
         candidates, judged = [int(each) for each in found[3 : 3 + count]], self._num_judged(count)
         estimates = found[3 + rounds.chain.most :][:judged]
-        self.decoding.generator.note_captured(candidates, estimates, accepted, k)
+        self.side.generator.note_captured(candidates, estimates, accepted, k)
         if self.tiers is not None:
             self.tiers.note(k, count)
-        input_ids, finished = self.decoding.emit_read(input_ids, [*candidates[:accepted], token])
-        if not k and not finished:
-            self._unread.append((input_ids[:, -1:], None if rounds.state is None else rounds.state.clone()))
-        return input_ids, finished
+        self._emit(text, [*candidates[:accepted], token])
+        if not k and not text.finished:
+            self._unread.append((text.ids[:, -1:], None if rounds.state is None else rounds.state.clone()))
+        stats.overhead_seconds += time.perf_counter() - end
+
+    def _emit(self, text: Text, emitted: list[int]) -> None:
+        """Emit what stands of a round of which both models have read everything."""
+        nothing = torch.empty(0, 0)  # nobody asks for scores, or rounds would not be captured whole
+        kept = text.emit(emitted, nothing, nothing).kept
+        self.side.prefix.forget(len(emitted) - kept)
+        text.hand_over(emitted[:kept])
 
     @property
     def graphs(self) -> Graphs:
@@ -183,8 +191,8 @@ class RoundsOfText:
 
     def begin(self, input_ids: Tensor) -> None:
         """The draft reads the prompt; what rounds take is measured where it is not known."""
-        generator, rounds = self.decoding.generator, self.rounds
-        session, tokens, states = generator.read_prompt(input_ids, self.decoding.states.found)
+        generator, rounds = self.side.generator, self.rounds
+        session, tokens, states = generator.read_prompt(input_ids, self.side.states.found)
         rounds.begin(session, input_ids)
         rounds.chain.append(tokens, states)
         self._has_begun = True
@@ -199,7 +207,7 @@ class RoundsOfText:
         k = most if self.tiers is None else self.tiers.next()
         if k and (rates := getattr(self.rule, "rates", None)) is not None:
             self.rounds.chain.calibrate(rates)
-        return k if self.decoding.generator.has_positions(input_ids, most) else 0
+        return k if self.side.generator.has_positions(input_ids, most) else 0
 
     def _catch_up(self) -> None:
         """Let the draft read what was emitted in rounds without candidates."""
@@ -215,11 +223,11 @@ class RoundsOfText:
         return 0 if estimator is None else max(count - lag_of(estimator), 0)
 
 
-def rounds_of(decoding: Any) -> RoundsOfText | None:
+def rounds_of(side: Any) -> RoundsOfText | None:
     """The rounds of a text whose passes are captured; `None` where they have to be made step by step."""
-    generator, text = decoding.generator, decoding.prefix
+    generator, text = side.generator, side.prefix
     session, speculation = generator.session, generator.setup.speculation
-    if not isinstance(text, CapturedText) or not isinstance(session, CapturedSession) or not _can_be_whole(decoding):
+    if not isinstance(text, CapturedText) or not isinstance(session, CapturedSession) or not _can_be_whole(side):
         return None
     greedy, most = generator.randomness is None, most_candidates(speculation)
     rules = RoundRules(
@@ -240,7 +248,7 @@ def rounds_of(decoding: Any) -> RoundsOfText | None:
         tiers = Followed(most)
     elif speculation.rule == "throughput":
         tiers = MostTokens(most, generator.learned_rates(), rounds.seconds)
-    return RoundsOfText(decoding, rounds, rules, tiers)
+    return RoundsOfText(side, rounds, rules, tiers)
 
 
 def most_candidates(speculation: SpeculationConfig) -> int:
@@ -250,13 +258,13 @@ def most_candidates(speculation: SpeculationConfig) -> int:
     return min(speculation.max_tokens, TIERS[-1])
 
 
-def _can_be_whole(decoding: Any) -> bool:
+def _can_be_whole(side: Any) -> bool:
     """Whether nothing in a round has to be decided on the host: only chains of a draft model, with processors that do
     not look at the tokens."""
-    generator = decoding.generator
+    generator, records = side.generator, side.text.records
     speculation = generator.setup.speculation
     own = generator.trees is not None or speculation.lookup or generator.successors is not None
     own = own or speculation.costs is not None  # which the rule reckons with on the host
-    kept = decoding.keeps_logits or decoding.records.scores is not None
+    kept = records.logits is not None or records.scores is not None
     processing = generator.processing.prefix_free and generator.draft_processing.prefix_free
     return not own and not kept and processing and not generator.processing.may_forbid_all

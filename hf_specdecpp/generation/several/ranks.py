@@ -7,7 +7,7 @@ draft nor draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.chain import Chain
-from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.drafting import OneDraft
+from hf_specdecpp.generation.target import TargetSide
+from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.verification import Verifier
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.checks import WITHOUT
 from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.trees.tree import DraftTree
 
 FAILED = -1
 
@@ -62,6 +65,7 @@ class Ranks:
         self.group = (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
         self.is_first = dist.get_rank(self.group) == 0
         self.device, self.size = target.device, most + 1
+        self.told: tuple[int, bool] = (0, False)  # of the round: tokens that stay, and whether they end the text
 
     def tell(self, numbers: list[int]) -> None:
         """To all other ranks, which have to `listen`."""
@@ -83,6 +87,15 @@ class Ranks:
             raise RuntimeError("The first rank of the target has failed, so this one cannot go on; see its error.")
         return numbers[:count]
 
+    @contextmanager
+    def telling_of_failure(self) -> Iterator[None]:
+        """What the first rank does alone, while the others wait for what comes of it."""
+        try:
+            yield
+        except Exception:
+            self.tell_failure()
+            raise
+
     def share(self, state: Tensor) -> Tensor:
         """The first rank's tensor, of the same size on all."""
         return self._broadcast(state.to(self.device)).to(state.device)
@@ -92,63 +105,66 @@ class Ranks:
         return tensor
 
 
-class RankDecoding(AssistedDecoding):
-    """One `generate()` call on one of the ranks; the arguments are those of `AssistedDecoding`.
+class RankText(Text):
+    """A text on one of the ranks: the first decides what stands and where the text ends, the others do as it says.
 
-    Example: the first rank drafts 7 8 9 and tells them. All verify the text with 7 8 9. The first finds that 7 and 8
+    Example: the first rank drafts 7 8 9 and tells them. All read the text with 7 8 9. The first finds that 7 and 8
     stand and that 5 follows, and tells that the text goes on with these three tokens. All take 9 out of the cache.
     """
 
-    def __init__(self, target: CausalLM, generator: Any, *arguments: Any) -> None:
-        super().__init__(target, generator, *arguments)
-        self.ranks = Ranks(target, most=generator.setup.speculation.most_tokens + 3)
-        self._told: tuple[int, bool] = (0, False)
+    def __init__(self, ranks: Ranks, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ranks, own = ranks, self.verifier
+        self.verifier = RankVerifier(ranks, own.processing, own.randomness, own.verification, own.eos, own.keeps_raw)
 
-    def run(self, input_ids: Tensor) -> Any:
-        result = super().run(input_ids)
+    def _first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
+        if self.ranks.is_first:
+            with self.ranks.telling_of_failure():
+                kept, finished = super()._first_stop(ids, emitted, scores, raw)
+            self.ranks.tell([int(finished), kept, *emitted])
+            return kept, finished
+        kept, finished = self.ranks.told
+        self.records.add_scores(scores, raw, kept)
+        return kept, finished
+
+    def end(self) -> None:
+        super().end()
         if self.generator.randomness is not None:
             # Plain sampling, of which each rank draws the same by itself, goes on from one state.
             torch.set_rng_state(self.ranks.share(torch.get_rng_state()))
-            if self.device.type == "cuda":
-                state = self.ranks.share(torch.cuda.get_rng_state(self.device))
-                torch.cuda.set_rng_state(state.cpu(), self.device)
-        return result
+            if self.ids.device.type == "cuda":
+                state = self.ranks.share(torch.cuda.get_rng_state(self.ids.device))
+                torch.cuda.set_rng_state(state.cpu(), self.ids.device)
 
-    @contextmanager
-    def _telling_of_failure(self) -> Iterator[None]:
-        """What the first rank does alone, while the others wait for what comes of it."""
-        try:
-            yield
-        except Exception:
-            self.ranks.tell_failure()
-            raise
 
-    def _draft(self, input_ids: Tensor, most: int | None) -> Chain:
+class RankVerifier(Verifier):
+    """Verification by the first rank, which the others wait for."""
+
+    def __init__(self, ranks: Ranks, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ranks = ranks
+
+    def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.ranks.is_first:
-            with self._telling_of_failure():
-                chain = super()._draft(input_ids, most)
-            self.ranks.tell(chain.tokens)
-            return chain
-        chain = Chain(self.ranks.listen(), [])
-        self.generator.note(chain, seconds=0.0)
-        return chain
-
-    def _verify(self, chain: Chain, ids: Tensor, scores: Tensor) -> tuple[int, int]:
-        if self.ranks.is_first:
-            with self._telling_of_failure():
-                return super()._verify(chain, ids, scores)
+            with self.ranks.telling_of_failure():
+                return super()._accept_chain(tree, scores)
         finished, kept, *emitted = self.ranks.listen()
-        self._told = kept, bool(finished)
-        return len(emitted) - 1, emitted[-1]
+        self.ranks.told = kept, bool(finished)
+        return list(range(1, len(emitted))), emitted[-1]
 
-    def _first_stop(
-        self, input_ids: Tensor, before: int, emitted: list[int], scores: Tensor, raw: Tensor
-    ) -> tuple[int, bool]:
+
+class DraftOfRanks(OneDraft):
+    """Drafting on the first rank, which tells the others what it proposes."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
         if self.ranks.is_first:
-            with self._telling_of_failure():
-                kept, finished = super()._first_stop(input_ids, before, emitted, scores, raw)
-            self.ranks.tell([int(finished), kept, *emitted])
-            return kept, finished
-        kept, finished = self._told
-        self.records.add_scores(scores, raw, kept)
-        return kept, finished
+            with self.ranks.telling_of_failure():
+                (tree,) = super().propose(texts, target)
+            self.ranks.tell(tree.candidates)
+            return [tree]
+        tokens = self.ranks.listen()
+        # Whose q nobody asks for here.
+        return [texts[0].generator.note(DraftTree.chain(tokens, [torch.empty(0)] * len(tokens)))]

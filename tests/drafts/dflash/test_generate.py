@@ -74,7 +74,7 @@ class Ear:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds: list[tuple[Tensor, Tensor]] = []
-        for name in ("draft", "draft_tree"):
+        for name in ("propose",):
             monkeypatch.setattr(SpecDecPPCandidateGenerator, name, self._hearing(name))
 
     def _hearing(self, name: str) -> Any:

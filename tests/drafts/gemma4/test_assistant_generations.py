@@ -58,7 +58,7 @@ class Ear:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds: list[tuple[Tensor, Tensor]] = []
-        for name in ("draft", "draft_tree"):
+        for name in ("propose",):
             monkeypatch.setattr(SpecDecPPCandidateGenerator, name, self._listening(name))
         theirs = SharedReading._pass
 

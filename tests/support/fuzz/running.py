@@ -34,7 +34,7 @@ PACKAGE = str(Path(hf_specdecpp.__file__).parent)
 NEAR_TIE = {"float64": 1e-4, "float32": 1e-2}
 TOLERANCE = {"float64": 1e-5, "float32": 2e-2}  # of side outputs
 # Frames of a round: an exception from there comes too late to be a refusal.
-ROUND = {"_round", "_tree_round", "draft", "draft_tree"}
+ROUND = {"round", "propose"}
 
 
 @dataclass

@@ -1,0 +1,84 @@
+"""Drafting for the rows of a batch, step by step together (`DraftsOfRows`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains
+from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.target import TargetSide
+from hf_specdecpp.generation.text import Round, Text
+from hf_specdecpp.lookup.looking_up import count_together
+from hf_specdecpp.throughput.chains import BatchThroughput, ThroughputState, pays_to_go_on
+from hf_specdecpp.throughput.round_times import Drafting as Drafted
+from hf_specdecpp.trees.tree import DraftTree
+
+
+class DraftsOfRows:
+    """Proposes for the rows of a batch.
+
+    Args:
+        generators: one for each row.
+    """
+
+    def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
+        first = generators[0]
+        self.count, self.plan = len(generators), first.plan if isinstance(first.plan, ThroughputState) else None
+        self.times = first.times
+        self.together = first.setup.drafter.batch([each.session for each in generators])
+
+    @torch.inference_mode()
+    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
+        if self.plan is not None:
+            self.plan.follow(max(text.length for text in texts))
+        # What the whole batch takes is learned while it is whole.
+        times = self.times if len(texts) == self.count else None
+        if times is not None:
+            times.begin()
+        generators = [text.generator for text in texts]
+        rows = [text.generator.drafting(text.ids, None, target.states_of(text)) for text in texts]
+        read = max(each.session.unread for each in generators)
+        if self.plan is not None:
+            self.plan.begin_batch_round(read)
+        self._look_up(generators, rows)
+        chains = self._draft(generators, rows)
+        if times is not None:
+            passes = max(each.session.passes for each in generators)
+            further = max(max(chain.num_drawn for chain in chains) - passes, 0)
+            as_usual = read <= MOST_READ and not any(chain.looked_up for chain in chains)
+            times.drafted(Drafted(passes, read - 1, further) if as_usual else None)
+        for each, chain in zip(generators, chains, strict=True):
+            chain.passes = each.session.passes
+            each.note(chain)
+        return chains
+
+    def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
+        """Put what rows look up in the place of what they would draft."""
+        lookups = [each.lookup for each in generators if each.lookup is not None]
+        together = count_together(lookups) if lookups else 0
+        for place, lookup in enumerate(lookups):
+            if count := together or (lookup.count_alone() if lookup.choice is None else 0):
+                rows[place] = at_once(lookup.take(count))
+
+    def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[DraftTree]:
+        def prepare(asking: dict[int, list[Tensor]]) -> bool:
+            rules = [generators[place].rule for place in asking]
+            sharing = [rule for rule in rules if isinstance(rule, BatchThroughput)]
+            goes_on = not sharing or not any(asking.values()) or pays_to_go_on(sharing, len(generators))
+            if goes_on:
+                self.together.step(asking)
+            return goes_on
+
+        return draft_chains(rows, prepare)
+
+    def saw(self, rounds: Sequence[Round]) -> None:
+        for each in rounds:
+            each.text.generator.saw(each.tree, each.verdict.path, each.length)
+        if self.times is not None and len(rounds) == self.count:
+            self.times.end(max(each.length for each in rounds), rounds[0].width)
+
+    def select(self, places: Sequence[int]) -> None:
+        self.together.select(places)

@@ -1,0 +1,298 @@
+"""The target's side of a batch (`TargetOfRows`): rows share its passes and keep their own pace in a cache with holes.
+
+A row that ends leaves the batch and is padded. Where no id ends texts, plain `generate()` goes on in such a row until
+all rows have ended, and so do we (`stays`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_specdecpp.caches.batches import BatchCache
+from hf_specdecpp.generation.outputs import TokenRecords
+from hf_specdecpp.generation.prefix import extended
+from hf_specdecpp.generation.refusals import (
+    NO_BATCH,
+    NO_POSITIONS,
+    LateRefusalError,
+    check_numbers,
+    check_prompt,
+    gives_positions,
+)
+from hf_specdecpp.generation.text import Round, Text
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
+from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.throughput.target_passes import passes_of
+from hf_specdecpp.trees.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class OutputsOfRow:
+    """A row's part of what a pass returns.
+
+    Attributes:
+        logits: `[1, n, vocab]`, after the prompt those at its last token.
+        hidden_states, attentions: where they are asked for.
+        cache: whose layers say which windows attentions have.
+    """
+
+    logits: Tensor
+    hidden_states: Any
+    attentions: Any
+    cache: Any
+
+
+class TargetOfRows:
+    """The target's side of several texts.
+
+    Args:
+        model: the target.
+        texts: the rows.
+        config: of the generation.
+        model_kwargs: the forward's other arguments for all rows.
+    """
+
+    def __init__(
+        self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> None:
+        self.model, self.config, self.count = model, config, len(texts)
+        self.places = {id(text): place for place, text in enumerate(texts)}
+        self.device, first = input_device(model), texts[0].generator
+        self.states = TargetStates(model, first.setup.drafter.reads)
+        self.found: dict[int, Tensor | None] = dict.fromkeys(self.places)  # states that the drafts read
+        self.model_kwargs = self.states.asked_for(model_kwargs)
+        self.cache = BatchCache(model, cache_among(model_kwargs), len(texts))
+        self.products: FasterProducts = first.products
+        self.passes = passes_of(model, first.setup.speculation)
+        self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
+        self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)  # as plain generation asks
+        self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended, by place
+        goes_on = cache_among(model_kwargs).get_seq_length() > 0  # from an earlier turn
+        self.carries_cache, self.is_restored = config.return_dict_in_generate or goes_on, False
+
+    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
+        if not gives_positions(self.model, input_ids, self.model_kwargs):
+            raise LateRefusalError(NO_BATCH.format(NO_POSITIONS))
+        outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
+        check_prompt(outputs)
+        mask = self.model_kwargs.get("attention_mask")
+        self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
+        check_numbers(self.model, outputs.logits, self.prompt_mask)
+        self.cache.note(self.prompt_mask)
+        self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
+        self._hand_out(rounds, outputs)
+
+    def begin(self, texts: Sequence[Text]) -> None:
+        """Nothing is captured of several texts."""
+
+    def prepare(self, texts: Sequence[Text]) -> None:
+        """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
+        self.cache.close_up()
+        first = texts[0].generator
+        product = self.passes.missing(len(texts), first.stats.rounds, self.products.has_choice)
+        if product is not None and len(texts) == self.count:
+            inputs = self._inputs([Round(text, DraftTree.chain()) for text in texts])
+            begin = time.perf_counter()
+            self.passes.make(len(texts), product, self.model, inputs, self.device)
+            first.stats.compared_passes += 1
+            first.stats.preparing_seconds += time.perf_counter() - begin
+
+    def make_whole_round(self, texts: Sequence[Text]) -> bool:  # noqa: ARG002
+        return False
+
+    def room(self, text: Text) -> int | None:  # noqa: ARG002
+        return None
+
+    def states_of(self, text: Text) -> Tensor | None:
+        return self.found[id(text)]
+
+    def read(self, rounds: Sequence[Round]) -> None:
+        inputs, is_token = self._inputs(rounds), _is_token(rounds)
+        is_timed, has_choice = self.device.type == "cpu", self.products.has_choice
+        with self.passes.timed(is_token.numel(), has_choice) if is_timed else nullcontext():
+            outputs = self.states.catch(self.model, **inputs, return_dict=True)
+        self.cache.note(is_token)
+        self._hand_out(rounds, outputs)
+        for each in rounds:
+            each.width = is_token.shape[1]
+
+    def _hand_out(self, rounds: Sequence[Round], outputs: Any) -> None:
+        """Give each row its part of a pass."""
+        states = self.states.by_row(len(rounds))
+        width = max(len(each.tree) for each in rounds) + 1
+        cache = SimpleNamespace(layers=self.cache.layers)
+        for place, each in enumerate(rounds):
+            logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
+            self.found[id(each.text)] = states[place]
+            hidden, attentions = self._hidden_states(outputs, place), self._attentions(outputs, place, each)
+            each.outputs = OutputsOfRow(logits, hidden, attentions, cache)
+
+    def keep(self, rounds: Sequence[Round]) -> None:
+        for each in rounds:
+            kept = each.emitted.kept
+            each.text.records.add_states(each.outputs, kept, len(each.tree))
+            found = self.found[id(each.text)]
+            if found is not None and not each.is_prompt:
+                self.found[id(each.text)] = found[:, :kept]
+        if not rounds[0].is_prompt:
+            kept_of_rows = torch.tensor([each.emitted.kept for each in rounds])
+            fed = torch.tensor([1 + len(each.tree) for each in rounds])
+            self.cache.forget((fed - kept_of_rows).tolist())
+            self.positions += kept_of_rows
+
+    def _inputs(self, rounds: Sequence[Round]) -> dict[str, Any]:
+        """Forward arguments for each row's last token and candidates, then dummies."""
+        is_token = _is_token(rounds)
+        count = is_token.shape[1]
+        fed_rows = [[int(each.text.ids[0, -1]), *each.tree.candidates] for each in rounds]
+        tokens = torch.tensor([row + row[-1:] * (count - len(row)) for row in fed_rows])
+        positions = self.positions[:, None] + is_token.cumsum(dim=1) - 1
+        kwargs = {
+            **self.model_kwargs,
+            "attention_mask": self.cache.mask(is_token),
+            "position_ids": positions.to(self.device),
+            CACHE: self.cache.cache,
+        }
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
+            tokens.to(self.device), next_sequence_length=count, is_first_iteration=False, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count
+        return inputs
+
+    def _hidden_states(self, outputs: Any, place: int) -> Any:
+        """A row's part of the pass's hidden states, where they are asked for."""
+        if not self.config.output_hidden_states:
+            return None
+        if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
+            raise LateRefusalError(
+                f"{type(self.model).__name__} returns {several[0]}-dimensional hidden states, several for each token, "
+                "which are not put together for a batch. Leave output_hidden_states out."
+            )
+        return tuple(layer[place : place + 1] for layer in outputs.hidden_states)
+
+    def _attentions(self, outputs: Any, place: int, each: Round) -> Any:
+        """A row's part of the pass's attentions, as if the row had been read alone, padding included."""
+        if not self.config.output_attentions:
+            return None
+        attentions = [layer[place : place + 1] for layer in outputs.attentions]
+        further = each.length - self.prompt_mask.shape[1]
+        if not further or not attentions:  # sdpa attention has none to give
+            return tuple(attentions)
+        # The columns of the cache that are the row's, and their places in its text.
+        num_candidates, fed = len(each.tree), attentions[0].shape[2]
+        count = num_candidates + 1
+        held = self.cache.valid[place].clone()
+        held[held.shape[0] - fed + count :] = False
+        shown = functional.pad(self.prompt_mask[self.places[id(each.text)]], (0, further + num_candidates), value=True)
+        rows = []
+        for layer in attentions:
+            row = layer.new_zeros(*layer.shape[:2], count, len(shown))
+            row[..., shown.to(layer.device)] = layer[:, :, :count][..., held.to(layer.device)]
+            rows.append(row)
+        return tuple(rows)
+
+    def stays(self, texts: Sequence[Text]) -> list[bool]:
+        """Which rows go on.
+
+        Example: no id ends texts, and rows 0 and 1 end by a stop string at lengths of 12 and 20. Plain generation goes
+        on in row 0 up to 20 tokens, so it leaves once it has as many.
+        """
+        if self.pads:
+            return [not text.finished for text in texts]
+        for text in texts:
+            if text.finished:
+                self.ends.setdefault(self.places[id(text)], text.length)
+        longest = min([*texts[0].max_lengths, float("inf")])
+        last = max(self.ends.values()) if len(self.ends) == self.count else longest
+        return [text.length < last for text in texts]
+
+    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
+        if self.carries_cache:
+            left = set(range(len(texts))) - set(places)
+            self.held |= {self.places[id(texts[place])]: self.cache.held(place) for place in left}
+        self.positions = self.positions[list(places)]
+        self.cache.select(places)
+
+    def complete(self, texts: Sequence[Text]) -> None:
+        """Leave the cache as plain generation leaves it: all but the last column, padding after a text included.
+
+        What all rows hold is put together. The columns after that, where some texts had ended, are read again.
+        """
+        if not self.carries_cache:
+            return
+        sequences = self._sequences(texts)
+        columns, shortest = sequences.shape[1] - 1, min(self._lengths(texts)) - 1
+        further = columns - self.prompt_mask.shape[1]
+        mask = functional.pad(self.prompt_mask, (0, further), value=True)
+        self.cache.restore([held for _, held in sorted(self.held.items())], mask[:, :shortest])
+        if columns > shortest:
+            kwargs = extended(self.model_kwargs, further)
+            inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
+                sequences[:, :-1], next_sequence_length=columns - shortest, is_first_iteration=False, **kwargs
+            )
+            self.model(**inputs, return_dict=True)
+        self.is_restored = True
+
+    def roll_back(self) -> None:
+        """The rows have lost their places."""
+
+    def end(self) -> None:
+        if not self.is_restored:
+            self.cache.cache.layers = [_UsedUp()]
+
+    def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:
+        sequences = self._sequences(texts)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        for text in texts:
+            text.records.cut(sequences.shape[1] - self.prompt_mask.shape[1])
+        return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.cache.cache)
+
+    def _lengths(self, texts: Sequence[Text]) -> list[int]:
+        """Of the texts; where no id ends them, some may have gone on for longer than it took the others to end."""
+        if self.pads:
+            return [text.length for text in texts]
+        return [min(text.length, max(self.ends.values())) for text in texts]
+
+    def _sequences(self, texts: Sequence[Text]) -> Tensor:
+        """The texts `[batch, length]`, those that ended early padded on the right."""
+        lengths = self._lengths(texts)
+        pad = self.config._pad_token_tensor
+        rows = [
+            functional.pad(text.ids[:, :length], (0, max(lengths) - length), value=0 if pad is None else int(pad))
+            for text, length in zip(texts, lengths, strict=True)
+        ]
+        return torch.cat(rows)
+
+
+def _is_token(rounds: Sequence[Round]) -> Tensor:
+    """`[rows, n]` bool: which of the columns of a pass are the row's own. Dummies follow."""
+    fed = torch.tensor([1 + len(each.tree) for each in rounds])
+    return torch.arange(int(fed.max())) < fed[:, None]
+
+
+class _UsedUp(DynamicLayer):
+    """In the place of a batch's cache, whose rows have lost their places."""
+
+    def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise ValueError(
+            "This cache was used by an assisted batch, whose rows have lost their places. To carry a cache on, pass "
+            "return_dict_in_generate=True and take the cache from what generate() returns."
+        )
+
+    def get_seq_length(self) -> int:
+        raise ValueError("This cache was filled by an assisted batch and cannot be carried on. Leave it out.")
