@@ -16,8 +16,8 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import check_head
 from hf_specdecpp.drafts.known import draft_name
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
-from hf_specdecpp.generation import attached
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.making import Making

@@ -22,8 +22,8 @@ from hf_specdecpp.drafts.lookup import NoDraft
 from hf_specdecpp.drafts.ready_made import TakenAsIs
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
+from hf_specdecpp.generation.doors.unattached import ModelInterface
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.unattached import ModelInterface
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.adapters import add_adapter

@@ -16,11 +16,11 @@ from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession
 from hf_specdecpp.drafting.captured_trees import LEAST_NODES, LEAST_WIDTH, CapturedTreeSession
-from hf_specdecpp.generation.calls import decoding_of
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured.text import CapturedText
 from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.doors.calls import decoding_of
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.ranks import is_spread
@@ -34,7 +34,7 @@ PROMPT, ROUNDS = 8, 2  # tokens; of the assistant's own, in each room
 
 
 class Rehearsal:
-    """An assistant from whose generations nothing is learned (`generation.attached.Assistant`)."""
+    """An assistant from whose generations nothing is learned (`generation.doors.attached.Assistant`)."""
 
     def __init__(self, setup: DraftSetup) -> None:
         self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation

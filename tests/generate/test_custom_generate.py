@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer, dy
 from transformers.utils import hub as transformers_hub
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import attached, decoding
+from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.version import __version__
 
 RECIPE = Path(__file__).parents[2] / "hub_cards" / "custom_generate"

@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
-from hf_specdecpp.generation import attached, decoding
+from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(12)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import attached
+from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models import cpu_products, int8_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, products_of

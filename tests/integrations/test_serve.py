@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import attached, verification
+from hf_specdecpp.generation import verification
+from hf_specdecpp.generation.doors import attached
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")
 pytest.importorskip("openai", reason="`transformers serve` needs pip install transformers[serving]")
