@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer, dy
 from transformers.utils import hub as transformers_hub
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.version import __version__
 
@@ -65,7 +65,7 @@ def test_a_wrong_verification_would_be_seen(
 ) -> None:
     """The mutant accepts everything, so the text has to change."""
     plain = target.generate(PROMPT, **GREEDY)  # type: ignore[operator]
-    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     head = save_assistant(tmp_path / "head", speculation={"rule": "fixed"})
     assert not torch.equal(generate(target, assistant=str(head)), plain)
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
-from hf_specdecpp.generation import decoding
+from hf_specdecpp.generation import verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -93,7 +93,7 @@ def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, mo
     """The mutant: texts above are those of our loop, so one that accepts everything has to change them."""
     with assistant.paused():
         plain = target.generate(PROMPT, **GREEDY)
-    monkeypatch.setattr(decoding, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     assert not torch.equal(target.generate(PROMPT, **GREEDY), plain)
 
 
