@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
-from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import check_head
+from hf_specdecpp.drafts.kind import Loading
 from hf_specdecpp.drafts.known import draft_name
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -176,12 +176,12 @@ class SpecDecPPAssistant(Making):
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
-            trainable=self._trainable(drafter),
+            trainable=self._trainable(),
         )
 
-    def _trainable(self, drafter: Draft) -> frozenset[str]:
+    def _trainable(self) -> frozenset[str]:
         """`DraftSetup.trainable`."""
-        if "training" in self.kind.cannot or not drafter.places:
+        if self.kind.trainable is None:
             return frozenset()
         lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
         return frozenset(name for name, is_missing in lacks.items() if is_missing)
@@ -271,7 +271,7 @@ class SpecDecPPAssistant(Making):
                 "This assistant drafts with the layers of the target that it is attached to. Call detach() first, or "
                 "make a new one for this target."
             )
-        self.drafter = self.kind.make(self.config, self.parts, target)
+        self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
         TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
             self.head.to(self.drafter.device)

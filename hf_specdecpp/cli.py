@@ -15,7 +15,7 @@ from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.cli_options import options_of, settings_from
 
 if TYPE_CHECKING:
-    from hf_specdecpp.drafts.kind import SelfCheck
+    from hf_specdecpp.drafts.stored import SelfCheck
     from hf_specdecpp.hub.inspection import Report
     from hf_specdecpp.serving.destination import Exported
 
@@ -182,7 +182,7 @@ def inspect(
     from hf_specdecpp.hub import conversion, inspection
     from hf_specdecpp.models.loading import quiet_loading
 
-    repository = Repository.named(repo, revision, subfolder)
+    repository = Repository(repo, revision, subfolder)
     try:
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)

@@ -30,7 +30,7 @@ class Repository:
     """A Hub id or a local folder, and how to reach it.
 
     Args:
-        name: repo id or folder.
+        name: repo id or folder; `org/repo/folder` is a folder of a repo.
         revision, subfolder: within the repo.
         hub_kwargs: passed to `huggingface_hub.hf_hub_download` (`token`, `cache_dir`, `local_files_only`, ...).
     """
@@ -40,19 +40,14 @@ class Repository:
     subfolder: str | None = None
     hub_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def named(
-        cls, name: str, revision: str | None = None, subfolder: str | None = None, hub_kwargs: Any = None
-    ) -> Repository:
-        """The same, where `org/repo/folder` may name a folder of a Hub repository."""
-        parts = name.split("/")
-        if subfolder is None and len(parts) > 2 and not {"", ".", "..", "~"} & set(parts) and not Path(name).exists():
-            name, subfolder = "/".join(parts[:2]), "/".join(parts[2:])
-        return cls(name, revision, subfolder, hub_kwargs or {})
+    def __post_init__(self) -> None:
+        parts = self.name.split("/")
+        if self.subfolder is None and len(parts) > 2 and not {"", ".", "..", "~"} & set(parts) and not self.is_local:
+            self.name, self.subfolder = "/".join(parts[:2]), "/".join(parts[2:])
 
     @property
     def full_name(self) -> str:
-        """The name with the folder, which `named` takes."""
+        """The name with the folder."""
         return f"{self.name}/{self.subfolder}" if self.subfolder else self.name
 
     @property
@@ -159,11 +154,6 @@ def refuse_pointer(path: Path) -> None:
             raise ValueError(f"{path} is a git-LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
 
 
-def check_sound(path: Path) -> None:
-    """Raise `ValueError` unless `path` is a complete safetensors file with finite numbers."""
-    load_tensors(path)
-
-
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file, on the CPU.
 
@@ -176,105 +166,106 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def find_weights(source: Repository) -> Path | None:
-    """The file with a model's weights, or the index of several, all of them downloaded if need be; `None` without any.
-
-    Raises:
-        huggingface_hub errors: one may be there, but cannot be reached.
-    """
-    path = _weights_or_index(source)
-    for shard in shards_of(path) if path is not None and path.name == INDEX else []:
-        source.file(shard)
-    return path
-
-
-def find_tensors(source: Repository) -> dict[str, str]:
-    """Which file of a checkpoint holds which tensor; empty without safetensors. Of several files none is downloaded."""
-    path = _weights_or_index(source)
-    if path is None:
-        return {}
-    if path.name == INDEX:
-        shards_of(path)
-        return dict(read_json(path)["weight_map"])
-    with _opened(path) as file:
-        return dict.fromkeys(file.keys(), path.name)
-
-
-def read_tensors(source: Repository, files: Mapping[str, str]) -> dict[str, Tensor]:
-    """Some tensors of a checkpoint, on the CPU, as they are. Only files with one of them are downloaded.
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a model in safetensors files, by name. A file is downloaded and opened when one of them is read.
 
     Args:
-        files: which of them hold which tensor (`find_tensors`).
-
-    Raises:
-        ValueError: a file is damaged, or lacks what the index says it has.
+        source: the model's repository.
+        index: the file that lists them, or the only one that holds them; `None` without any.
+        files: which file holds which tensor.
     """
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(set(files.values())):
-        with _opened(source.file(name)) as file:
-            tensors.update({each: file.get_tensor(each) for each, holder in files.items() if holder == name})
-    return tensors
 
+    def __init__(self, source: Repository, index: Path | None, files: Mapping[str, str]) -> None:
+        self.source, self.index, self.files, self._open = source, index, files, dict[str, Any]()
 
-def _weights_or_index(source: Repository) -> Path | None:
-    for name in (CHECKPOINT, INDEX):
-        try:
-            return source.file(name)
-        except LocalEntryNotFoundError:
-            raise
-        except (FileNotFoundError, EntryNotFoundError):
-            continue
-    return None
+    @classmethod
+    def of(cls, source: Repository) -> Weights:
+        """Those of a repository, of which only the file or the index is downloaded; empty without safetensors.
 
+        Raises:
+            ValueError: the file or the index is damaged.
+            huggingface_hub errors: one may be there, but cannot be reached.
+        """
+        for name in (CHECKPOINT, INDEX):
+            try:
+                path = source.file(name)
+            except LocalEntryNotFoundError:
+                raise
+            except (FileNotFoundError, EntryNotFoundError):
+                continue
+            return cls(source, path, _listed(path) if name == INDEX else cls.at(path).files)
+        return cls(source, None, {})
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a draft, of a file or of those that an index names; `ValueError` if no draft has so many."""
-    if path.name == INDEX:
-        count = len(read_json(path)["weight_map"]) if shards_of(path) else 0
-    else:
+    @classmethod
+    def at(cls, path: Path) -> Weights:
+        """Those of one file."""
         with _opened(path) as file:
-            count = len(file.keys())
-    if count > MOST_TENSORS:
-        raise ValueError(
-            f"{path} has {count:,} tensors, and a draft has {MOST_TENSORS:,} at most: it is something else. "
-            "Download it again, or name another repository."
-        )
-    return load_shards(path) if path.name == INDEX else load_tensors(path)
+            return cls(Repository(str(path.parent)), path, dict.fromkeys(file.keys(), path.name))
+
+    def __getitem__(self, name: str) -> Tensor:
+        holder = self.files[name]
+        path = self.source.file(holder)
+        with _readable(path):
+            if holder not in self._open:
+                refuse_pointer(path)
+                self._open[holder] = safe_open(path, framework="pt")
+            tensor: Tensor = self._open[holder].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def all(self) -> dict[str, Tensor]:
+        """All tensors of a draft, on the CPU.
+
+        Raises:
+            ValueError: a file is damaged or missing, they are not those of the index, or no draft has so many.
+        """
+        if len(self) > MOST_TENSORS:
+            raise ValueError(
+                f"{self.index} has {len(self):,} tensors, and a draft has {MOST_TENSORS:,} at most: it is something "
+                "else. Download it again, or name another repository."
+            )
+        shards = [self.source.file(name) for name in sorted(set(self.files.values()))]
+        found = [(name, tensor) for shard in shards for name, tensor in load_tensors(shard).items()]
+        tensors = dict(found)
+        if len(found) != len(tensors) or set(tensors) != set(self.files):
+            raise ValueError(
+                f"{self.index} and the files that it lists have other tensors. Download the repository again."
+            )
+        return tensors
 
 
-def load_shards(index: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint in several safetensors files beside its index; errors as above."""
-    shards = shards_of(index)
-    if missing := [name for name in shards if not (index.parent / name).is_file()]:
-        raise ValueError(f"{index} lists {', '.join(missing[:9])}, which it lacks. Download the repository again.")
-    found = [(name, tensor) for shard in shards for name, tensor in load_tensors(index.parent / shard).items()]
-    tensors = dict(found)
-    if len(found) != len(tensors) or set(tensors) != set(read_json(index)["weight_map"]):
-        raise ValueError(f"{index} and the files that it lists have other tensors. Download the repository again.")
-    return tensors
-
-
-def shards_of(index: Path) -> list[str]:
-    """Names of the files that an index lists. They lie beside it: an index may come from anybody."""
+def _listed(index: Path) -> dict[str, str]:
+    """Which file holds which tensor, says an index. They lie beside it: an index may come from anybody."""
     raw = read_json(index)
     listed = raw.get("weight_map") if isinstance(raw, dict) else None
     names: list[Any] = list(listed.values()) if isinstance(listed, dict) else [None]
     if not all(isinstance(name, str) and re.fullmatch(r"[\w-]+\.safetensors", name) for name in names):
         raise ValueError(f"{index} does not map tensors to safetensors files beside it. Download the repository again.")
-    return sorted(set(names))
+    return dict(listed or {})
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    refuse_pointer(path)
+def _readable(path: Path) -> Iterator[None]:
+    """What safetensors cannot read within is a damaged file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except SafetensorError as error:
         raise ValueError(
             f"{path} is incomplete or not a safetensors file ({error}). Delete it, or download it again with "
             "force_download=True."
         ) from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    refuse_pointer(path)
+    with _readable(path), safe_open(path, framework="pt") as file:
+        yield file
 
 
 def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:

@@ -16,10 +16,21 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
-from hf_specdecpp.drafts.kind import Kind, Loading, Parts
-from hf_specdecpp.drafts.known import CONDITIONED, EAGLE3, EARLY_EXIT, LOOKUP, MTP, draft_name, kind_of, taken_as_is
+from hf_specdecpp.drafts.kind import Kind, Loading
+from hf_specdecpp.drafts.known import (
+    CONDITIONED,
+    EAGLE3,
+    EARLY_EXIT,
+    LOOKUP,
+    draft_name,
+    in_memory,
+    kind_of,
+    multi_token_layers,
+    override,
+    ready_made,
+)
 from hf_specdecpp.drafts.lookup import NoDraft
-from hf_specdecpp.drafts.ready_made import TakenAsIs
+from hf_specdecpp.drafts.stored import Parts, is_model
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.generation.doors.unattached import ModelInterface
@@ -127,13 +138,14 @@ class Making(ModelInterface):
         """
         hub_kwargs = check_hub_kwargs(hub_kwargs)
         target = None if target is None else causal_lm.base_model(target)
-        repository = Repository.named(str(repo_or_folder), revision, subfolder, hub_kwargs)
+        repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
         if eagle3 is not None:
-            kind_of(config).override(config, eagle3)
+            override(config, eagle3)
         head, parts = load_parts(repository, config, draft)
         parts = replace(parts, merge=merge)
-        drafter = kind_of(config).load(config, parts, Loading(draft, target, dtype, device, hub_kwargs))
+        kind, how = kind_of(config), Loading(draft, target, dtype, device, hub_kwargs)
+        drafter = None if kind.rests_on == "target" else kind.draft(config, parts, how)
         assistant = cls(config, drafter, head, parts, speculation)
         if device is None and (placed := drafter or target) is not None:
             device = placed.device
@@ -169,9 +181,9 @@ class Making(ModelInterface):
         Raises:
             ValueError: the draft, head or vocabulary does not fit.
         """
-        if (kind := taken_as_is(draft_model_or_id)) is not None:
+        if (kind := ready_made(draft_model_or_id)) is not None:
             if adapter is not None or draft_vocab is not None:
-                raise ValueError(f"A {kind.title} draft is taken as it is: leave adapter and draft_vocab out.")
+                raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
             return cls._from_ready_made(kind, draft_model_or_id, target, head, speculation, default)
         target = None if target is None else causal_lm.base_model(target)
         draft = load_draft(draft_model_or_id, None, target)
@@ -295,22 +307,22 @@ class Making(ModelInterface):
         """
         target = causal_lm.base_model(target)
         check_target(target, recurrent=True)
-        config, layers = MTP.of_target(target, source)
+        config, layers = multi_token_layers(target, source)
         assistant = cls(config, None, head, Parts(module=layers), speculation)
         assistant._begin_with(target, default)
         return assistant.eval()
 
     @classmethod
     def _from_ready_made(
-        cls, kind: TakenAsIs, draft: Any, target: CausalLM | None, head: AcceptanceHead | None,
+        cls, kind: Kind, draft: Any, target: CausalLM | None, head: AcceptanceHead | None,
         speculation: SpeculationConfig | None, default: bool,
     ) -> Self:  # fmt: skip
         """`from_draft` with a draft that is taken as it is."""
-        if isinstance(draft, str | Path):
-            config = load_config(repository := Repository.named(str(draft)))
-            module = kind.load_module(config, repository)
+        if is_model(draft):
+            config, repository = in_memory(kind, draft), Repository("")
         else:
-            config, module = kind.of_model(draft)
+            config = load_config(repository := Repository(str(draft)))
+        module = kind.stored.load(config, repository, draft if is_model(draft) else None)
         assistant = cls(config, None, head, Parts(module=module), speculation)
         assistant._begin_with(target, default)
         return assistant.eval()

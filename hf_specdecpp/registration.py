@@ -66,7 +66,7 @@ def register() -> Any:
 
     from hf_specdecpp.assistant import SpecDecPPAssistant
     from hf_specdecpp.config.assistant import SpecDecPPConfig
-    from hf_specdecpp.hub.tokenizer import DraftTokenizer
+    from hf_specdecpp.hub.repository import DraftTokenizer
 
     AutoConfig.register(MODEL_TYPE, SpecDecPPConfig, exist_ok=True)
     AutoModelForCausalLM.register(SpecDecPPConfig, SpecDecPPAssistant, exist_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import inspect
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -49,14 +50,6 @@ class SpecDecPPConfig(PretrainedConfig):
     """
 
     model_type = "specdecpp"
-
-    # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
-    OWN_FIELDS: ClassVar[tuple[str, ...]] = (
-        "format_version", "specdecpp_version", "target_id", "target_revision", "draft_kind", "draft_id",
-        "draft_revision", "draft_layers", "fusion", "eagle3", "dflash", "adapter", "head", "draft_vocab_size",
-        "vocab_hash", "acceptance_by_rank", "calibration", "speculation",
-        "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -131,10 +124,12 @@ class SpecDecPPConfig(PretrainedConfig):
                 f"This assistant is stored in format {written_for}, this hf_specdecpp reads up to {FORMAT_VERSION}, so "
                 "it could be misread. Upgrade: pip install -U hf-specdecpp"
             )
+        # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
+        known = set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"}
         theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
-        warn_unknown(sorted(set(config_dict) - theirs - set(cls.OWN_FIELDS) - REMOVED), "config.json")
+        warn_unknown(sorted(set(config_dict) - theirs - known - REMOVED), "config.json")
         # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
-        own = {name: value for name, value in config_dict.items() if name in cls.OWN_FIELDS}
+        own = {name: value for name, value in config_dict.items() if name in known}
         check_arguments(cls.__init__, own)
         counts = dict.fromkeys(("vocab_size", "draft_vocab_size"), TOKENS)
         check_fields({name: own.get(name) for name in counts}, counts)
@@ -143,22 +138,18 @@ class SpecDecPPConfig(PretrainedConfig):
             raise ValueError(
                 f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use. Leave it out."
             )
-        _check_calibration(own.get("calibration") or {})
+        for mode, line in (own.get("calibration") or {}).items():
+            if mode not in MODES or len(line) != 2:
+                raise ValueError(
+                    f"calibration={own['calibration']} must have two numbers, intercept and slope, for 'sampled' and "
+                    "for 'greedy' targets: log-odds of estimates are calibrated by them."
+                )
         config = super().from_dict(own, **kwargs)
         made = config[0] if isinstance(config, tuple) else config  # with `return_unused_kwargs`
         made.architectures = ["SpecDecPPAssistant"]
         written_with = config_dict.get("transformers_version")
         made.transformers_version = written_with if isinstance(written_with, str) else None
         return config
-
-
-def _check_calibration(calibration: dict[str, list[float]]) -> None:
-    for mode, line in calibration.items():
-        if mode not in MODES or len(line) != 2:
-            raise ValueError(
-                f"calibration={calibration} must have two numbers, intercept and slope, for 'sampled' and for "
-                "'greedy' targets: log-odds of estimates are calibrated by them."
-            )
 
 
 def special_tokens(model: CausalLM) -> dict[str, Any]:

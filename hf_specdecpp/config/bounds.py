@@ -24,6 +24,7 @@ SIZE = range(1, 2**20 + 1)
 HEADS = range(1, 2**12 + 1)
 HEAD_SIZE = range(2, 2**12 + 1, 2)
 PLACES = range(1, 2**31)
+BLOCK = range(1, 128 + 1)  # rows of a block, which a pass has in every round; 16 are usual
 DEPTH = range(1, 64 + 1)  # layers of a draft; most have one, and none is known with more than ten
 OF_TARGET = range(2**10)  # a layer of a target
 ACTIVATIONS = frozenset(ACT2FN) - {"prelu", "xielu"}  # which have weights

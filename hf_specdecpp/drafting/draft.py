@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,9 @@ class Draft:
         reads: what it reads of the target (`TargetStates`), or `None`.
         block: candidates that one pass of the draft proposes.
         places: the longest path of candidates that a round can have; 0 where nothing is ever drawn.
+        blocks_after: the final states `[batch, a, places, hidden_size]` of the blocks after some tokens of texts, given
+            token ids `[batch, n]`, the target's states there `[batch, n, width]` and the places `[batch, a]` of these
+            tokens; `None` where a pass proposes one candidate.
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
         suspect: its name, if others trained it and perhaps for another target (`SpeculationStats.verdict`).
@@ -71,6 +74,7 @@ class Draft:
     block: int = 1
     places: float = float("inf")
     suspect: str | None = None
+    blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     @property
     def max_length(self) -> float:

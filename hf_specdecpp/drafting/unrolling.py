@@ -55,6 +55,20 @@ def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = 
     return by_step[places % steps, :, places].transpose(0, 1)
 
 
+def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
+    """States `[batch, n, hidden_size]` that q after each token comes from, as if the text had been accepted in blocks.
+
+    Example: with 3 places what follows b, c and d in the text a b c d e f is the first, second and third candidate of
+    the block after b, and what follows e and f those after e. Before a there is no state, so nothing follows it.
+
+    Args:
+        draft: with `blocks_after`.
+    """
+    anchors = torch.arange(1, input_ids.shape[1], int(draft.places), device=input_ids.device)
+    blocks = draft.blocks_after(input_ids, states, anchors.expand(len(input_ids), -1))
+    return functional.pad(blocks.flatten(1, 2)[:, : input_ids.shape[1] - 1], (0, 0, 1, 0))
+
+
 def _mask(model: CausalLM, length: int, step: int, device: torch.device) -> Any:
     """Which rows of this and the earlier steps a token sees: `[1, 1, length, step * length]`, by layer type."""
     places = torch.arange(length, device=device)

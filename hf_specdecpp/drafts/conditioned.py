@@ -10,54 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.modules import read_module
+from hf_specdecpp.drafts.checkpoints import read_module
 from hf_specdecpp.drafts.early_exit import EarlyExit
-from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.kind import Trainable
+from hf_specdecpp.drafts.stored import OwnFile, Stored
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import sizes_of
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.serving.destination import Destination, Exported
 
 FUSION = "fusion.safetensors"
-
-
-class Conditioned(EarlyExit):
-    """An early exit whose input is made of the target's states and the tokens after them."""
-
-    name = "conditioned"
-    module_files = (FUSION,)
-    cannot = {
-        "replays": "a recorded text has one q a place, but that of a draft that reads the target's states "
-        "depends on where the round began",
-        "stays untrained": "a conditioned draft has to be trained, so leave it on",
-        "late verdicts": "reads a text that mixes the draft's tokens in, where a draft that reads the target's "
-        "states finds none",
-    }
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        several = len(config.draft_layers or []) != 1
-        return f"{super().describe(config, target)}, which read{'' if several else 's'} its states"
-
-    def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
-        config.fusion = module.to_config()
-
-    def read_module(self, config: SpecDecPPConfig, path: Path) -> Fusion:
-        if config.fusion is None:
-            raise ValueError("The config describes a conditioned draft and no fusion. Save the assistant again.")
-        return read_fusion(config.fusion, path)
-
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
-        target = to.target or "TARGET"
-        raise ValueError(
-            f"This assistant drafts with {self.describe(config)}: a layer of the target whose input is made of the "
-            "target's states, in a form that no other engine has, so nothing is exported. Engines serve drafts that "
-            "read states in the form of EAGLE-3. Train one and export it: "
-            f"`specdecpp train --draft eagle3 --target {target} --data FILE --output NEW`, then "
-            f"`specdecpp export NEW --output {to.output}`."
-        )
-
-    def usual_layers(self, depth: int) -> int | list[int]:
-        return [depth - 1]
+# What drafts cannot do that read the target's states.
+NO_REPLAYS = (
+    "a recorded text has one q a place, but that of a draft that reads the target's states depends on where the round "
+    "began"
+)
+NO_LATE_VERDICTS = (
+    "reads a text that mixes the draft's tokens in, where a draft that reads the target's states finds none"
+)
 
 
 class Fusion(StateReader):
@@ -151,3 +120,27 @@ def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
     """
     hint = "It does not belong to the fusion that config.json describes: download or save both again."
     return read_module(Fusion, "fusion", arguments, path, hint)
+
+
+class Conditioned(EarlyExit):
+    """An early exit whose input is made of the target's states and the tokens after them."""
+
+    name = "conditioned"
+    stored = Stored(
+        own=OwnFile(FUSION, "fusion", read_fusion),
+        unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "
+        "states, in a form that no other engine has, so nothing is exported. Engines serve drafts that read states in "
+        "the form of EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE "
+        "--output NEW`, then `specdecpp export NEW --output {output}`.",
+    )
+    trainable = Trainable(
+        cannot={
+            "stay untrained": "a conditioned draft has to be trained, so leave it on",
+            "late verdicts": NO_LATE_VERDICTS,
+        }
+    )
+    cannot = {"replays": NO_REPLAYS}
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        several = len(config.draft_layers or []) != 1
+        return f"{super().describe(config, target)}, which read{'' if several else 's'} its states"

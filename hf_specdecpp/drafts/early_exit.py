@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.kind import Kind, Loading, Parts
+from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
+from hf_specdecpp.drafts.stored import Parts, Stored
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit, per_layer
@@ -16,45 +17,47 @@ from hf_specdecpp.serving.destination import Destination, Exported
 from hf_specdecpp.serving.plain_model import write_plain_model
 
 
+def layers_of(target: CausalLM, config: SpecDecPPConfig, parts: Parts) -> Drafter:
+    """Layers of a target as its draft."""
+    draft = early_exit(target, config.draft_layers or [])
+    if parts.adapter is not None:
+        draft = add_adapter(draft, parts.adapter, merge=parts.merge)
+    if parts.module is not None:
+        parts.module.to(draft.device, draft.dtype)
+    return Drafter(draft, parts.draft_vocab, shares_target=True, fusion=parts.module)
+
+
+def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+    """Write the layers as a model of their own."""
+    if to.target is None:
+        raise ValueError(
+            "This assistant drafts with layers of a target that its config.json does not name (target_id), so there "
+            "are no weights to export. Name it: --target ID_OR_FOLDER."
+        )
+    target = load_model(to.target, to.revision)
+    check_hash(target, config.vocab_hash, config.target_id)
+    draft = layers_of(target, config, parts).model
+    exported = write_plain_model(draft, to.target, to.revision, config, to)
+    kinds = sorted(name for name, each in per_layer(target.config).items() if len(set(map(str, each))) > 1)
+    if kinds and config.draft_layers != list(range(draft.config.num_hidden_layers)):
+        exported.notes.append(
+            f"The target's layers are of several kinds ({', '.join(kinds)}), and these are not its first ones. An "
+            "engine that reckons the kind from a layer's number, as llama.cpp does for some families, drafts badly."
+        )
+    return exported
+
+
 class EarlyExit(Kind):
     """Layers of the target, which share its tensors."""
 
     name = "early_exit"
     rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
+    stored = Stored(export=export)
+    trainable = Trainable(first_layers=4)
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         layers = config.draft_layers or []
         return f"layer{'s' if len(layers) != 1 else ''} {', '.join(map(str, layers))} of {target}"
 
-    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> None:  # noqa: ARG002
-        if how.draft is not None:
-            raise ValueError(f"This assistant drafts with {self.describe(config)}, so draft= must be left out.")
-
-    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Drafter:
-        draft = early_exit(target, config.draft_layers or [])
-        if parts.adapter is not None:
-            draft = add_adapter(draft, parts.adapter, merge=parts.merge)
-        if parts.module is not None:
-            parts.module.to(draft.device, draft.dtype)
-        return Drafter(draft, parts.draft_vocab, shares_target=True, fusion=parts.module)
-
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        if to.target is None:
-            raise ValueError(
-                f"This assistant drafts with {self.describe(config)}, which its config.json does not name (target_id), "
-                "so there are no weights to export. Name it: --target ID_OR_FOLDER."
-            )
-        target = load_model(to.target, to.revision)
-        check_hash(target, config.vocab_hash, config.target_id)
-        draft = self.make(config, parts, target).model
-        exported = write_plain_model(draft, to.target, to.revision, config, to)
-        kinds = sorted(name for name, each in per_layer(target.config).items() if len(set(map(str, each))) > 1)
-        if kinds and config.draft_layers != list(range(draft.config.num_hidden_layers)):
-            exported.notes.append(
-                f"The target's layers are of several kinds ({', '.join(kinds)}), and these are not its first ones. An "
-                "engine that reckons the kind from a layer's number, as llama.cpp does for some families, drafts badly."
-            )
-        return exported
-
-    def usual_layers(self, depth: int) -> int | list[int]:  # noqa: ARG002
-        return 4
+    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
+        return layers_of(how.target, config, parts)

@@ -7,43 +7,39 @@ from typing import ClassVar, Literal
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.kind import Kind, Loading, Parts
+from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
+from hf_specdecpp.drafts.stored import Parts, Stored, pinned
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.serving.destination import Destination, Exported
 from hf_specdecpp.serving.plain_model import write_plain_model
 
 
+def load(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
+    """The model, with its adapter merged into one that is given by name."""
+    chosen, revision = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
+    model = load_draft(chosen, revision, how.target, how.dtype, how.device, how.hub_kwargs)
+    if parts.adapter is not None:
+        model = add_adapter(model, parts.adapter, merge=isinstance(chosen, str | Path))
+    return Drafter(model, parts.draft_vocab)
+
+
+def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+    """Write the model with its adapter merged."""
+    model = load(config, parts, Loading()).model
+    return write_plain_model(model, str(config.draft_id), config.draft_revision, config, to)
+
+
 class Independent(Kind):
-    """A model of its own; an adapter is merged into one that is given by name."""
+    """A model of its own."""
 
     name = "independent"
     rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "draft"
+    stored = Stored(is_named=True, export=export)
+    trainable = Trainable()
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
-        return f"{config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"
+        return pinned(config)
 
-    def check_storable(self, config: SpecDecPPConfig) -> None:
-        if config.draft_id is None:
-            raise ValueError(
-                "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be "
-                "loaded. Save the draft, load it from there and build the assistant from that: from_draft(folder)."
-            )
-
-    def check_shareable(self, config: SpecDecPPConfig) -> None:
-        if config.draft_id is not None and Path(config.draft_id).exists():
-            raise ValueError(
-                f"The draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. Push the "
-                "draft model first and build the assistant from its Hub id, or set assistant.config.draft_id to it."
-            )
-
-    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
-        chosen, pinned = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
-        model = load_draft(chosen, pinned, how.target, how.dtype, how.device, how.hub_kwargs)
-        if parts.adapter is not None:
-            model = add_adapter(model, parts.adapter, merge=isinstance(chosen, str | Path))
-        return Drafter(model, parts.draft_vocab)
-
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        model = self.load(config, parts, Loading()).model
-        return write_plain_model(model, str(config.draft_id), config.draft_revision, config, to)
+    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
+        return load(config, parts, how)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.conditioned import Conditioned
 from hf_specdecpp.drafts.dflash.kind import DFlash
 from hf_specdecpp.drafts.dflash.model import DFlashModel
@@ -15,19 +17,17 @@ from hf_specdecpp.drafts.gemma4.kind import Gemma4
 from hf_specdecpp.drafts.independent import Independent
 from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.lookup import Lookup
-from hf_specdecpp.drafts.mtp.kind import Mtp
-from hf_specdecpp.drafts.ready_made import TakenAsIs, raw_config
+from hf_specdecpp.drafts.mtp.kind import Mtp, repository_of
+from hf_specdecpp.drafts.stored import raw_config
+from hf_specdecpp.files import Repository
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.provenance import commit_of
 
 INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
 DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP = DFlash(), Eagle3(), Gemma4(), Mtp(), Lookup()
 KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
 TRAINED = {**BY_NAME, "block": DFLASH}  # names that `specdecpp train --draft` takes
-
-
-def recognise(raw: Mapping[str, Any]) -> Kind | None:
-    """The kind that a `config.json` describes, if it is one of these."""
-    return next((kind for kind in KINDS if kind.owns(raw)), None)
 
 
 def kind_of(config: SpecDecPPConfig) -> Kind:
@@ -46,18 +46,55 @@ def kind_to_train(draft: str | None) -> Kind:
     return EARLY_EXIT if draft is None else TRAINED.get(draft, INDEPENDENT)
 
 
-def ready_made(name: str) -> Kind | None:
-    """The kind of the draft that others trained in a repository, if one is there and can be reached."""
-    raw = raw_config(name)
-    return None if raw is None else next((kind for kind in KINDS if kind.is_ready_made(raw)), None)
+# Configs. -------------------------------------------------------------------------------------------------------------
 
 
-def taken_as_is(draft: Any) -> TakenAsIs | None:
-    """The kind of a draft that cannot draft by itself, of a model object or of what a folder or Hub id holds."""
-    if isinstance(draft, DFlashModel):
-        return DFLASH
-    raw = raw_config(draft)
-    return None if raw is None else next((kind for kind in (DFLASH, GEMMA4) if kind.is_ready_made(raw)), None)
+def recognise(raw: Mapping[str, Any]) -> Kind | None:
+    """The kind of the draft that a `config.json` describes, an assistant's or one of others, if it is one of these."""
+    if raw.get("model_type") == SpecDecPPConfig.model_type:
+        return BY_NAME.get(str(raw.get("draft_kind", SpecDecPPConfig().draft_kind)))
+    if "draft_kind" in raw:  # a damaged one of an assistant
+        return None
+    return next((kind for kind in KINDS if (form := kind.stored.format) is not None and form.recognises(raw)), None)
+
+
+def read_config(raw: dict[str, Any], kind: Kind, source: Repository, commit: str | None) -> SpecDecPPConfig:
+    """The config of an assistant that a `config.json` of this kind describes, an assistant's or one of others.
+
+    Args:
+        source, commit: where it is from.
+
+    Raises:
+        ValueError: it is damaged, or of a newer format.
+    """
+    form = kind.stored.format
+    if form is None or raw.get("model_type") == SpecDecPPConfig.model_type:
+        config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
+        return config
+    return published(kind, source, commit, **form.fields(raw))
+
+
+def published(kind: Kind, source: Repository, commit: str | None, **fields: Any) -> SpecDecPPConfig:
+    """The config of an assistant that drafts with what is in a repository of others.
+
+    Args:
+        fields: further ones of the config.
+    """
+    return SpecDecPPConfig(
+        draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit,
+        speculation=SpeculationConfig(rule="throughput").to_dict(), **fields,
+    )  # fmt: skip
+
+
+def override(config: SpecDecPPConfig, values: Any) -> None:
+    """Read a draft of others otherwise than its own config says; `ValueError` where there is nothing to override."""
+    stored = kind_of(config).stored
+    if config.draft_id is None or stored.format is None or stored.format.readings is None or stored.own is None:
+        raise ValueError(
+            f"eagle3={values} says how an EAGLE-3 draft that others trained is to be read, and this assistant drafts "
+            f"with {describe(config)}. Leave it out."
+        )
+    setattr(config, stored.own.field, stored.format.readings.checked(values))
 
 
 def describe(config: SpecDecPPConfig) -> str:
@@ -71,3 +108,35 @@ def draft_name(config: SpecDecPPConfig) -> str:
     if kind.rests_on == "draft":
         return repr(config.draft_id)
     return kind.describe(config, repr(config.target_id) if config.target_id else "the target")
+
+
+# Drafts. --------------------------------------------------------------------------------------------------------------
+
+
+def ready_made(draft: CausalLM | str | Path) -> Kind | None:
+    """The kind of a draft that cannot draft by itself, of a model object or of what a folder or Hub id holds, if it is
+    there and can be reached."""
+    if isinstance(draft, DFlashModel):
+        return DFLASH
+    raw = raw_config(draft)
+    if raw is None or raw.get("model_type") == SpecDecPPConfig.model_type or "draft_kind" in raw:
+        return None
+    return next((kind for kind in KINDS if (form := kind.stored.format) is not None and form.is_marked(raw)), None)
+
+
+def multi_token_layers(target: CausalLM, source: str | Path | None = None) -> tuple[SpecDecPPConfig, Any]:
+    """The config of an assistant that drafts with the layers of a target's own checkpoint, and their tensors.
+
+    Raises:
+        ValueError: the target is not from a repository, or its own has no such layers; with what to do.
+        OSError, huggingface_hub errors: a file is missing or cannot be reached.
+    """
+    repository = repository_of(target, source)
+    config = published(MTP, repository, repository.commit(repository.file("config.json")))
+    return config, MTP.stored.load(config, repository)
+
+
+def in_memory(kind: Kind, draft: CausalLM) -> SpecDecPPConfig:
+    """The config of an assistant with a model object as its draft."""
+    named = draft.config.name_or_path or None
+    return SpecDecPPConfig(draft_kind=kind.name, draft_id=named, draft_revision=commit_of(draft))

@@ -10,33 +10,8 @@ from torch import Tensor
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.drafts.kind import Kind, Loading, Parts
-from hf_specdecpp.serving.destination import Destination, Exported
-
-
-class Lookup(Kind):
-    """Nothing drafts."""
-
-    name = "lookup"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "nothing"
-    cannot = {
-        "replays": "a recorded text has a q a place, and where nothing drafts there is none",
-        "stays untrained": "there is nothing to train where all candidates are looked up",
-    }
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
-        return "text that was seen before"
-
-    def load(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> NoDraft:  # noqa: ARG002
-        if how.draft is not None:
-            raise ValueError("This assistant looks its candidates up and has no draft, so draft= must be left out.")
-        return NoDraft()
-
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
-        raise ValueError(
-            "This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
-            "candidates up by themselves, such as vLLM with the method ngram."
-        )
+from hf_specdecpp.drafts.kind import Kind, Loading
+from hf_specdecpp.drafts.stored import Parts, Stored
 
 
 class NoDraft(Draft):
@@ -69,3 +44,24 @@ class NothingRead(Reading):
 
     def keep(self, path: list[int]) -> None:
         """Nor to go on from."""
+
+
+class Lookup(Kind):
+    """Nothing drafts."""
+
+    name = "lookup"
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "nothing"
+    stored = Stored(
+        unserved="This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
+        "candidates up by themselves, such as vLLM with the method ngram."
+    )
+    cannot = {
+        "replays": "a recorded text has a q a place, and where nothing drafts there is none",
+        "training": "there is nothing to train where all candidates are looked up",
+    }
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
+        return "text that was seen before"
+
+    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> NoDraft:  # noqa: ARG002
+        return NoDraft()

@@ -36,7 +36,7 @@ def make_card(
             `provenance`; of those that were not made, `None`.
     """
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
-    bases = [Repository.named(name).name for name in ids]
+    bases = [Repository(name).name for name in ids]
     data = ModelCardData(
         library_name="hf_specdecpp",
         base_model=bases or None,

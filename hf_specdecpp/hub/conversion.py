@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_specdecpp import files as repository
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.known import recognise
+from hf_specdecpp.drafts.stored import Format
 from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.files import CHECKPOINT, MOST_CONFIG_BYTES, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
@@ -53,12 +53,12 @@ def convert(
     """
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a {CONFIG}, which would be overwritten. Choose a new folder.")
-    if (kind := _kind_of_draft(folder / CONFIG)) is not None:
+    if (form := _format_of_draft(folder / CONFIG)) is not None:
         if (tied, draft_id, target_id) != (None, None, None):
             raise ValueError(
                 f"{folder} is of a draft: --tied, --draft and --target are for SpecDec++ heads. Leave them out."
             )
-        _convert_draft(kind, folder, out)
+        _convert_draft(form, folder, out)
         return
     head = read_released_head(folder, tied)
     config = SpecDecPPConfig(
@@ -76,15 +76,16 @@ def convert(
     repository.save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
 
 
-def _kind_of_draft(path: Path) -> Kind | None:
-    """The kind of draft that a `config.json` of others describes, if it does."""
+def _format_of_draft(path: Path) -> Format | None:
+    """The format of the draft that a `config.json` of others describes, if it does."""
     raw = repository.read_json(path, MOST_CONFIG_BYTES) if path.is_file() else None
     if not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type:
         return None
-    return recognise(raw)
+    kind = recognise(raw)
+    return None if kind is None else kind.stored.format
 
 
-def _convert_draft(kind: Kind, folder: Path, out: Path) -> None:
+def _convert_draft(form: Format, folder: Path, out: Path) -> None:
     """The same draft with its tensors, as they are, in a safetensors file."""
     path = folder / PICKLE
     if not path.is_file():
@@ -94,7 +95,7 @@ def _convert_draft(kind: Kind, folder: Path, out: Path) -> None:
         )
     tensors = {name: tensor.detach().clone() for name, tensor in _load_pickle(path).items()}  # some share memory
     repository.check_finite(tensors, path)
-    kind.check_foreign(repository.read_fields(folder / CONFIG), tensors, str(path))
+    form.read(repository.read_fields(folder / CONFIG), tensors, str(path))
     out.mkdir(parents=True, exist_ok=True)
     repository.save_tensors(tensors, out / CHECKPOINT)
     repository.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)

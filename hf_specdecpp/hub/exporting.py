@@ -8,6 +8,7 @@ from pathlib import Path
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.known import kind_of
+from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import load_config, load_parts
 from hf_specdecpp.serving.destination import Destination, Exported
@@ -40,7 +41,7 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
         folder = Path(temporary, "written")
         folder.mkdir()
         to = Destination(folder, output, named, revision, tokens_a_round(config))
-        exported = kind_of(config).export(config, parts, to)
+        exported = _written(config, parts, to)
         exported.notes.append(
             f"Engines draft a fixed number of tokens, here {to.num_tokens}, and take no stopping rule, acceptance head "
             f"or calibration: these stay in {assistant}. Try one token more and less."
@@ -50,6 +51,20 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
             output.rmdir()  # some systems rename onto no folder; one that was filled in the meantime stays
         folder.rename(output)
     return exported
+
+
+def _written(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+    """What was written of a draft; `ValueError` where no engine serves it, with the reason and what to do instead."""
+    kind, target = kind_of(config), to.target or "TARGET"
+    form, export = kind.stored.format, kind.stored.export
+    if form is not None and form.served_by is not None and config.draft_id is not None:
+        raise ValueError(
+            f"This assistant drafts with {kind.describe(config)}, which nobody changed here, so nothing is exported: "
+            f"{form.served_by.replace('TARGET', target)}."
+        )
+    if export is None:
+        raise ValueError(kind.stored.unserved.format(draft=kind.describe(config), target=target, output=to.output))
+    return export(config, parts, to)
 
 
 def check_free(output: Path) -> None:

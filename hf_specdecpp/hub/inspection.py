@@ -15,9 +15,9 @@ from torch import nn
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import SelfCheck
 from hf_specdecpp.drafts.known import KINDS, kind_of
-from hf_specdecpp.files import PICKLE, Repository
+from hf_specdecpp.drafts.stored import SelfCheck
+from hf_specdecpp.files import CHECKPOINT, INDEX, PICKLE, SHARDS, Repository
 from hf_specdecpp.hub import repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, load_config
 from hf_specdecpp.models import adapters
@@ -25,7 +25,7 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-MODULES = list(dict.fromkeys(name for kind in KINDS for name in kind.module_files))
+MODULES = [kind.stored.own.name for kind in KINDS if kind.stored.own is not None]
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -79,7 +79,7 @@ def inspect(repository: Repository) -> Report:
     _check(report, folder, CONFIG, lambda: _read_config(report, folder))
     if report.config is not None and report.is_foreign:  # other weights may be a whole model's
         at_commit = replace(repository, revision=report.commit or repository.revision)
-        at_commit.folder([*kind_of(report.config).foreign_files])
+        at_commit.folder([CHECKPOINT, INDEX, SHARDS])
     for name, promised, read in _expected(report, folder):
         present = (folder / name).is_file()
         if promised or present:
@@ -99,13 +99,16 @@ def self_check(repository: Repository, target_id: str, revision: str | None = No
     """
     config = load_config(repository)
     kind = kind_of(config)
-    if not kind.can_be_misread:
+    form = kind.stored.format
+    if form is None or form.readings is None:
         raise ValueError(
             f"--target without --convert checks how a draft that others trained is to be read, and this one, "
             f"{kind.describe(config)}, can be read in one way only. Measure it: specdecpp bench."
         )
-    module = kind.load_module(config, repository)
-    return kind.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))
+    module = kind.stored.load(config, repository)
+    return form.readings.self_check(
+        config, module, load_model(target_id, revision), load_tokenizer(target_id, revision)
+    )
 
 
 def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> None:
@@ -126,11 +129,14 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
 def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
     promised = SpecDecPPConfig() if report.config is None else report.config
-    own = kind_of(promised).module_file(promised)
-    modules = MODULES if own is None or own in MODULES else [*MODULES, own]
+    own = kind_of(promised).stored.own_file(promised)
+    modules = MODULES
+    if report.is_foreign:
+        own = INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
+        modules = [*MODULES, own]
     return [
         (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
-        *((name, name == own, partial(_read_module, report, folder / name)) for name in modules),
+        *((name, name == own, partial(_read_module, report, folder)) for name in modules),
         (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
         (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
         (ADAPTER, bool(promised.adapter), lambda: _read_adapter(folder / ADAPTER_FOLDER)),
@@ -145,8 +151,8 @@ def _read_config(report: Report, folder: Path) -> str:
         config = load_config(Repository(str(folder)))
         SpeculationConfig.from_dict(config.speculation)
     report.traps += [str(warning.message) for warning in caught]
-    report.config, kind = config, kind_of(config)
-    report.is_foreign = kind.is_foreign(config) and kind.module_file(config) is not None
+    report.config = config
+    report.is_foreign = config.draft_id == str(folder)
     return "of a draft that others trained" if report.is_foreign else f"format {config.format_version}"
 
 
@@ -154,10 +160,11 @@ def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
     return _size(repository.load_head(Repository(str(folder)), config))
 
 
-def _read_module(report: Report, path: Path) -> str:
+def _read_module(report: Report, folder: Path) -> str:
     config = report.config or SpecDecPPConfig()
-    module = kind_of(config).read_module(config, path)
-    report.facts = kind_of(config).facts(module)
+    stored = kind_of(config).stored
+    module = stored.load(config, Repository(str(folder)))
+    report.facts = {} if stored.format is None else stored.format.facts(module)
     return _size(module)
 
 

@@ -14,8 +14,8 @@ from huggingface_hub import CommitInfo, HfApi
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import kind_of
+from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json, save_tensors, save_text
 from hf_specdecpp.hub.card import THIS_REPO, make_card
@@ -49,7 +49,7 @@ class Contents:
         config.head = self.head.to_config() if self.head is not None else None
         parts = self.parts
         if parts.module is not None:
-            kind_of(config).note_module(config, parts.module)
+            kind_of(config).stored.describe(config, parts.module)
         config.adapter = parts.adapter is not None
         config.draft_vocab_size = len(parts.draft_vocab) if parts.draft_vocab is not None else None
         config.calibration = config.calibration if self.calibration is None else self.calibration
@@ -66,14 +66,14 @@ def save(contents: Contents, folder: Path) -> None:
         ValueError: nobody could load the draft again as it is.
     """
     config = contents.described()
-    kind = kind_of(config)
-    kind.check_storable(config)
+    stored = kind_of(config).stored
+    stored.check_storable(config)
     folder.mkdir(parents=True, exist_ok=True)
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
     parts = contents.parts
     if parts.module is not None:
-        kind.save_module(config, parts.module, folder)
+        stored.save(config, parts.module, folder)
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:
@@ -121,7 +121,11 @@ def push(
         huggingface_hub errors: as they are.
     """
     config = contents.config
-    kind_of(config).check_shareable(config)
+    if config.draft_id is not None and Path(config.draft_id).exists():
+        raise ValueError(
+            f"The draft {config.draft_id!r} is a local folder, so nobody else could load this assistant. Push the "
+            "draft first and build the assistant from its Hub id, or set assistant.config.draft_id to it."
+        )
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # Somebody may have written more into the card than we would.

@@ -1,4 +1,4 @@
-"""The files of an assistant's repository: check them, read them, write them.
+"""The files of an assistant's repository, checked and read.
 
 safetensors only, loaded strictly; nothing here opens a pickle or runs code from a repository. A head without its draft:
 
@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.modules import as_described, read_module
 from hf_specdecpp.config.types import check_arguments
-from hf_specdecpp.drafts.kind import Kind, Parts
+from hf_specdecpp.drafts import known
+from hf_specdecpp.drafts.checkpoints import as_described, read_module
+from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
+from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
-from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, check_sound, load_strict, read_json
+from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, load_strict, load_tensors, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import load_tokenizer
 
 CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
 HEAD, DRAFT_VOCAB = "acceptance_head.safetensors", "draft_vocab.safetensors"
@@ -57,7 +61,7 @@ def load_config(repository: Repository) -> SpecDecPPConfig:
     path = repository.file(CONFIG)
     kind, raw = read_config(path)
     commit = repository.commit(path)
-    config = kind.read_config(raw, repository, commit)
+    config = known.read_config(raw, kind, repository, commit)
     config._name_or_path = repository.name
     config._commit_hash = commit
     return config
@@ -72,16 +76,18 @@ def load_parts(
         draft: where the draft's repository is, in the place of what the config names.
     """
     kind = kind_of(config)
+    if draft is not None and not kind.stored.takes_copy(config):
+        raise ValueError(f"This assistant drafts with {kind.describe(config)}, so draft= must be left out.")
     head = load_head(repository, config) if config.head is not None else None
     draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
-    module = kind.load_module(config, repository, draft)
+    module = kind.stored.load(config, repository, draft)
     return head, Parts(find_adapter(repository) if config.adapter else None, draft_vocab, module)
 
 
 def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
     """Folder with both adapter files. peft would fall back to a pickle without the safetensors file; we do not."""
     paths = [repository.file(name, folder) for name in ADAPTER_FILES]
-    check_sound(paths[1])
+    load_tensors(paths[1])
     return paths[0].parent
 
 
@@ -140,3 +146,25 @@ def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
             "specdecpp inspect FOLDER --convert OUT."
         )
     return kind, config
+
+
+class DraftTokenizer(PreTrainedTokenizerFast):
+    """`AutoTokenizer.from_pretrained(assistant)`: the tokenizer of the model that the assistant was trained for.
+
+    An assistant's repository has none of its own, and pipelines load one.
+    """
+
+    @classmethod
+    def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        passed_on = ("cache_dir", "token", "local_files_only")
+        hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
+        place = {key: kwargs[key] for key in ("revision", "subfolder") if kwargs.get(key) is not None}
+        config = SpecDecPPConfig.from_pretrained(name, **place, **hub_kwargs)
+        model, commit = config.draft_id, config.draft_revision
+        if model is None:
+            model, commit = config.target_id, config.target_revision
+        if model is None:
+            raise ValueError(
+                f"The config.json of {name!r} names no draft_id and no target_id, so no tokenizer is known."
+            )
+        return load_tokenizer(model, commit, **hub_kwargs)

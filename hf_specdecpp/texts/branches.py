@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.dflash.anchors import blocks_after
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.reader import Reader
@@ -66,7 +64,7 @@ def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tens
 
 @torch.no_grad()
 def draft_chains(
-    drafter: Drafter | DFlashDraft,
+    drafter: Any,
     ids: list[int],
     starts: Tensor,
     length: int,
@@ -93,7 +91,7 @@ def draft_chains(
         drawn = [_draw(to_q(drafter.logits(rows, vocab_size)), generator) for rows in states.split(ROWS_AT_ONCE)]
         return torch.cat([token for token, _ in drawn]), torch.cat([row for _, row in drawn])
 
-    if isinstance(drafter, DFlashDraft):
+    if drafter.blocks_after is not None:
         return _draft_blocks(drafter, ids, starts, length, states, candidates)
     count, device = len(starts), drafter.device
     starts = starts.to(device)
@@ -111,18 +109,18 @@ def draft_chains(
 
 
 def _draft_blocks(
-    drafter: DFlashDraft, ids: list[int], starts: Tensor, length: int, states: Any,
+    drafter: Any, ids: list[int], starts: Tensor, length: int, states: Any,
     candidates: Callable[[Tensor], tuple[Tensor, Tensor]],
 ) -> DraftedChains:  # fmt: skip
     starts, text = starts.to(drafter.device), torch.tensor([ids], device=drafter.device)
-    hidden = blocks_after(drafter, text, states.to(drafter.device), starts[None] - 1)[0, :, :length]
+    hidden = drafter.blocks_after(text, states.to(drafter.device), starts[None] - 1)[0, :, :length]
     drawn = [candidates(rows) for rows in hidden.unbind(1)]
     tokens, scalars = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
     return DraftedChains(starts, tokens, scalars, torch.cat((hidden, hidden[:, -1:]), 1))
 
 
 @torch.no_grad()
-def target_states(target: CausalLM, drafter: Drafter | DFlashDraft, ids: list[int]) -> Tensor | None:
+def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | None:
     """What a draft reads of the target along a text, `[1, n, width]`; `None` where that is nothing."""
     if drafter.reads is None:
         return None

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hf_specdecpp.config.bounds import BLOCK
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
-from hf_specdecpp.drafts.dflash.settings import MOST_ROWS
-from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.training.checks import a_share, above_zero, at_least, build, refuse_unknown
 
@@ -238,6 +238,19 @@ class TrainingConfig:
         return kind_to_train(self.draft)
 
     @property
+    def trainable(self) -> Trainable:
+        """What training asks of that kind; `ValueError` if it is not trained, with the reason."""
+        if (trainable := self.kind.trainable) is None:
+            raise ValueError(f"draft={self.draft!r}: {self.kind.cannot['training']}.")
+        return trainable
+
+    @property
+    def own_files(self) -> list[str]:
+        """The file with what is trained beside an adapter, if there is something."""
+        own = self.kind.stored.own
+        return [] if own is None else [own.name]
+
+    @property
     def independent_draft(self) -> str | None:
         """The draft's name, where it is a model of its own."""
         return self.draft if self.kind.rests_on == "draft" else None
@@ -245,7 +258,7 @@ class TrainingConfig:
     @property
     def ready_made(self) -> str | None:
         """The repository of a draft that others trained, where it stays as it is."""
-        return self.distill.start_from if self.kind.own_layer and not self.distill.enabled else None
+        return self.distill.start_from if self.trainable.own_layers and not self.distill.enabled else None
 
     @property
     def named_draft(self) -> str | None:
@@ -255,17 +268,17 @@ class TrainingConfig:
     @property
     def trains_module(self) -> bool:
         """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
-        return bool(self.kind.module_files) and not self.kind.own_layer
+        return bool(self.own_files) and not self.trainable.own_layers
 
     @property
     def trains_layer(self) -> bool:
         """Whether layers of the draft's own are trained, and no adapter."""
-        return self.kind.own_layer
+        return self.trainable.own_layers
 
     @property
     def trains_block(self) -> bool:
         """Whether these layers propose a block of candidates with one pass."""
-        return self.kind.drafts_blocks
+        return self.trainable.blocks
 
     def find_ready_made(self) -> None:
         """Where `draft` is the repository of a draft that others trained, say so in the words of the other settings."""
@@ -325,10 +338,8 @@ class TrainingConfig:
 
     def _validate_distill(self) -> None:
         distill = self.distill
-        cannot = self.kind.cannot
-        if (reason := cannot.get("training")) is not None:
-            raise ValueError(f"draft={self.draft!r}: {reason}.")
-        if (reason := cannot.get("stays untrained")) is not None and not distill.enabled and not self.ready_made:
+        cannot = self.trainable.cannot
+        if (reason := cannot.get("stay untrained")) is not None and not distill.enabled and not self.ready_made:
             raise ValueError(f"distill.enabled=False: {reason}.")
         if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":
             raise ValueError(f"head.inputs='after' {reason}. Use head.inputs='before'.")
@@ -339,8 +350,8 @@ class TrainingConfig:
             at_least(1, f"distill.{name}", getattr(distill, name))
         at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
         at_least(0, "distill.mask_token", distill.mask_token)
-        if not 2 <= distill.block_size <= MOST_ROWS:
-            raise ValueError(f"distill.block_size={distill.block_size} must be a whole number from 2 to {MOST_ROWS}.")
+        if not 2 <= distill.block_size <= BLOCK[-1]:
+            raise ValueError(f"distill.block_size={distill.block_size} must be a whole number from 2 to {BLOCK[-1]}.")
         longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
         if self.trains_block and self.ready_made is None and distill.block_size > longest:
             raise ValueError(

@@ -17,7 +17,8 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.conditioned import FUSION, Fusion, read_fusion
-from hf_specdecpp.drafts.kind import Kind, Parts
+from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.stored import OwnFile, Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
@@ -64,7 +65,8 @@ def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
     """The layers of the target that draft."""
     if config.layers is not None:
         return config.layers
-    return config.kind.usual_layers(_depth(target))
+    first = config.trainable.first_layers
+    return [_depth(target) - 1] if first is None else first
 
 
 def reads_of(config: TrainingConfig, target: CausalLM) -> list[int]:
@@ -150,7 +152,7 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
     """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
     files = (
         Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB), Path(FUSION),
-        *(map(Path, config.kind.module_files) if config.trains_layer else []),
+        *(map(Path, config.own_files) if config.trains_layer else []),
     )  # fmt: skip
     contents = {str(name): digest(config.work / name) for name in files}
     layers = None if config.independent_draft else config.layers
@@ -183,7 +185,8 @@ def load_fusion(work: Path) -> Fusion:
 
 def save_layer(kind: Kind, model: Any, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path) -> None:
     """Write a draft's own trained layers, whose tensors are in `state`, in half precision, and last what they are."""
-    tensors, path = kind.tensors_of(model, state, dtype), work / kind.module_files[0]
+    own = own_file(kind)
+    tensors, path = own.tensors(model, state, dtype), work / own.name
     check_finite(tensors, path)
     save_tensors(tensors, path)
     save_text(json.dumps(model.settings.to_config(), indent=2) + "\n", work / LAYER_CONFIG)
@@ -191,10 +194,18 @@ def save_layer(kind: Kind, model: Any, state: Mapping[str, Tensor], dtype: torch
 
 def load_layer(kind: Kind, work: Path) -> Any:
     """The layers that `save_layer` wrote; `ValueError` if a file is damaged, or they are not trained yet."""
-    path = work / kind.module_files[0]
+    own = own_file(kind)
+    path = work / own.name
     if not ((work / LAYER_CONFIG).is_file() and path.is_file()):
         raise ValueError(f"{work} has no trained layers in {path.name}. Run the stage distill first.")
-    return kind.read_layers(read_json(work / LAYER_CONFIG), path)
+    return own.read(read_json(work / LAYER_CONFIG), path)
+
+
+def own_file(kind: Kind) -> OwnFile:
+    """The file with a draft's own trained layers; `ValueError` where the kind has none."""
+    if (own := kind.stored.own) is None:
+        raise ValueError(f"A draft of the kind {kind.name} has no layers of its own.")
+    return own
 
 
 def _save(module: AcceptanceHead | Fusion, tensors: dict[str, Tensor], weights: Path, config: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_specdecpp.config.bounds import LAYER, ROPE, check_fields, check_layers
-from hf_specdecpp.drafts.dflash.settings import BOUNDS as DFLASH
-from hf_specdecpp.drafts.dflash.settings import DFlashSettings
-from hf_specdecpp.drafts.eagle3.settings import BOUNDS as EAGLE3
-from hf_specdecpp.drafts.eagle3.settings import Eagle3Settings
-from hf_specdecpp.drafts.gemma4.checkpoint import TEXT
+from hf_specdecpp.drafts.dflash.config import BOUNDS as DFLASH
+from hf_specdecpp.drafts.dflash.config import DFlashSettings
+from hf_specdecpp.drafts.eagle3.config import BOUNDS as EAGLE3
+from hf_specdecpp.drafts.eagle3.config import Eagle3Settings
+from hf_specdecpp.drafts.gemma4.kind import TEXT
 
 TABLES = {"LAYER": LAYER, "ROPE": ROPE, "DFLASH": DFLASH, "EAGLE3": EAGLE3, "TEXT": TEXT}
 SOUND: dict[str, Any] = {

@@ -16,25 +16,37 @@ import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafts.kind import Kind
-from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, recognise
-from hf_specdecpp.drafts.ready_made import TakenAsIs
+from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, override, read_config, recognise
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.measuring import Rounds, measure
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
-# The default of `draft_kind`, which repositories may leave out; a contestant's name; a field; names of others.
+# The default of `draft_kind`, which repositories may leave out; fields; a contestant's name; names of others.
 ALLOWED = {
     ("config/assistant.py", "independent"),
-    ("benchmark/contestants.py", "lookup"),
-    ("hub/card.py", "lookup"),
     ("config/assistant.py", "eagle3"),
     ("config/assistant.py", "dflash"),
-    ("eagle3/description.py", "eagle3"),
-    ("dflash/description.py", "dflash"),
+    ("benchmark/contestants.py", "lookup"),
+    ("hub/card.py", "lookup"),
     ("serving/commands.py", "eagle3"),
+}
+SHARED = {"checkpoints", "kind", "known", "state_draft", "stored"}  # files of `drafts/` that are of no kind
+STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
+# What may be imported of a kind's own files, and why.
+IMPORTED = {
+    ("making.py", "conditioned"): "public constructors, which take what users have made: from_conditioned(fusion=...)",
+    ("making.py", "eagle3"): "from_eagle3(draft=...)",
+    ("making.py", "lookup"): "from_lookup",
+    ("training/distillation/initial/fusion.py", "conditioned"): STARTS,
+    ("training/distillation/initial/layer.py", "eagle3"): STARTS,
+    ("training/distillation/initial/block.py", "dflash"): STARTS,
+    ("training/distillation/students.py", "conditioned"): STARTS,
+    ("training/distillation/students.py", "eagle3"): STARTS,
+    ("training/distillation/students.py", "dflash"): STARTS,
+    ("training/distillation/stage.py", "conditioned"): "the file with a run's fusion",
+    ("training/models.py", "conditioned"): "the file with a run's fusion",
 }
 
 
@@ -47,16 +59,48 @@ def names_in(source: str) -> set[str]:
     return {value for value in constants if isinstance(value, str) and value in BY_NAME}
 
 
-def test_nobody_outside_the_room_asks_for_a_kind_by_name() -> None:
-    files = [file for file in PACKAGE.rglob("*.py") if PACKAGE / "drafts" not in file.parents]
-    found = {(file.relative_to(PACKAGE).as_posix(), name) for file in files for name in names_in(file.read_text())}
-    assert found <= ALLOWED
+def imported_in(source: str) -> dict[str, str]:
+    """What a program imports of a kind's own files: names, and the kinds."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp.drafts"):
+            whole = f"{node.module}."
+            for alias in node.names:
+                kind = f"{whole}{alias.name}".split(".")[2]
+                if kind not in SHARED:
+                    found[alias.asname or alias.name] = kind
+    return found
+
+
+def told_apart_in(source: str) -> set[str]:
+    """Names of a kind's own files whose instances a program tells apart."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    asked = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass")]
+    words = {word.id for node in asked for word in ast.walk(node) if isinstance(word, ast.Name)}
+    return words & imported_in(source).keys()
+
+
+def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
+    files = {
+        file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8")
+        for file in PACKAGE.rglob("*.py")
+        if PACKAGE / "drafts" not in file.parents
+    }
+    assert {(file, name) for file, source in files.items() for name in names_in(source)} <= ALLOWED
+    imported = {(file, kind) for file, source in files.items() for kind in imported_in(source).values()}
+    assert imported == IMPORTED.keys(), "a new one needs a reason, an old one is to be deleted from the list"
+    assert {file: found for file, source in files.items() if (found := told_apart_in(source))} == {}
     templates = [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")]
     assert templates == []
 
 
-def test_the_check_above_sees_names() -> None:
+def test_the_check_above_sees_names_imports_and_classes() -> None:
     assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
+    source = "from hf_specdecpp.drafts.dflash.drafter import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
+    assert imported_in(source) == {"Blocks": "dflash"}
+    assert told_apart_in(source) == {"Blocks"}
+    assert imported_in("from hf_specdecpp.drafts import lookup") == {"lookup": "lookup"}
+    assert imported_in("from hf_specdecpp.drafts.known import kind_of\nfrom hf_specdecpp.drafts import known") == {}
 
 
 # Which it is. ---------------------------------------------------------------------------------------------------------
@@ -66,10 +110,11 @@ def test_a_config_is_recognised_by_the_kind_itself() -> None:
     for kind in KINDS:
         raw = SpecDecPPConfig(draft_kind=kind.name).to_dict()
         assert recognise(raw) is kind
-        assert kind_of(kind.read_config(raw, Repository("org/x"), None)) is kind
+        assert kind_of(read_config(raw, kind, Repository("org/x"), None)) is kind
     assert recognise({"model_type": "specdecpp"}) is BY_NAME["independent"], "as older repositories have it"
     assert recognise({"model_type": "llama"}) is None
     assert recognise({"model_type": "llama", "draft_vocab_size": 9}) is BY_NAME["eagle3"]
+    assert recognise({"model_type": "llama", "draft_vocab_size": 9, "draft_kind": "eagle3"}) is None, "damaged"
     assert recognise({"model_type": "qwen3", "dflash_config": {}}) is BY_NAME["dflash"]
     assert recognise({"model_type": "gemma4_assistant"}) is BY_NAME["gemma4"]
     assert recognise({"model_type": "gemma4_unified_assistant"}) is BY_NAME["gemma4"]
@@ -82,23 +127,25 @@ def test_a_config_is_recognised_by_the_kind_itself() -> None:
 def test_what_training_asks_for() -> None:
     asked = [kind_to_train(draft).name for draft in (None, "conditioned", "block", "org/model")]
     assert asked == ["early_exit", "conditioned", "dflash", "independent"]
+    for kind in KINDS:
+        assert (kind.trainable is None) == ("training" in kind.cannot), "what is not trained says why"
+        assert kind.trainable is None or not kind.trainable.own_layers or kind.stored.own is not None
 
 
 def test_only_drafts_of_others_can_be_misread() -> None:
     for kind in KINDS:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
-        is_of_others = kind.name in ("eagle3", "dflash", "gemma4", "mtp")
-        assert kind.is_foreign(config) == bool(kind.foreign_files) == is_of_others
-        assert kind.can_be_misread == (kind.name == "eagle3")
-        if kind.can_be_misread:
-            kind.override(config, {"norm_output": True})
+        form = kind.stored.format
+        assert (form is not None) == (kind.name in ("eagle3", "dflash", "gemma4", "mtp"))
+        assert (form is not None and form.readings is not None) == (kind.name == "eagle3")
+        if form is not None and form.readings is not None:
+            override(config, {"norm_output": True})
             assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
             config.draft_id = None
-            assert not kind.is_foreign(config)
         with pytest.raises(
             ValueError, match=r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
         ):
-            kind.override(config, {"fc_norm": True})
+            override(config, {"fc_norm": True})
 
 
 @pytest.mark.parametrize(
@@ -121,9 +168,10 @@ def test_descriptions(kind: str, described: str) -> None:
 
 def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
     for kind in KINDS:
-        assert type(kind).export is not Kind.export
-        own = "export" in vars(type(kind)) or isinstance(kind, TakenAsIs)
-        assert kind.module_file is None or own, "what is in its file, no plain model has"
+        stored, form = kind.stored, kind.stored.format
+        serves_its_own = form is not None and form.served_by is not None
+        assert stored.export is not None or stored.unserved or serves_its_own
+        assert stored.export is None or not (stored.unserved or serves_its_own)
 
 
 # Drafts that are not a model a step. ----------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from transformers import LogitsProcessor
 from hf_specdecpp.drafting.chain import draft_chain, stepper
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.drafts.dflash.checkpoint import meet, read_model
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafts.dflash.kind import meet, read_model
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness

@@ -307,7 +307,7 @@ def test_errors_of_the_hub_pass_through(
 def test_local_draft_is_not_pushed(hub: HubServer, tmp_path: Path) -> None:
     draft = save_model(tiny("llama"), tmp_path / "draft")
     assistant = SpecDecPPAssistant.from_draft(draft, tiny("llama"))
-    with pytest.raises(ValueError, match=r"The draft '.*draft' is a local folder.*Push the draft model first"):
+    with pytest.raises(ValueError, match=r"The draft '.*draft' is a local folder.*Push the draft first"):
         assistant.push_to_hub("org/head")
     assert hub.requests == []
 

@@ -94,7 +94,7 @@ def test_a_shard_that_is_missing(tmp_path: Path) -> None:
     folder = in_shards(VARIANTS["plain"].save(tmp_path))
     (folder / "model-00002-of-00002.safetensors").unlink()
     report = look(folder)
-    assert "lists model-00002-of-00002.safetensors, which it lacks" in contents(report)["model.safetensors.index.json"]
+    assert "model-00002-of-00002.safetensors is missing" in contents(report)["model.safetensors.index.json"]
 
 
 def test_weights_of_other_models_are_not_downloaded(hub: HubServer, tmp_path: Path) -> None:

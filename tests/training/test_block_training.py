@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.dflash.checkpoint import tensors_of
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafts.dflash.kind import tensors_of
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.branches import draft_chains, target_states
@@ -92,7 +92,7 @@ def loss_of(weights: list[float], decay: float) -> tuple[float, float]:
     settings = initial_block.settings_for(target, [1], PLACES, 1, VOCAB_SIZE - 1)
     model = initial_block.untrained(settings, target)
     initial_block.fit(model, target, [prompt(30, seed) for seed in range(20)], 4.0)
-    student = BlockStudent(model, target, 99, decay)
+    student = BlockStudent(DFlashDraft(model, target), 99, decay)
     ids, answers = prompt(14), torch.arange(13)[None] >= 5
     with TargetStates(target, model.reader) as caught:
         p_logits = target(ids).logits[0, 5:13]

@@ -274,7 +274,7 @@ def test_the_guide_names_the_files_that_stages_leave(run: TrainingConfig, card: 
     named = {stage: re.findall(r"`([^`]+)`", cell) for stage, cell in rows}
     assert list(named) == list(STAGES)
     assert named.pop("card") == ["my-assistant/"]
-    of_others = {DRAFT_VOCAB, *(name for kind in KINDS for name in kind.module_files)}
+    of_others = {DRAFT_VOCAB, *(kind.stored.own.name for kind in KINDS if kind.stored.own is not None)}
     for stage, names in named.items():
         assert names, stage
         for name in set(names) - of_others:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
-from hf_specdecpp.drafts.eagle3.flat_config import flat_config
+from hf_specdecpp.drafts.eagle3.kind import flat_config
 from hf_specdecpp.drafts.known import ready_made
 from hf_specdecpp.training import configuration
 from hf_specdecpp.training.configuration import TrainingConfig

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_specdecpp.drafting.draft import Beside, Draft
-from hf_specdecpp.drafting.drafter import NO_STATES
 from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.drafts.dflash.model import DFlashModel, Rows
+from hf_specdecpp.drafts.dflash.model import DFlashModel, Rows, View
+from hf_specdecpp.drafts.state_draft import StateDraft
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
-from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
 
-class DFlashDraft(Draft):
+class DFlashDraft(StateDraft):
     """Drafts blocks with a `DFlashModel` that has met its target.
 
     Args:
@@ -28,52 +25,24 @@ class DFlashDraft(Draft):
     """
 
     model: DFlashModel
-    draft_vocab = None  # all tokens
 
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
-        self.model, self.settings = model, model.settings
+        super().__init__(model, model.reader, target)
+        self.settings = model.settings
         self.block = self.places = model.settings.places
         own, head = model.embed_tokens, model.lm_head
         self.embeddings = target.get_input_embeddings() if own is None else own
         self.head = target.get_output_embeddings() if head is None else head
-        self.beside = Beside(target)
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        return {"unattached": NO_STATES}
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.norm.weight.dtype
 
     @property
     def parts(self) -> list[nn.Module]:
         return [self.model, self.head]
 
-    @property
-    def reads(self) -> StateReader:
-        return self.model.reader
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.reader.hidden_size
-
-    @property
-    def embedding_size(self) -> int:
-        return self.model.reader.embedding_size
-
     def chain_session(self, vocab_size: int) -> BlockReading:
         return BlockReading(self, vocab_size)
 
-    def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
-        self.beside.check()
-
     def describe(self) -> dict[str, Any]:
-        return {"reads": self.settings.to_config(), "draft_vocab": None, "compiled": False}
+        return {"reads": self.settings.to_config(), "draft_vocab": None, "captured": False}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
@@ -89,6 +58,40 @@ class DFlashDraft(Draft):
         embeddings = self.embed(ids)
         scale = self.settings.embedding_scale
         return embeddings if scale == 1.0 else embeddings * scale
+
+    def blocks_after(self, input_ids: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
+        """Final states `[batch, a, places, hidden_size]` of the block after each anchor, as in a round there.
+
+        A block sees the text before its anchor and its own rows, and nothing of the other blocks.
+
+        Example: anchors 3 and 5, blocks of 2 rows. Rows 0 and 1 stand at the positions 3 and 4 of the text and see the
+        target's states at 0, 1 and 2; rows 2 and 3 stand at 5 and 6 and see those at 0 to 4.
+
+        Args:
+            input_ids: `[batch, n]`.
+            states: `[batch, n, width]`, the target's at each token.
+            anchors: `[batch, a]`, places of tokens in the text, each at least 1.
+        """
+        size = self.settings.block_size
+        blocks = self.block_after(input_ids.gather(1, anchors)[..., None]).to(self.dtype)  # [batch, a, b, hidden_size]
+        context = self.model.reader(states)
+        batch, length = context.shape[:2]
+        text = torch.arange(length, device=anchors.device)
+        rows = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
+        positions = torch.cat((text.expand(batch, -1), rows), dim=1)
+        own = torch.arange(rows.shape[1], device=anchors.device) // size
+        is_own = own[:, None] == own
+        before = text < anchors.repeat_interleave(size, dim=1)[..., None]  # [batch, a * b, n]
+        seen = torch.cat((before, is_own.expand(batch, -1, -1)), dim=2)
+
+        def mask(view: View, _keys: Tensor) -> Tensor:
+            reach, is_causal = view
+            back = rows[..., None] - positions[:, None]
+            visible = seen & (back >= 0) if is_causal else seen
+            return (visible if reach is None else visible & (back.abs() <= reach))[:, None]
+
+        hidden = self.model.through(blocks.flatten(1, 2), context, positions, mask)
+        return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[..., vocab_size]` float32 of final states `[..., hidden_size]`; -inf for ids that there are not."""

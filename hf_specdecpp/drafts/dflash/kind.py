@@ -1,114 +1,187 @@
-"""DFlash: a draft that proposes a block of candidates with one pass, and reads the target's states."""
+"""DFlash: a draft that proposes a block of candidates with one pass, and reads the target's states; how the tensors of
+checkpoints, whose names differ by dialect, are read, and a draft brought to its target."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.foreign import target_of
-from hf_specdecpp.config.modules import as_described
-from hf_specdecpp.config.types import check_arguments
-from hf_specdecpp.drafts.dflash.checkpoint import build, meet, read_model, tensors_of
-from hf_specdecpp.drafts.dflash.description import looks_like_one, read_settings
+from hf_specdecpp.drafts import checkpoints
+from hf_specdecpp.drafts.checkpoints import described, renamed, target_of
+from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, read_settings, refuse_relatives
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.dflash.settings import DFlashSettings
-from hf_specdecpp.drafts.kind import Feat, Parts
-from hf_specdecpp.drafts.ready_made import TakenAsIs
-from hf_specdecpp.files import Repository, read_weights, save_tensors
-from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.serving.destination import Destination, Exported
+from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
+from hf_specdecpp.drafts.stored import Config, Format, Overrides, OwnFile, Parts, Stored, Tensors, pinned
+from hf_specdecpp.files import Weights
+from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
+from hf_specdecpp.models.quantised import is_quantised, sizes_of
+from hf_specdecpp.models.vocabulary import outside
 
-WEIGHTS = "dflash.safetensors"  # of a draft that was trained here
+# What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
+RENAMED = (
+    (r"^model\.", ""),
+    (r"^(encoder\.)?fc\.", "reader.fc."),
+    (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
+)
+# Buffers, and what speculators keeps of the target for training.
+OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # of the settings; modules of the draft
+BELONGS = (
+    "It takes the target's own embeddings and LM head, so it works with the target that it was trained for alone: load "
+    "that one, or a draft of this one."
+)
+IGNORED = re.compile(r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$")
 
 
-class DFlash(TakenAsIs):
+def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
+    """The draft that a config and its tensors make. The tensors are taken as they are, not copied.
+
+    Args:
+        source: where they are from, for messages.
+
+    Raises:
+        ValueError: they are of a relative, or a tensor is missing, unknown or of another shape.
+    """
+    refuse_relatives(raw, tensors)
+    names = {renamed(name, RENAMED) for name in tensors}
+    own: dict[str, Any] = {name: f"{part}.weight" in names for name, part in OWN.items()}
+    return build(replace(read_settings(raw), **own), tensors, source)
+
+
+def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
+    """The draft with these settings and the tensors of a checkpoint; errors as above."""
+    named = {renamed(name, RENAMED): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
+    depth = settings.layer["num_hidden_layers"]
+    return checkpoints.build(lambda: DFlashModel(settings), named, depth, source, "DFlash draft")
+
+
+def tensors_of(
+    model: DFlashModel, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a draft as a checkpoint of the original dialect has them.
+
+    Args:
+        state: of the model, where other processes have parts of it.
+        dtype: of its weights; as they are by default.
+    """
+    tensors = {original(name): tensor for name, tensor in (state or model.state_dict()).items()}
+    return tensors if dtype is None else {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def original(name: str) -> str:
+    """The name in a file of what is called `name` here: `RENAMED` undone."""
+    return {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}.get(name, name)
+
+
+def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
+    """Bring a draft to its target, in the target's dtype.
+
+    Args:
+        name: of the draft, for messages.
+
+    Raises:
+        ValueError: the draft was made for another target.
+    """
+    config, settings = target.config.get_text_config(decoder=True), model.settings
+    depth, width = config.num_hidden_layers, model.reader.hidden_size
+    known = num_embeddings(target) if model.embed_tokens is None else model.embed_tokens.num_embeddings
+    theirs = target.get_input_embeddings().weight.shape[1], sizes_of(target.get_output_embeddings())[0]
+    wrong = None
+    if not width == theirs[0] == theirs[1] == config.hidden_size:
+        wrong = (
+            f"is {width} wide, and embeddings, states and LM head are {theirs[0]}, {config.hidden_size}, {theirs[1]}"
+        )
+    elif settings.num_target_layers not in (None, depth):
+        wrong = f"was made for {settings.num_target_layers} layers, and there are {depth}"
+    elif max(settings.reads) >= depth:
+        wrong = f"reads layers {settings.reads}, counted from 0, and there are {depth}"
+    elif (misfit := outside(settings.layer.get("vocab_size"), target)) is not None:
+        wrong = misfit
+    elif settings.mask_token_id >= known:
+        wrong = f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
+    checkpoints.meet(model, target, name, wrong, BELONGS)
+    _drop_shared(model, target)
+    settings = model.settings
+    if settings.scales_as_target:
+        multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
+        model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
+    model.reader.meet(settings.reads, depth - 1 if settings.reads_normed else None)
+
+
+def _drop_shared(model: DFlashModel, target: CausalLM) -> None:
+    """Leave out what a file holds of its target, as those of `speculators` do: a copy would cost memory for nothing."""
+    theirs = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
+    for name, part in OWN.items():
+        own, shared = getattr(model, part), theirs[name]
+        if own is None or is_quantised(shared) or own.weight.shape != shared.weight.shape:
+            continue
+        if torch.equal(own.weight, shared.weight.to(own.weight)):
+            setattr(model, part, None)
+            dropped: dict[str, Any] = {name: False}
+            model.settings = replace(model.settings, **dropped)
+
+
+class DFlashFormat(Format):
+    """The original dialect, that of transformers, and that of speculators."""
+
+    served_by = "vLLM and SGLang serve it from its own repository, with the method dflash"
+
+    def recognises(self, raw: Config) -> bool:
+        return looks_like_one(raw)
+
+    def fields(self, raw: Config) -> dict[str, Any]:
+        # The size is what transformers compares.
+        return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
+
+    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> DFlashModel:  # noqa: ARG002
+        return read_model(raw, tensors, source)
+
+    def of_model(self, draft: CausalLM) -> DFlashModel:
+        return draft if isinstance(draft, DFlashModel) else super().of_model(draft)
+
+
+def read_own(arguments: dict[str, Any], path: Path) -> DFlashModel:
+    """A draft that was trained here, with these settings."""
+    settings = described(DFlashSettings, "DFlash draft", arguments)
+    return build(settings, Weights.at(path).all(), str(path))
+
+
+class DFlash(Kind):
     """A block draft; `config.draft_id` names the repository that others trained it in."""
 
     name = "dflash"
-    title = "DFlash"
-    served_by = "vLLM and SGLang serve it from its own repository, with the method dflash"
-    module_files = (WEIGHTS,)
-    own_layer = True
-    drafts_blocks = True
-    cannot: ClassVar[Mapping[Feat, str]] = {
-        "replays": "a recorded text has one q a place, but a block's depends on where the round began",
-        "late verdicts": "judges the state at a candidate, which a block does not read",
-        "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
-        "stays untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made one: "
-        "draft=REPO",
-    }
-
-    def is_ready_made(self, raw: Mapping[str, Any]) -> bool:
-        return looks_like_one(raw)
-
-    def read_model(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-        return read_model(raw, tensors, source)
-
-    def of_model(self, draft: CausalLM) -> tuple[SpecDecPPConfig, nn.Module]:
-        if isinstance(draft, DFlashModel):
-            return SpecDecPPConfig(draft_kind=self.name), draft
-        return super().of_model(draft)
-
-    def read_config(self, raw: dict[str, Any], source: Repository, commit: str | None) -> SpecDecPPConfig:
-        if not looks_like_one(raw):
-            return super().read_config(raw, source, commit)
-        settings = read_settings(raw)
-        # The size is what transformers compares.
-        return self.config_of(source, commit, target_id=target_of(raw), vocab_size=settings.layer.get("vocab_size"))
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
+    stored = Stored(
+        own=OwnFile("dflash.safetensors", "dflash", read_own, tensors_of),
+        format=DFlashFormat(),
+        unserved="This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
+        "row sees a later one, and engines have not been tried with such blocks, so nothing is exported. They serve "
+        "EAGLE-3 drafts: specdecpp train --draft eagle3.",
+    )
+    trainable = Trainable(
+        own_layers=True,
+        blocks=True,
+        cannot={
+            "late verdicts": "judges the state at a candidate, which a block does not read",
+            "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
+            "stay untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made "
+            "one: draft=REPO",
+        },
+    )
+    cannot = {"replays": "a recorded text has one q a place, but a block's depends on where the round began"}
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         if config.draft_id is None:
             return f"DFlash blocks, which read states of {target}"
-        return self.pinned(config)
+        return f"DFlash {pinned(config)}"
 
-    def read_module(self, config: SpecDecPPConfig, path: Path) -> nn.Module:
-        if config.draft_id is not None:
-            return super().read_module(config, path)
-        if config.dflash is None:
-            raise ValueError("The config describes a DFlash draft and not its settings. Save the assistant again.")
-        return self.read_layers(config.dflash, path)
-
-    def read_layers(self, arguments: dict[str, Any], path: Path) -> DFlashModel:
-        with as_described("DFlash draft"):
-            check_arguments(DFlashSettings, arguments)
-            settings = DFlashSettings(**arguments)
-        return build(settings, read_weights(path), str(path))
-
-    def tensors_of(
-        self, module: Any, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
-    ) -> dict[str, Tensor]:
-        return tensors_of(module, state, dtype)
-
-    def load_module(
-        self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None
-    ) -> nn.Module:
-        if config.draft_id is None and draft is None:
-            return self.read_module(config, repository.file(WEIGHTS))
-        return super().load_module(config, repository, draft)
-
-    def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
-        if config.draft_id is None:
-            config.dflash = module.settings.to_config()
-
-    def save_module(self, config: SpecDecPPConfig, module: Any, folder: Path) -> None:
-        if config.draft_id is None:
-            save_tensors(tensors_of(module), folder / WEIGHTS)
-
-    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> DFlashDraft:
-        meet(parts.module, target, self.describe(config))
-        return DFlashDraft(parts.module, target)
-
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        if config.draft_id is None:
-            raise ValueError(
-                "This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
-                "row sees a later one, and engines have not been tried with such blocks, so nothing is "
-                "exported. They serve EAGLE-3 drafts: specdecpp train --draft eagle3."
-            )
-        return super().export(config, parts, to)
+    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> DFlashDraft:
+        meet(parts.module, how.target, self.describe(config))
+        return DFlashDraft(parts.module, how.target)

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from hf_specdecpp.drafts.dflash.settings import DFlashSettings
+from hf_specdecpp.drafts.dflash.config import DFlashSettings
 from hf_specdecpp.models.target_states import StateReader
 
 # How far back a row sees (`None`: all the way), and whether it sees no later rows of its block.
@@ -111,6 +111,10 @@ class DFlashModel(PreTrainedModel):
         reach = None if config.sliding_window is None else config.sliding_window - (not settings.includes_window)
         causal = [is_sliding if settings.is_causal is None else settings.is_causal for is_sliding in slides]
         self.views: list[View] = [(reach if slid else None, each) for slid, each in zip(slides, causal, strict=True)]
+
+    def to_config(self) -> dict[str, Any]:
+        """The settings that make a draft of this shape."""
+        return self.settings.to_config()
 
     def forward(self, block: Tensor, states: Tensor, first: int, rows: Rows) -> Tensor:
         """Final states `[1, b, hidden_size]` of a block; `rows` goes on by the m verified tokens.

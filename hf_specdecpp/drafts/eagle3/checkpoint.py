@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.config.foreign import check_depth, check_tensors, renamed
-from hf_specdecpp.config.modules import as_described
-from hf_specdecpp.drafts.eagle3.description import TRAIN, Description, of_type
+from hf_specdecpp.drafts import checkpoints
+from hf_specdecpp.drafts.checkpoints import renamed
+from hf_specdecpp.drafts.eagle3.config import NUM_USUAL, TRAIN, Description, Eagle3Settings, of_type
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
-from hf_specdecpp.drafts.eagle3.settings import NUM_USUAL, Eagle3Settings
-from hf_specdecpp.models.causal_lm import renew_rotary
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -109,14 +107,10 @@ def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) 
     used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
     named = {name: tensor for name, tensor in _named(tensors, source).items() if used.get(name, True)}
     token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
-    check_depth(named, settings.layer["num_hidden_layers"], source)
-    with as_described("EAGLE-3 draft"), torch.device("meta"):
-        model = Eagle3Model(settings)
-    check_tensors(named, model.state_dict(), source, "", original)
-    model.load_state_dict(named, assign=True)
-    renew_rotary(model, torch.device("cpu"))
+    depth = settings.layer["num_hidden_layers"]
+    model = checkpoints.build(lambda: Eagle3Model(settings), named, depth, source, "EAGLE-3 draft", original)
     model.token_ids = token_ids
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | None, source: str) -> Tensor | None:

@@ -1,62 +1,112 @@
-"""A Gemma 4 assistant as one generation sees it (`Gemma4Draft`), and its side of a text (`SharedReading`)."""
+"""A Gemma 4 assistant as one generation sees it (`Gemma4Draft`), its side of a text (`SharedReading`), and what of the
+target's cache it attends to (`SharedRows`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import StaticCache
 
-from hf_specdecpp.drafting.draft import Beside, Draft
-from hf_specdecpp.drafting.drafter import NO_STATES
 from hf_specdecpp.drafting.reading import Reading, TargetText
-from hf_specdecpp.drafts.gemma4.shared_rows import SharedRows, check_readable, heads_of, rows_of, sources
+from hf_specdecpp.drafts.state_draft import StateDraft
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
 
-class Gemma4Draft(Draft):
+@dataclass(frozen=True)
+class SharedRows:
+    """What the draft sees in one round: the verified text but for its last token, which the target has not read yet.
+
+    Attributes:
+        rows: by kind of layer: keys and values, `[1, kv_heads, n, head_dim]` each.
+        masks: by kind of layer: bool `[1, 1, 1, n]`, or `None` where all of them are seen.
+        position: `[1, 1]`, of the text's last token. All candidates of a round stand there.
+    """
+
+    rows: dict[str, tuple[Tensor, Tensor]]
+    masks: dict[str, Tensor | None]
+    position: Tensor
+
+
+def sources(config: Any) -> dict[str, int]:
+    """The target's layer whose keys and values the draft's layers of each kind read: the last that has its own.
+
+    Example: of six layers `s s f s s f` the last two read those of others. Layer 3 is the source of kind s, 2 of f.
+    """
+    with_own = config.layer_types[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
+    return {kind: place for place, kind in enumerate(with_own)}
+
+
+def heads_of(attention: Any) -> tuple[int, int]:
+    """How many heads of keys a layer attends to, and how many numbers they have."""
+    return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
+
+
+def check_readable(cache: Any) -> None:
+    """Raise `ValueError` if the keys and values of a cache do not lie in the order of the text."""
+    if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
+        raise ValueError(
+            f"A Gemma 4 assistant reads the keys and values in the target's cache, which a {type(cache).__name__} "
+            "keeps in another order or on another device (cache_implementation='static' or 'offloaded'). Leave "
+            "cache_implementation unset."
+        )
+
+
+def rows_of(text: TargetText, found: Mapping[str, int], window: int, device: torch.device) -> SharedRows:
+    """What a draft sees of a target's text.
+
+    Args:
+        found: by kind of layer: where its keys and values are (`sources`).
+        window: of layers with a window, which see as much as the target's: the token itself, and `window - 1` before.
+        device: the draft's.
+    """
+    shown, rows, masks = text.shown, {}, {}
+    for kind, place in found.items():
+        layer = text.cache.layers[place]
+        first = max(layer.keys.shape[2] - window + 1, 0) if kind == "sliding_attention" else 0
+        keys, values = (each[:, :, first:].to(device) for each in (layer.keys, layer.values))
+        rows[kind] = keys, values
+        masks[kind] = None if shown is None else _mask(shown[shown.shape[0] - keys.shape[2] :].to(device))
+    return SharedRows(rows, masks, text.position.to(device))
+
+
+def _mask(shown: Tensor) -> Tensor | None:
+    """Hides what the prompt masked, unless that is all there is."""
+    return shown[None, None, None] if bool(shown.any()) else None
+
+
+class Gemma4Draft(StateDraft):
     """Drafts with an assistant of transformers' class that has met its target.
 
     Its step reads a token and the state before it, which after the verified text is the target's final state, and
     further on its own. It has no keys and values: all that it sees are the target's.
 
     Args:
-        model: on the target's device, in its dtype (`checkpoint.meet`).
+        model: on the target's device, in its dtype (`kind.meet`).
         target: whose embeddings it takes.
     """
 
-    model: Any
+    lacks = {
+        "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of a "
+        "batch lie among one another's there. Call generate() once a sequence.",
+    }
 
     def __init__(self, model: CausalLM, target: CausalLM) -> None:
-        self.model, self.own = model, model.config.get_text_config()
+        reader = StateReader()  # the target's final state alone
+        reader.reads = []
+        reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
+        super().__init__(model, reader, target)
+        self.own = model.config.get_text_config()
         found = sources(target.config.get_text_config(decoder=True))
         self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
         self.heads = {layer.self_attn.layer_type: heads_of(layer.self_attn) for layer in model.model.layers}
         self.embeddings = target.get_input_embeddings()
-        self.beside = Beside(target)
-        self.reader = StateReader()  # the target's final state alone
-        self.reader.reads = []
-        self.reader.hidden_size = self.reader.embedding_size = model.config.backbone_hidden_size
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        return {
-            "unattached": NO_STATES,
-            "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of "
-            "a batch lie among one another's there. Call generate() once a sequence.",
-        }
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.lm_head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.lm_head.weight.dtype
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -65,22 +115,11 @@ class Gemma4Draft(Draft):
         return [model.pre_projection, model.model, model.post_projection, head]
 
     @property
-    def reads(self) -> StateReader:
-        return self.reader
-
-    @property
     def hidden_size(self) -> int:
         return int(self.own.hidden_size)
 
-    @property
-    def embedding_size(self) -> int:
-        return self.reader.embedding_size
-
     def chain_session(self, vocab_size: int) -> SharedReading:
         return SharedReading(self, vocab_size)
-
-    def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
-        self.beside.check()
 
     def describe(self) -> dict[str, Any]:
         clusters = self.model.config.centroid_intermediate_top_k if self.model.config.use_ordered_embeddings else None

@@ -1,47 +1,218 @@
-"""Gemma 4 assistants: a few layers that attend to the keys and values in the target's own cache."""
+"""Gemma 4 assistants: a few layers that attend to the keys and values in the target's own cache; how their
+checkpoints are read, a class of transformers, and brought to a target."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+import torch
+import transformers
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafts.gemma4.checkpoint import looks_like_one, meet, read_model, vocab_size_of
-from hf_specdecpp.drafts.gemma4.drafter import Gemma4Draft
-from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.drafts.ready_made import TakenAsIs
-from hf_specdecpp.files import Repository
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.config.bounds import (
+    ACTIVATIONS,
+    CURE,
+    DEPTH,
+    FULL,
+    HEAD_SIZE,
+    HEADS,
+    LAYER,
+    ROPE,
+    SIZE,
+    SLIDING,
+    TOKENS,
+    Bounds,
+    check_fields,
+    check_layers,
+)
+from hf_specdecpp.config.types import shown
+from hf_specdecpp.drafts import checkpoints
+from hf_specdecpp.drafts.checkpoints import as_described, mapping
+from hf_specdecpp.drafts.gemma4.drafter import Gemma4Draft, heads_of, sources
+from hf_specdecpp.drafts.kind import Kind, Loading
+from hf_specdecpp.drafts.stored import Config, Format, Overrides, Parts, Stored, Tensors, pinned
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
+from hf_specdecpp.models.early_exit import layer_stack
+
+HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
+
+OWN: dict[str, Bounds] = {
+    "backbone_hidden_size": SIZE,
+    "num_centroids": TOKENS,
+    "centroid_intermediate_top_k": TOKENS,
+    "use_ordered_embeddings": bool,
+    "tie_word_embeddings": bool,
+}
+# Of its layers. Those of one kind may have heads of their own, as the newest versions write it or as older ones do.
+HEADS_OF_LAYER: dict[str, Bounds] = {"head_dim": HEAD_SIZE, "num_key_value_heads": HEADS}
+TEXT: dict[str, Bounds] = {
+    **LAYER,
+    "hidden_activation": ACTIVATIONS,
+    "rope_parameters": {FULL: ROPE, SLIDING: ROPE},
+    "num_kv_shared_layers": range(DEPTH.stop),
+    "global_head_dim": HEAD_SIZE,
+    "num_global_key_value_heads": HEADS,
+    "per_layer_config": {str(layer): HEADS_OF_LAYER for layer in range(DEPTH.stop)},
+    "use_bidirectional_attention": frozenset({"all", "vision"}),
+    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), range(TOKENS.stop)),
+    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "tie_word_embeddings"), bool),
+}
 
 
-class Gemma4(TakenAsIs):
-    """An assistant of transformers' class, beside the target that it was trained for."""
+def looks_like_one(raw: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of a Gemma 4 assistant, or of a later one of its kind."""
+    return re.fullmatch(r"gemma\d\w*_assistant", str(raw.get("model_type"))) is not None
 
-    name = "gemma4"
-    title = "Gemma 4 assistant"
+
+def vocab_size_of(raw: Mapping[str, Any]) -> int | None:
+    """Of the draft and its target, if the config says it; `ValueError` if it is no number."""
+    size = mapping(raw, "text_config").get("vocab_size")
+    check_fields({"vocab_size": size}, TEXT)
+    return size
+
+
+def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> CausalLM:
+    """The assistant that a config and its tensors make. The tensors are taken as they are, not copied.
+
+    Args:
+        source: where they are from, for messages.
+
+    Raises:
+        ValueError: this transformers has no such class, the config makes no sense, or a tensor is missing, unknown or
+            of another shape.
+    """
+    kind = str(raw.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{source} is a {kind!r}, a class of transformers that version {transformers.__version__} does not have. "
+            "Install a newer one: pip install -U transformers."
+        )
+    with as_described("Gemma 4 assistant"):
+        config = CONFIG_MAPPING[kind].from_dict(_known(kind, raw))
+        _check_clusters(config)
+    named = dict(tensors)
+    embeddings = named.pop(EMBEDDINGS, None)
+    if config.tie_word_embeddings and embeddings is not None:
+        named[HEAD] = embeddings
+    order = named.pop(ORDER, None) if config.use_ordered_embeddings else None
+    depth = config.text_config.num_hidden_layers
+    model = checkpoints.build(lambda: _bare(config), named, depth, source, "Gemma 4 assistant")
+    if model.masked_embedding is not None:
+        model.masked_embedding.token_ordering = _checked_order(order, config.text_config.vocab_size, source)
+    return model
+
+
+def _bare(config: Any) -> Any:
+    """A model of transformers' class without what it reads of its target, and without the order of its clusters."""
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.model.embed_tokens = None  # it reads the target's: its own are its LM head
+    # Several rows of a pass are nodes of a tree, none of which follows another, and logits of all are needed.
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    model.model.first_kv_shared_layer_idx = None
+    if model.masked_embedding is not None:
+        model.masked_embedding.register_buffer("token_ordering", None)  # whole numbers, which are checked apart
+    return model
+
+
+def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of an assistant. transformers would act upon more: `attn_implementation` can name code."""
+    text = dict(mapping(raw, "text_config"))
+    if (named := text.get("model_type")) not in (None, usual := f"{kind.removesuffix('_assistant')}_text"):
+        raise ValueError(f"text_config.model_type={shown(named)} must be {usual!r}, as a {kind} has it.")
+    if isinstance(differing := text.get("per_layer_config"), Mapping):
+        text["per_layer_config"] = {str(layer): values for layer, values in differing.items()}
+    own = {name: raw[name] for name in OWN if raw.get(name) is not None}
+    layers = {name: text[name] for name in TEXT if text.get(name) is not None}
+    check_fields(own, OWN)
+    check_layers(layers, "text_config.", TEXT)
+    rope = layers.get("rope_parameters")
+    if rope is not None and None in (rope.get(FULL), rope.get(SLIDING)):
+        raise ValueError(f"text_config.rope_parameters={shown(rope)} must have both {FULL} and {SLIDING}. {CURE}")
+    return {**own, "text_config": {"model_type": usual, **layers}}
+
+
+def _check_clusters(config: Any) -> None:
+    """Raise `ValueError` unless clusters, if there are any, are equally large and some of them are chosen."""
+    count, chosen, tokens = config.num_centroids, config.centroid_intermediate_top_k, config.text_config.vocab_size
+    if config.use_ordered_embeddings and (not 1 <= chosen <= count or tokens % count):
+        raise ValueError(
+            f"vocab_size={tokens} tokens cannot lie in num_centroids={count} clusters of one size, of which "
+            f"centroid_intermediate_top_k={chosen} are read."
+        )
+
+
+def _checked_order(order: Tensor | None, count: int, source: str) -> Tensor:
+    """The order of clusters, if it lists each of so many token ids once; else `ValueError`."""
+    ids = None if order is None or order.is_floating_point() or order.shape != (count,) else order.cpu().long()
+    if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
+        found = (
+            "is missing"
+            if order is None
+            else f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
+        )
+        raise ValueError(
+            f"{source}: {ORDER} {found}, and must list each of {count} token ids once, so that a cluster says "
+            "which tokens are its own. Download the repository again."
+        )
+    return ids
+
+
+def meet(model: CausalLM, target: CausalLM, name: str) -> None:
+    """Bring an assistant to its target, in the target's dtype.
+
+    Args:
+        name: of the draft, for messages.
+
+    Raises:
+        ValueError: it was made for another target.
+    """
+    belongs = (
+        "It reads the keys and values in the target's cache, so it works with the Gemma 4 that it was trained for "
+        "alone: load that one, or a draft of this target."
+    )
+    checkpoints.meet(model, target, name, _misfit(model, target), belongs)
+
+
+def _misfit(model: CausalLM, target: CausalLM) -> str | None:
+    """What about an assistant does not fit a target."""
+    config, own = target.config.get_text_config(decoder=True), model.config.get_text_config()
+    if not config.model_type.startswith("gemma4_"):
+        return f"drafts for a Gemma 4, and there is a model of type {config.model_type!r}"
+    if (processes := num_processes(target)) > 1:
+        return f"reads all heads of the keys and values, and each of {processes} processes has some of them"
+    if (width := model.config.backbone_hidden_size) != config.hidden_size:
+        return f"reads states of {width} numbers, and they have {config.hidden_size}"
+    if own.vocab_size != config.vocab_size:
+        return f"proposes {own.vocab_size} token ids, and there are {config.vocab_size}"
+    found, stack = sources(config), layer_stack(inner_decoder(target), target)[1]
+    for layer, kind in zip(model.model.layers, own.layer_types, strict=True):
+        if kind not in found:
+            return f"reads a layer with {kind}, and there is none"
+        ours, theirs = heads_of(layer.self_attn), heads_of(stack[found[kind]].self_attn)
+        if ours != theirs:
+            return f"reads {ours[0]} heads of {ours[1]} numbers ({kind}), and there are {theirs[0]} of {theirs[1]}"
+    return None
+
+
+class Gemma4Format(Format):
+    """Repositories of transformers' class."""
+
     served_by = "engines that serve such assistants read its own repository"
-    cannot = {
-        "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
-        "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",
-    }
 
-    def is_ready_made(self, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Config) -> bool:
         return looks_like_one(raw)
 
-    def read_model(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> CausalLM:
+    def fields(self, raw: Config) -> dict[str, Any]:
+        return {"vocab_size": vocab_size_of(raw)}
+
+    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> CausalLM:  # noqa: ARG002
         return read_model(raw, tensors, source)
-
-    def read_config(self, raw: dict[str, Any], source: Repository, commit: str | None) -> SpecDecPPConfig:
-        if not looks_like_one(raw):
-            return super().read_config(raw, source, commit)
-        return self.config_of(source, commit, vocab_size=vocab_size_of(raw))
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        if config.draft_id is None:
-            return f"a Gemma 4 assistant, which reads the cache of {target}"
-        return self.pinned(config)
 
     def facts(self, module: Any) -> dict[str, str]:
         own, config = module.config.get_text_config(), module.config
@@ -53,8 +224,25 @@ class Gemma4(TakenAsIs):
             "draft vocabulary": f"{clusters if config.use_ordered_embeddings else 'all'} of {own.vocab_size} token ids",
         }
 
-    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Gemma4Draft:
-        meet(parts.module, target, self.describe(config))
-        drafter = Gemma4Draft(parts.module, target)
+
+class Gemma4(Kind):
+    """An assistant of transformers' class, beside the target that it was trained for."""
+
+    name = "gemma4"
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
+    stored = Stored(format=Gemma4Format(), is_named=True)
+    cannot = {
+        "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
+        "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",
+    }
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        if config.draft_id is None:
+            return f"a Gemma 4 assistant, which reads the cache of {target}"
+        return f"Gemma 4 assistant {pinned(config)}"
+
+    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Gemma4Draft:
+        meet(parts.module, how.target, self.describe(config))
+        drafter = Gemma4Draft(parts.module, how.target)
         drafter.suspect = None if config.draft_id is None else self.describe(config)
         return drafter

@@ -1,93 +1,238 @@
-"""Multi-token layers: those that the target's own checkpoint brings for drafting (`docs/ready-made.md`)."""
+"""Multi-token layers: those that the target's own checkpoint brings for drafting (`docs/ready-made.md`), how they are
+found there and read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.bounds import CURE, OF_TARGET, Bounds, check_fields
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.conditioned import Conditioned
-from hf_specdecpp.drafts.kind import Feat, Parts
-from hf_specdecpp.drafts.mtp.checkpoint import MtpLayers, read_layers
+from hf_specdecpp.drafts.checkpoints import mapping, renamed
+from hf_specdecpp.drafts.conditioned import NO_REPLAYS
+from hf_specdecpp.drafts.kind import Kind, Loading
 from hf_specdecpp.drafts.mtp.drafter import MtpDraft
-from hf_specdecpp.drafts.mtp.model import one_layer
-from hf_specdecpp.drafts.ready_made import ReadyMade, is_model, pinned
-from hf_specdecpp.files import Repository
+from hf_specdecpp.drafts.mtp.model import POST_NORM, one_layer
+from hf_specdecpp.drafts.stored import Config, Format, Overrides, Parts, Stored, Tensors, pinned
+from hf_specdecpp.files import Repository, check_finite
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
-from hf_specdecpp.serving.destination import Destination, Exported
+
+logger = logging.get_logger("hf_specdecpp")
+
+ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields of a config
+MOST_LAYERS = 16
+BOUNDS: dict[str, Bounds] = {
+    "num_hidden_layers": range(1, OF_TARGET.stop + 1),
+    **dict.fromkeys(ANNOUNCING, range(OF_TARGET.stop)),
+}
+MOST_BYTES = 2**22  # of the config of a target, which may list its quantised layers
+OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # beside those of the decoder layer
+INSTEAD = (
+    "Draft with an EAGLE-3 or DFlash draft of this target (docs/ready-made.md), or train one (specdecpp train --draft "
+    "eagle3)"
+)
+# What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM; Step has
+# `transformer.` before some), and what it is called here. Embeddings and LM head there are the target's once more.
+APPENDED = (
+    (r"^((transformer\.)?shared_head\.norm|post_norm)\.", "post_norm."),
+    (r"^(?!(enorm|hnorm|eh_proj|post_norm)\.)", "block."),
+)
+AGAIN = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
+# What stands after `mtp.` (Qwen, Mellum).
+NESTED = (
+    (r"^fc\.", "eh_proj."),
+    (r"^pre_fc_norm_embedding\.", "enorm."),
+    (r"^pre_fc_norm_hidden\.", "hnorm."),
+    (r"^norm\.", "post_norm."),
+    (r"^layers\.0\.", "block."),
+)
+# What stands after `mtp.layers.N.` (Inkling).
+NUMBERED = (
+    (r"^input_proj\.", "eh_proj."),
+    (r"^embed_norm\.", "enorm."),
+    (r"^hidden_norm\.", "hnorm."),
+    (r"^transformer_block\.", "block."),
+)
 
 
-class Mtp(ReadyMade):
+@dataclass(frozen=True)
+class MtpLayers:
+    """The tensors of multi-token layers, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, `post_norm.weight`
+    (some have none) and `block.*`, those of a decoder layer as the checkpoint calls them.
+
+    Attributes:
+        tensors: of each layer.
+        source: where they are from, for messages.
+    """
+
+    tensors: list[dict[str, Tensor]]
+    source: str
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of them."""
+        named = enumerate(self.tensors)
+        return {f"{place}.{name}": tensor for place, layer in named for name, tensor in layer.items()}
+
+
+def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
+    """The multi-token layers of a target's repository.
+
+    Args:
+        tensors: of the target; none but those of the layers are read.
+        source: the repository, for messages.
+
+    Raises:
+        ValueError: it has none, is quantised, or has them in a form that is not known; with what to do.
+    """
+    config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
+    check_fields({name: config.get(name) for name in BOUNDS}, BOUNDS)
+    name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
+    is_chained = bool(config.get("chain_hidden_post_norm"))
+    named = layers_among(tensors, config.get("num_hidden_layers") or 0, source, is_chained)
+    if len(named) > MOST_LAYERS or (named and not config.get("num_hidden_layers")):
+        raise ValueError(
+            f"{source!r} has num_hidden_layers={config.get('num_hidden_layers')} and {len(named)} multi-token "
+            f"layers, of which {MOST_LAYERS} are the most that draft. {CURE}"
+        )
+    if not named and name is not None:
+        raise ValueError(
+            f"The config.json of {source!r} announces multi-token layers ({name}={count}), and its files hold no "
+            "tensor of them. They are often left out when a model is quantised, finetuned or saved by transformers. "
+            f"Name the repository of the original model: from_mtp(model, source=ID). {INSTEAD} otherwise."
+        )
+    if not named:
+        raise ValueError(f"{source!r} has no multi-token layers: its config.json announces none. {INSTEAD}.")
+    if len(named) < count:
+        logger.warning(f"{source!r} announces {count} multi-token layers ({name}) and holds {len(named)}, which draft.")
+    found = {there: tensors[there] for layer in named for there in layer.values()}
+    _check_plain(found, source)
+    check_finite(found, source)
+    return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
+
+
+def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
+    """For each multi-token layer, what its tensors are called here and in the checkpoint.
+
+    Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
+
+    Args:
+        names: of a checkpoint's tensors.
+        depth: the target's layers.
+        source: for messages.
+        is_chained: whether layers that have no norm of their own after them have one together.
+
+    Raises:
+        ValueError: there are some in a form that is not known.
+    """
+    names = list(names)
+    starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]
+    appended = sorted((int(start[2]), f"{start[1]}{start[2]}.") for start in starts if start and int(start[2]) >= depth)
+    if appended:
+        return [_part(names, start, APPENDED, source, AGAIN) for _, start in appended]
+    starts = [re.match(r"((?:.*\.)?mtp\.)layers\.(\d{1,6})\.(?=transformer_block\.)", name) for name in names]
+    numbered = sorted({(int(start[2]), start[0], start[1]) for start in starts if start})
+    if numbered:
+        norm = f"{numbered[0][2]}chain_norm.weight"
+        if is_chained and norm not in names:
+            raise ValueError(f"{source!r} says chain_hidden_post_norm=True and lacks {norm}. {INSTEAD}.")
+        together = {POST_NORM: norm} if is_chained else {}
+        return [{**_part(names, start, NUMBERED, source, lacks=(POST_NORM,)), **together} for _, start, _ in numbered]
+    nested = sorted({match[0] for name in names if (match := re.match(r"(.*\.)?mtp[._]", name))})
+    return [_part(names, start, NESTED, source) for start in nested]
+
+
+def _part(
+    names: list[str],
+    start: str,
+    patterns: tuple[tuple[str, str], ...],
+    source: str,
+    ignored: tuple[str, ...] = (),
+    lacks: tuple[str, ...] = (),
+) -> dict[str, str]:
+    """What the tensors whose names begin like this are called here, and in the checkpoint."""
+    own = [name.removeprefix(start) for name in names if name.startswith(start)]
+    part = {renamed(name, patterns): start + name for name in own if name not in ignored}
+    strange = [there for here, there in part.items() if here not in OWN and not here.startswith("block.")]
+    lacking = [here for here in OWN if here not in (*part, *lacks)]
+    if strange or lacking:
+        what = f"among others {', '.join(sorted(strange)[:3])}" if strange else f"without {', '.join(lacking)}"
+        raise ValueError(
+            f"{source!r} has multi-token layers of a form that hf_specdecpp does not know ({start}*, {what}), so what "
+            f"they compute is not known. {INSTEAD}."
+        )
+    return part
+
+
+def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
+    """Raise `ValueError` for quantised tensors."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(
+                f"{source!r}: {name} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
+                "which is not read. Name a repository with them in bfloat16: from_mtp(model, source=ID)."
+            )
+
+
+class MtpFormat(Format):
+    """The repository of a target, which decodes without these layers. No `config.json` is recognised by them."""
+
+    no_model = "transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files"
+    served_by = (
+        "engines read them from the target itself, as `vllm serve TARGET --speculative-config "
+        """'{"method":"mtp","num_speculative_tokens":1}'` does"""
+    )
+    is_whole = False
+    most_config_bytes = MOST_BYTES
+    cure = "Name a repository that has them: from_mtp(model, source=ID)."
+
+    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> MtpLayers:  # noqa: ARG002
+        return read_layers(raw, tensors, source)
+
+
+class Mtp(Kind):
     """Layers beside those that the target decodes with; `config.draft_id` names the repository that holds them."""
 
     name = "mtp"
-    title = "MTP"
-    cannot: ClassVar[Mapping[Feat, str]] = {
-        "replays": Conditioned.cannot["replays"],
+    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
+    stored = Stored(format=MtpFormat(), is_named=True)
+    cannot = {
+        "replays": NO_REPLAYS,
         "training": "multi-token layers are those of the target's checkpoint: take them as they are (from_mtp), or "
         "train with draft: eagle3",
-        "late verdicts": Conditioned.cannot["late verdicts"],
     }
-
-    def of_target(
-        self, target: CausalLM, source: str | Path | None = None, hub_kwargs: dict[str, Any] | None = None
-    ) -> tuple[SpecDecPPConfig, MtpLayers]:
-        """The config of an assistant that drafts with the layers of a target's checkpoint, and their tensors.
-
-        Args:
-            source: repository that holds them; by default that the target was loaded from.
-
-        Raises:
-            ValueError: the target is not from a repository, or its own has no such layers; with what to do.
-        """
-        name = source or target.config.name_or_path
-        if not name:
-            raise ValueError(
-                f"This {type(target).__name__} was made in memory, so nothing says where its multi-token layers are. "
-                "Name their repository: from_mtp(model, source=ID_OR_FOLDER)."
-            )
-        repository = Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})
-        commit = repository.commit(repository.file("config.json"))
-        return self.config_of(repository, commit), read_layers(repository)
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
 
-    def load_module(
-        self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None
-    ) -> MtpLayers:
-        if is_model(draft):
-            raise ValueError(
-                "transformers drops multi-token layers when it loads a model, so draft= cannot be one here. Give the "
-                "folder or Hub id of its files."
-            )
-        if config.draft_id is None and draft is None:
-            raise ValueError(
-                "config.json names no repository with the multi-token layers (draft_id). Write the target's Hub id "
-                "there."
-            )
-        return read_layers(self.source(config, repository, draft))
-
-    def note_module(self, config: SpecDecPPConfig, module: Any) -> None:
-        """The config names their repository."""
-
-    def save_module(self, config: SpecDecPPConfig, module: Any, folder: Path) -> None:
-        """Their weights stay there."""
-
-    def make(self, config: SpecDecPPConfig, parts: Parts, target: CausalLM) -> Draft:  # noqa: ARG002
+    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:  # noqa: ARG002
         layers: MtpLayers = parts.module
-        made = [one_layer(tensors, place, target, layers.source) for place, tensors in enumerate(layers.tensors)]
+        made = [one_layer(tensors, place, how.target, layers.source) for place, tensors in enumerate(layers.tensors)]
         drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
         return drafters[0] if len(drafters) == 1 else MtpDraft(drafters)
 
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
-        target = to.target or "TARGET"
+
+def repository_of(target: CausalLM, source: str | Path | None = None) -> Repository:
+    """The repository with the multi-token layers of a target's checkpoint.
+
+    Args:
+        source: that holds them; by default that the target was loaded from.
+
+    Raises:
+        ValueError: the target is not from a repository.
+    """
+    name = source or target.config.name_or_path
+    if not name:
         raise ValueError(
-            f"This assistant drafts with {self.describe(config)}, which nobody changed here, so nothing is exported: "
-            f"engines read them from the target itself, as `vllm serve {target} --speculative-config "
-            """'{"method":"mtp","num_speculative_tokens":1}'` does."""
+            f"This {type(target).__name__} was made in memory, so nothing says where its multi-token layers are. "
+            "Name their repository: from_mtp(model, source=ID_OR_FOLDER)."
         )
+    return Repository(str(name), None if source else commit_of(target))

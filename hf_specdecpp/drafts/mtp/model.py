@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from hf_specdecpp.drafts.mtp.checkpoint import POST_NORM
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
 from hf_specdecpp.models.target_states import StateReader
 
 # What a config says of the kind of each layer, what it says of that of multi-token layers, and the usual kind of these.
 KINDS = (("layer_types", "mtp_layer_types", "full_attention"), ("mlp_layer_types", "mtp_mlp_layer_types", None))
+POST_NORM = "post_norm.weight"  # of Inkling's layers: one for all of them, or none
 Tensors = Mapping[str, Tensor]
 
 
@@ -59,7 +59,7 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
     tensors are renamed and put together (experts) as transformers does it with the target's.
 
     Args:
-        tensors: of the layer (`checkpoint.MtpLayers`).
+        tensors: of the layer (`kind.MtpLayers`).
         place: which of the multi-token layers it is.
         source: where they are from, for messages.
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text
@@ -121,7 +120,7 @@ def chains_of_text(
 
 def _reading_trees(drafter: Any) -> list[CausalLM]:
     """The draft, if it reads the branches of a text in a pass; a block draft reads none of its candidates."""
-    return [] if isinstance(drafter, DFlashDraft) else [drafter.model]
+    return [drafter.model] if drafter.blocks_after is None else []
 
 
 def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Drafter) -> Tensor:

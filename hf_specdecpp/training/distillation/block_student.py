@@ -9,10 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafts.dflash.anchors import blocks_after
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
-from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training.distillation.student import DISTANCES, Taught, through
 
 
@@ -20,20 +16,17 @@ class BlockStudent(Taught):
     """A draft whose block has `places` candidates; all of it is trained. Embeddings and LM head are the target's.
 
     Args:
-        model: has met the target.
-        target: as above.
+        drafter: has met the target.
         anchors: blocks of a text in one pass.
         decay: of the weights of places, in places.
         loss: one of `DISTANCES`.
     """
 
-    drafter: DFlashDraft
-
-    def __init__(self, model: DFlashModel, target: CausalLM, anchors: int, decay: float, loss: str = "kl") -> None:
+    def __init__(self, drafter: Any, anchors: int, decay: float, loss: str = "kl") -> None:
         super().__init__()
-        self.model = model.requires_grad_(True)
-        object.__setattr__(self, "drafter", DFlashDraft(model, target))
-        self.unroll, self.distance = model.settings.places, DISTANCES[loss]
+        self.model = drafter.model.requires_grad_(True)
+        object.__setattr__(self, "drafter", drafter)
+        self.unroll, self.distance = drafter.places, DISTANCES[loss]
         self.anchors = anchors
         self.weights = [math.exp(-place / decay) for place in range(self.unroll)]
 
@@ -54,7 +47,7 @@ class BlockStudent(Taught):
         if measure:
             return self._measured(input_ids, answers, p_logits, states)
         anchors, taught = chosen(answers, self.anchors, self.unroll)
-        hidden = blocks_after(self.drafter, input_ids, states, anchors)[taught]
+        hidden = self.drafter.blocks_after(input_ids, states, anchors)[taught]
         places = (anchors[..., None] + torch.arange(self.unroll, device=anchors.device))[taught]
         rows = torch.arange(len(answers), device=anchors.device)[:, None, None].expand_as(taught)[taught]
         number = (answers.flatten().cumsum(0) - 1).view_as(answers)[rows, places]  # among the answers' positions
@@ -69,7 +62,7 @@ class BlockStudent(Taught):
     ) -> Tensor:
         first = max(int(answers.any(0).nonzero()[0]) - self.unroll + 1, 1)
         anchors = torch.arange(first, answers.shape[1], device=answers.device).expand(len(answers), -1)
-        blocks = blocks_after(self.drafter, input_ids, states, anchors)
+        blocks = self.drafter.blocks_after(input_ids, states, anchors)
         rows, places = answers.nonzero().unbind(1)
         hidden = torch.stack([blocks[rows, places - place - first, place] for place in range(self.unroll)], 1)
         return self.measured(hidden, p_logits)

@@ -79,7 +79,7 @@ def run(config: TrainingConfig) -> None:
     """
     work, state = config.work, process_state()
     train, heldout = (answers.load(work, split) for split in ("train", "heldout"))
-    made = [work / name for name in (*OWN, *config.kind.module_files)]
+    made = [work / name for name in (*OWN, *config.own_files)]
     record = Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
@@ -162,7 +162,7 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
         parts = [Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(FUSION), Path(DRAFT_VOCAB)]
-        parts += map(Path, config.kind.module_files) if config.trains_layer else []
+        parts += map(Path, config.own_files) if config.trains_layer else []
         is_run = any((folder / name).is_file() for name in parts)
         distill["start_from"] = [digest(folder / name) for name in parts] if is_run else config.distill.start_from
     if config.trains_module or config.trains_layer:

@@ -61,11 +61,11 @@ def layer_from(kind: Kind, start: str) -> Any:
     """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
     if (Path(start) / LAYER_CONFIG).is_file():
         return load_layer(kind, Path(start))
-    repository = Repository.named(start)
+    repository = Repository(start)
     config = load_config(repository)
     if (found := kind_of(config)) is not kind:
         raise ValueError(
             f"distill.start_from={start!r} has a draft of the kind {found.name}, and {kind.name} is trained. Name the "
             "work_dir of a run of the same kind, or the repository of such a draft."
         )
-    return kind.load_module(config, repository)
+    return kind.stored.load(config, repository)

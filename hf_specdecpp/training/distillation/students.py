@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.dflash.checkpoint import meet as meet_block
+from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafts.dflash.kind import meet as meet_block
 from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.eagle3.drafter import Eagle3Drafter
-from hf_specdecpp.drafts.eagle3.layer_ids import usual_reads
-from hf_specdecpp.drafts.eagle3.meeting import meet
-from hf_specdecpp.drafts.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.eagle3.meeting import meet, usual_reads
+from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
@@ -57,7 +56,7 @@ def student_of(
     """
     if config.trains_block:
         distill, block = config.distill, _block(config, target, train, earlier)
-        return BlockStudent(block, target, distill.block_anchors, distill.block_decay, distill.loss)
+        return BlockStudent(DFlashDraft(block, target), distill.block_anchors, distill.block_decay, distill.loss)
     if config.trains_layer:
         layer = _layer(config, target, vocab, train, earlier)
         return LayerStudent(Eagle3Drafter(layer, target), config.distill.unroll, config.distill.loss)

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.unrolling import in_rounds
-from hf_specdecpp.drafts.dflash.anchors import in_blocks
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafting.unrolling import in_blocks, in_rounds
 from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -110,7 +108,7 @@ def _states_along(drafter: Any, ids: Tensor, target_states: Tensor | None) -> Te
     """What q after each token comes from, `[1, n, hidden_size]`."""
     if target_states is None:
         return drafter.hidden_states(ids)
-    along = in_blocks if isinstance(drafter, DFlashDraft) else in_rounds
+    along = in_rounds if drafter.blocks_after is None else in_blocks
     return along(drafter, ids, target_states.to(ids.device))
 
 

@@ -10,9 +10,9 @@ from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt
 from torch import Tensor
 
-from hf_specdecpp.drafts.dflash.anchors import blocks_after, in_blocks
-from hf_specdecpp.drafts.dflash.checkpoint import meet, read_model
+from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafts.dflash.kind import meet, read_model
 from hf_specdecpp.drafts.dflash.model import DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
@@ -47,7 +47,7 @@ def alone(draft: DFlashDraft, states: Tensor, text: int, anchor: int) -> Tensor:
 def error(draft: DFlashDraft, target: CausalLM) -> float:
     """The largest difference between blocks in one pass and those of rounds."""
     states = states_of(target, draft, TEXTS)
-    together = blocks_after(draft, TEXTS, states, ANCHORS)
+    together = draft.blocks_after(TEXTS, states, ANCHORS)
     each = [[alone(draft, states, row, int(anchor)) for anchor in ANCHORS[row]] for row in range(len(TEXTS))]
     return float((together - torch.stack([torch.stack(blocks) for blocks in each])).abs().max())
 

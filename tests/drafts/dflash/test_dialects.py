@@ -13,9 +13,8 @@ from support.models import prompt
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.dflash.description import read_settings
+from hf_specdecpp.drafts.dflash.config import DFlashSettings, read_settings
 from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.dflash.settings import DFlashSettings
 from hf_specdecpp.drafts.known import DFLASH, recognise
 
 PLAIN, WINDOWS = VARIANTS["plain"], VARIANTS["windows"]

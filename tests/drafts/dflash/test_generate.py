@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +15,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.dflash.checkpoint import read_model
+from hf_specdecpp.drafts.dflash.kind import read_model
 from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.drafts.known import DFLASH
+from hf_specdecpp.drafts.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
@@ -41,28 +38,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Twice(StoppingCriteria):
-    """Ends where the last two tokens stood before, as a stop string would: it looks at the whole text."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        text = input_ids[0].tolist()
-        pairs = list(zip(text, text[1:], strict=False))
-        return torch.tensor([len(text) > TEXT.shape[1] + 6 and pairs[-1] in pairs[:-1]])
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "processors": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-    "a token that ends": {"do_sample": False, "eos_token_id": [0], "pad_token_id": 0},
-    "another criterion": {"do_sample": False, "stopping_criteria": StoppingCriteriaList([Twice()])},
-}
-
-
 def assisted(target: CausalLM, checkpoint: Checkpoint | None = None, **settings: Any) -> SpecDecPPAssistant:
     """An assistant with a checkpoint in memory, as `from_draft` makes it of transformers' class."""
     checkpoint = checkpoint or VARIANTS["windows"]
     module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
-    config = DFLASH.read_config(checkpoint.config(), Repository("org/draft"), None)
+    config = read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
     chosen = SpeculationConfig(**(settings or SETTINGS["fixed"]), draft_successors=False)  # the block's own rows
     assistant = SpecDecPPAssistant(config, None, None, Parts(module=module), chosen)
     assistant.attach(target)
@@ -124,15 +104,11 @@ def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> No
     assert found[0][0] > 0
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_greedy_text_is_the_targets(settings: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_rounds_draft_what_they_say(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, ear = target_for(), Ear(monkeypatch)
-    how = {"max_new_tokens": 30, **OPTIONS[options]}
-    if "eos_token_id" in how:  # one that stands late in the text
-        text = target.generate(TEXT, max_new_tokens=30, do_sample=False)[0, TEXT.shape[1] :].tolist()
-        how["eos_token_id"] = max(text, key=text.index)
+    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
     expected = target.generate(TEXT, **how)
     assistant = assisted(target, **SETTINGS[settings])
     assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
@@ -140,9 +116,8 @@ def test_greedy_text_is_the_targets(settings: str, options: str, monkeypatch: py
     assert stats.drafted > 0
     assert len(stats.drafted_at) <= 4
     assert stats.draft_passes == len(ear.rounds) <= stats.rounds
-    if options == "greedy":
-        assert stats.accepted > 0
-        check_rounds(ear, assistant.ready_drafter(), target)
+    assert stats.accepted > 0
+    check_rounds(ear, assistant.ready_drafter(), target)
 
 
 @pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
@@ -215,37 +190,6 @@ def test_a_cache_that_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
     check_rounds(ear, assistant.ready_drafter(), target, first=first.sequences.shape[1] - 1)
 
 
-def test_rows_of_a_batch_draft_by_themselves() -> None:
-    target = target_for()
-    assistant = assisted(target)
-    ids = torch.cat((TEXT, torch.cat((torch.zeros(1, 4, dtype=torch.long), TEXT[:, :5]), dim=1)))
-    how: dict[str, Any] = {
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "attention_mask": (ids > 0).long(),
-    }
-    output = target.generate(ids, assistant_model=assistant, **how)
-    assert torch.equal(output, target.generate(ids, **how))
-    assert assistant.stats.accepted > 0
-
-
-def test_a_lookup_beside_it() -> None:
-    target = target_for()
-    assistant = assisted(target, rule="throughput", costs=COSTS, lookup=True)
-    repeated = TEXT.repeat(1, 3)
-    output = target.generate(repeated, assistant_model=assistant, max_new_tokens=24, do_sample=False)
-    assert torch.equal(output, target.generate(repeated, max_new_tokens=24, do_sample=False))
-
-
-def test_rotary_frequencies_stay_in_float32() -> None:
-    assistant = assisted(target_for().to(torch.bfloat16))
-    model = assistant.ready_drafter().model
-    assert model is not None
-    assert model.dtype == torch.bfloat16
-    assert model.rotary_emb.inv_freq.dtype == torch.float32
-
-
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 def test_on_a_pretended_device(settings: str) -> None:
     plain, expected = target_for(), target_for().generate(TEXT, max_new_tokens=20, do_sample=False)
@@ -264,15 +208,6 @@ def test_on_a_pretended_device(settings: str) -> None:
         with torch.inference_mode():
             session.step([])
         assert counts["read"] == before, "a block waits for nothing"
-
-
-# Refused. -------------------------------------------------------------------------------------------------------------
-
-
-def test_without_an_attached_target(tmp_path: Path) -> None:
-    unmet = SpecDecPPAssistant.from_pretrained(VARIANTS["plain"].save(tmp_path))
-    with pytest.raises(ValueError, match="must be attached to it"):
-        target_for().generate(TEXT, assistant_model=unmet, max_new_tokens=4)
 
 
 def test_together_with_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:

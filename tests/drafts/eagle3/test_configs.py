@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafts.eagle3.layer_ids import readings
+from hf_specdecpp.drafts.eagle3.meeting import readings
 
 # config.json ----------------------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ def test_agreement_settles_ids_that_may_mean_either(
 ) -> None:
     folder = PLAIN.save(tmp_path / "draft", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 2, 1]})
     monkeypatch.setattr(
-        "hf_specdecpp.drafts.eagle3.self_check.Heard.agreement",
+        "hf_specdecpp.drafts.eagle3.meeting.Heard.agreement",
         lambda _, model: [float(model.reader.reads == better), 0.0],
     )
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.drafting.unrolling import unrolled
-from hf_specdecpp.drafts.eagle3 import self_check
+from hf_specdecpp.drafts.eagle3 import meeting
 from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
-from hf_specdecpp.drafts.eagle3.self_check import TEXT, better, compare
+from hf_specdecpp.drafts.eagle3.meeting import TEXT, better, compare
 from hf_specdecpp.files import load_tensors, save_tensors
 from hf_specdecpp.models.target_states import TargetStates
 
@@ -63,7 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", draft
 
 
-def readings(pair: tuple[Path, Path], **said: Any) -> list[self_check.Reading]:
+def readings(pair: tuple[Path, Path], **said: Any) -> list[meeting.Reading]:
     """Of the draft, if its config said this."""
     target = AutoModelForCausalLM.from_pretrained(pair[0])
     said = {"reads": RIGHT, **said}
@@ -96,18 +96,18 @@ def test_a_wrong_reading_is_found_out(pair: tuple[Path, Path], wrong: str) -> No
 def test_mutants_do_not_find_it(pair: tuple[Path, Path], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that builds the other reading without its change."""
     said, override = WRONG[wrong]
-    changed = self_check.changed
+    changed = meeting.changed
 
     def unchanged(settings: Any, overrides: dict[str, Any]) -> Any:
         return settings if overrides == override else changed(settings, overrides)
 
-    monkeypatch.setattr(self_check, "changed", unchanged)
+    monkeypatch.setattr(meeting, "changed", unchanged)
     best = better(readings(pair, **said))
     assert best is None or best.overrides != override
 
 
 def test_one_step_would_not_tell_what_is_fed_back(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "STEPS", 1)
+    monkeypatch.setattr(meeting, "STEPS", 1)
     assert better(readings(pair, norm_output=True)) is None
 
 
@@ -115,7 +115,7 @@ def test_the_targets_theta_is_tried(pair: tuple[Path, Path]) -> None:
     config = AutoModelForCausalLM.from_pretrained(pair[0]).config
     config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     settings = SpecDecPPAssistant.from_pretrained(pair[1]).parts.module.settings
-    assert ("rope_theta 500000", {"rope_theta": 5e5}) in list(self_check.variants(settings, config))
+    assert ("rope_theta 500000", {"rope_theta": 5e5}) in list(meeting.variants(settings, config))
 
 
 def test_places_without_a_round_are_not_counted(pair: tuple[Path, Path]) -> None:
@@ -124,7 +124,7 @@ def test_places_without_a_round_are_not_counted(pair: tuple[Path, Path]) -> None
     model = SpecDecPPAssistant.from_pretrained(pair[1], target=target).ready_drafter().model
     for count in (3, 4):
         text = letter_tokenizer()(TEXT[:count], return_tensors="pt")["input_ids"]
-        for step, share in enumerate(self_check.Heard(target, text).agreement(model), 1):
+        for step, share in enumerate(meeting.Heard(target, text).agreement(model), 1):
             places = text.shape[1] - step
             assert share * places == pytest.approx(round(share * places), abs=1e-6)
 

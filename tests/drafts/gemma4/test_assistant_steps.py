@@ -22,7 +22,7 @@ from support.models import prompt
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafts.gemma4.shared_rows import sources
+from hf_specdecpp.drafts.gemma4.drafter import sources
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.config.bounds import ROPE
-from hf_specdecpp.drafts.dflash.checkpoint import meet
+from hf_specdecpp.drafts.dflash.config import DFlashSettings
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafts.dflash.kind import meet
 from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.dflash.settings import DFlashSettings
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.reader import Reader

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.bounds import ROPE
+from hf_specdecpp.drafts.eagle3.config import Eagle3Settings
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
-from hf_specdecpp.drafts.eagle3.settings import Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.quantised import is_quantised, rows_of

@@ -1,22 +1,33 @@
-"""What configs and tensors of drafts that others trained have in common, whatever the kind of draft."""
+"""Make a module of a config and tensors that anybody may have written.
+
+The config is read with bounds, names and shapes of the tensors are compared with what it says, and only then is a
+module made: none of a repository's numbers decides how long loading takes or how much memory it needs.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from hf_specdecpp.config.bounds import ROPE
+from hf_specdecpp.config.bounds import CURE, ROPE
+from hf_specdecpp.config.types import check_arguments
+from hf_specdecpp.files import load_strict
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, renew_rotary
+
+Module = TypeVar("Module", bound=nn.Module)
+Settings = TypeVar("Settings")
 
 SPECULATORS = "speculators_model_type"  # marks the dialect of that package
 DEFAULT_THETA = 10000.0  # of the original code, whatever the target's is
 
 
-def is_ours(raw: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is of an assistant, or a damaged one of one."""
-    return raw.get("model_type") == "specdecpp" or "draft_kind" in raw
+# Configs. -------------------------------------------------------------------------------------------------------------
 
 
 def mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -59,6 +70,27 @@ def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None 
     if kind in ("mrope", "default") or "mrope_section" in rope:
         rope, kind = {}, "default"  # a draft's positions are those of text
     return {"rope_type": kind, "rope_theta": found, **{name: rope[name] for name in ROPE if name in rope}}
+
+
+@contextmanager
+def as_described(name: str) -> Iterator[None]:
+    """What goes wrong within is a `ValueError` about the description of a module."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for numbers that do not go together
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        what = what.removesuffix(CURE).strip(" .")[:600]
+        raise ValueError(f"No {name} can be built as it is described: {what}. {CURE}") from None
+
+
+def described(kind: type[Settings], title: str, arguments: dict[str, Any]) -> Settings:
+    """The settings with these arguments, which a file says; `ValueError` if they make none."""
+    with as_described(title):
+        check_arguments(kind, arguments)
+        return kind(**arguments)
+
+
+# Tensors. -------------------------------------------------------------------------------------------------------------
 
 
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
@@ -115,3 +147,75 @@ def check_tensors(
                 f"{source}: {original(name)} holds {str(tensor.dtype)[6:]}, and weights are floating point. Quantised "
                 "drafts cannot be loaded: look for the draft in bfloat16."
             )
+
+
+# Modules. -------------------------------------------------------------------------------------------------------------
+
+
+def build(
+    make: Callable[[], Module],
+    named: Mapping[str, Tensor],
+    depth: int,
+    source: str,
+    title: str,
+    original: Callable[[str], str] = str,
+) -> Module:
+    """A draft with the tensors of a checkpoint, which are taken as they are, not copied.
+
+    Args:
+        make: makes it; is called on no device.
+        named: the tensors, by the names that they have in it.
+        depth: how many layers the config says.
+        source, title: where they are from, and what such drafts are called, for messages.
+        original: the name in a file of what has this name here.
+
+    Raises:
+        ValueError: it cannot be made, or a tensor is missing, unknown or of another shape.
+    """
+    check_depth(named, depth, source)
+    with as_described(title), torch.device("meta"):
+        model = make()
+    check_tensors(named, model.state_dict(), source, f"of {title}s ", original)
+    model.load_state_dict(named, assign=True)
+    renew_rotary(model, torch.device("cpu"))
+    return model.eval().requires_grad_(False)
+
+
+def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: Path, hint: str) -> Module:
+    """A module with these arguments, whose weights are in `path`. No memory is taken before they are seen to fit.
+
+    Args:
+        kind: its class.
+        name: what it is called in a message.
+        arguments: of its class, from a file.
+        hint: ends the message if the weights are of another one.
+
+    Raises:
+        ValueError: the arguments make no sense, or the file is damaged or does not fit them.
+    """
+    with as_described(name):
+        check_arguments(kind.__init__, arguments)
+        with torch.device("meta"):
+            shapes = {key: tensor.shape for key, tensor in kind(**arguments).state_dict().items()}
+    tensors = load_strict(path, shapes, hint)
+    if odd := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
+        raise ValueError(f"{path}: {odd[0]} holds {str(tensors[odd[0]].dtype)[6:]}, no floating point numbers. {hint}")
+    module = kind(**arguments)
+    module.load_state_dict(tensors)
+    return module.eval()
+
+
+def meet(model: CausalLM, target: CausalLM, name: str, wrong: str | None, belongs: str) -> None:
+    """Bring a draft to its target, in the target's dtype.
+
+    Args:
+        name: of the draft, for messages.
+        wrong: what of it does not fit, if something does not.
+        belongs: which target it is for, in whole sentences.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    if wrong is not None:
+        raise ValueError(f"{name} {wrong} in {type(target).__name__}. {belongs}")
+    move(model, input_device(target), target.dtype)

@@ -1,0 +1,366 @@
+"""What every kind of draft does: generations are the target's, whatever rule, tree, processor, cache or batch; what it
+cannot do is refused with its own reason; stored and loaded again it drafts the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import dflash_files, gemma4_files, mtp_files
+from support.eagle3_files import VARIANTS as EAGLE3
+from support.models import assistant_of, partly_agreeing, prompt, tiny
+from support.pretend_devices import on_device, pretend_devices
+from support.repos import save_model
+from support.snapshots import hash_of, hooks_of
+from support.watchers import Collector, tokenizer
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafts.known import KINDS
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.inspection import inspect
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
+from hf_specdecpp.throughput.measuring import Rounds, measure
+
+TEXT = 1 + prompt(9) % (dflash_files.VOCAB - 1)
+PADDED = torch.cat((torch.zeros(1, 4, dtype=torch.long), TEXT[:, :5]), dim=1)
+FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
+COSTS = {"draft": 0.1, "branch": 0.02, "verify": [1.0]}
+CHAINS: dict[str, dict[str, Any]] = {
+    "fixed": FIXED,
+    "threshold": {"rule": "threshold", "threshold": 0.9},
+    "throughput": {"rule": "throughput", "costs": COSTS},
+}
+TREES: dict[str, dict[str, Any]] = {
+    "dyspec": {"tree": "dyspec", "tree_budget": 8},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6},
+    "static": {"tree": "static", "tree_shape": [3, 1, 1]},
+    "dyspec, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 8, "costs": COSTS},
+}
+
+
+class Twice(StoppingCriteria):
+    """Ends where the last two tokens stood before, as a stop string would: it looks at the whole text."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        text = input_ids[0].tolist()
+        pairs = list(zip(text, text[1:], strict=False))
+        return torch.tensor([len(text) > TEXT.shape[1] + 6 and pairs[-1] in pairs[:-1]])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "a token that ends": {"eos_token_id": [0], "pad_token_id": 0},
+    "another criterion": {"stopping_criteria": StoppingCriteriaList([Twice()])},
+    "a padded prompt": {"input_ids": PADDED, "attention_mask": (PADDED > 0).long()},
+}
+
+
+# One of each kind, attached to its target. ----------------------------------------------------------------------------
+
+
+Pair = tuple[SpecDecPPAssistant, CausalLM]
+
+
+def of_target(kind: str, folder: Path) -> Pair:
+    target = tiny("llama")
+    if kind == "independent":
+        draft = save_model(partly_agreeing(target, 0.9), folder / "draft", None)
+        return SpecDecPPAssistant.from_draft(draft, target), target
+    if kind == "lookup":
+        return SpecDecPPAssistant.from_lookup(target), target
+    return assistant_of(kind, target), target
+
+
+def eagle3_of_others(folder: Path) -> Pair:
+    target = tiny("llama")
+    return SpecDecPPAssistant.from_pretrained(EAGLE3["plain"].save(folder / "draft"), target), target
+
+
+def dflash(folder: Path) -> Pair:
+    target = dflash_files.target_for()
+    draft = dflash_files.VARIANTS["windows"].save(folder / "draft")
+    return SpecDecPPAssistant.from_pretrained(draft, target), target
+
+
+def gemma4(folder: Path) -> Pair:
+    target = gemma4_files.target_for()
+    gemma4_files.VARIANTS["plain"].theirs().save_pretrained(folder / "draft")
+    return SpecDecPPAssistant.from_draft(folder / "draft", target), target
+
+
+def mtp(num_layers: int, folder: Path) -> Pair:
+    shape = {"first_k_dense_replace": mtp_files.DEPTH}  # experts are slow
+    target = mtp_files.Files("glm4_moe", num_layers, seed=7, overrides=shape).load(folder / "draft")
+    return SpecDecPPAssistant.from_mtp(target), target
+
+
+MAKERS: dict[str, Callable[[Path], Pair]] = {
+    **{kind: partial(of_target, kind) for kind in ("independent", "early_exit", "conditioned", "eagle3", "lookup")},
+    "eagle3 of others": eagle3_of_others,
+    "dflash": dflash,
+    "gemma4": gemma4,
+    "mtp": partial(mtp, 1),
+    "mtp, several layers": partial(mtp, 3),
+}
+NEVER_RIGHT = {"lookup", "eagle3 of others"}  # nothing is drawn; random weights among many tokens
+ALL = pytest.mark.parametrize("name", MAKERS)
+
+
+def made(name: str, folder: Path, **settings: Any) -> Pair:
+    """An assistant, and the target that it is attached to."""
+    assistant, target = MAKERS[name](folder)
+    chosen: dict[str, Any] = {**(settings or FIXED), "lookup": assistant.speculation.lookup}
+    assistant.speculation = SpeculationConfig(**chosen)
+    return assistant, target
+
+
+def check_text(assistant: SpecDecPPAssistant, target: CausalLM, **options: Any) -> None:
+    """Greedy text is the target's, and some of it was drafted."""
+    how: dict[str, Any] = {"input_ids": TEXT, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, **options}
+    if "eos_token_id" in how:  # one that stands late in the text
+        text = target.generate(TEXT, max_new_tokens=20, do_sample=False)[0, TEXT.shape[1] :].tolist()
+        how["eos_token_id"] = max(text, key=text.index)
+    expected = target.generate(**how)
+    assert torch.equal(target.generate(assistant_model=assistant, **how), expected)
+    if assistant.ready_drafter().places:
+        assert assistant.stats.drafted > 0
+
+
+def test_every_kind_is_here(tmp_path: Path) -> None:
+    assert {MAKERS[name](tmp_path / name)[0].kind.name for name in MAKERS} == {kind.name for kind in KINDS}
+
+
+# Generations. ---------------------------------------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("settings", [*CHAINS, *TREES])
+@pytest.mark.every(2)
+def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path, **{**CHAINS, **TREES}[settings])
+    reason = assistant.ready_drafter().cannot.get("trees") if settings in TREES else None
+    if reason is None:
+        check_text(assistant, target)
+        assert assistant.stats.accepted > 0 or name in NEVER_RIGHT
+    else:
+        with pytest.raises(ValueError, match=reason[:40]):
+            target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
+
+
+@ALL
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.every(3)
+def test_with_every_option(options: str, name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path)
+    check_text(assistant, target, **OPTIONS[options])
+    check_text(assistant, target)
+
+
+@ALL
+def test_sampled_text_has_its_length(name: str, tmp_path: Path) -> None:
+    """Its distribution is enumerated in `tests/exactness`."""
+    assistant, target = made(name, tmp_path)
+    torch.manual_seed(0)
+    text = target.generate(TEXT, assistant_model=assistant, max_new_tokens=40, do_sample=True, top_k=6)
+    assert text.shape[1] == TEXT.shape[1] + 40
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted or name in NEVER_RIGHT
+
+
+@ALL
+def test_a_cache_that_is_carried_on(name: str, tmp_path: Path) -> None:
+    """Of the turn before a draft that reads the target's states has none."""
+    assistant, target = made(name, tmp_path)
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache(config=target.config)})
+    assert torch.equal(first.sequences, target.generate(TEXT, **how).sequences)
+    further = torch.cat((first.sequences, TEXT), dim=1)
+    second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
+    assert torch.equal(second.sequences, target.generate(further, **how).sequences)
+
+
+@ALL
+def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path)
+    ids = torch.cat((TEXT, PADDED))
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": ids > 0}
+    if (reason := assistant.ready_drafter().cannot.get("batches")) is not None:
+        with pytest.raises(ValueError, match=reason[:40]):
+            target.generate(ids, assistant_model=assistant, **how)
+    else:
+        assert torch.equal(target.generate(ids, assistant_model=assistant, **how), target.generate(ids, **how))
+        assert assistant.stats.accepted > 0 or name in NEVER_RIGHT
+
+
+@ALL
+def test_a_lookup_beside_it(name: str, tmp_path: Path) -> None:
+    """Rounds in which nothing is drafted, and candidates that the draft has not read."""
+    assistant, target = made(name, tmp_path)
+    assistant.speculation = SpeculationConfig(rule="throughput", costs=COSTS, lookup=True)
+    check_text(assistant, target, input_ids=TEXT.repeat(1, 3))
+
+
+@ALL
+def test_on_a_pretended_device(name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path)
+    if name == "independent":
+        pytest.skip("its draft is placed by its own arguments")
+    assistant.detach()
+    expected = target.generate(TEXT, max_new_tokens=8, do_sample=False)
+    with pretend_devices():
+        moved = on_device(target)
+        assistant.attach(moved)
+        text = moved.generate(on_device(TEXT), assistant_model=assistant, max_new_tokens=8, do_sample=False)
+        assert text.tolist() == expected.tolist()
+        assert not assistant.ready_drafter().places or assistant.ready_drafter().device.type == "cuda"
+
+
+@pytest.fixture(
+    params=[(name, tree) for name in MAKERS for tree in (False, True)], ids=lambda each: f"{each[0]}-{each[1]}"
+)
+def drawing(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    """A pair that draws chains, and one that draws trees where such a draft can."""
+    name, has_tree = request.param
+    assistant, target = made(name, tmp_path, **(TREES["dyspec"] if has_tree else FIXED))
+    if has_tree and "trees" in assistant.ready_drafter().cannot:
+        pytest.skip("it drafts no trees")
+    return assistant, target
+
+
+@pytest.mark.every(2)
+def test_a_grammar_that_depends_on_the_path(drawing: Pair) -> None:
+    """Every other token is even; of these two are allowed, so a mask of another place would change the text."""
+    check_text(*drawing, prefix_allowed_tokens_fn=lambda _, ids: [1, 3] if int(ids[-1]) % 2 == 0 else [0, 2])
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("at", [3, 6])
+def test_stop_strings(drawing: Pair, at: int) -> None:
+    text = drawing[1].generate(TEXT, max_new_tokens=20, do_sample=False)[0, TEXT.shape[1] :].tolist()
+    check_text(*drawing, stop_strings=[tokenizer().decode(text[at : at + 2])], tokenizer=tokenizer())
+
+
+@pytest.mark.every(2)
+def test_an_interrupt_leaves_nothing_behind(drawing: Pair) -> None:
+    """In the middle of a text, which a streamer sees; then the same assistant says the whole text."""
+    assistant, target = drawing
+    check_text(assistant, target)  # transformers' own hooks stay in a target whose states were asked for
+    hooks = hooks_of(target)
+
+    class Interrupting(Collector):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.puts) == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(TEXT, assistant_model=assistant, do_sample=False, streamer=Interrupting())
+    assert hooks_of(target) == hooks
+    check_text(assistant, target)
+
+
+@ALL
+def test_the_target_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path)
+    assistant.detach()
+
+    def look() -> dict[str, Any]:
+        found = {"class": type(target), "weights": hash_of(target), "config": target.config.to_dict()}
+        return {**found, "logits": target(TEXT).logits.tolist(), "hooks": hooks_of(target)}
+
+    target.generate(TEXT, max_new_tokens=4, do_sample=False, output_hidden_states=True, return_dict_in_generate=True)
+    before = look()
+    assistant.attach(target)
+    target.generate(TEXT, assistant_model=assistant, max_new_tokens=8)
+    assistant.detach()
+    assert look() == before
+
+
+@ALL
+def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
+    """A draft that was put beside it would read and write in another dtype."""
+    assistant, target = made(name, tmp_path)
+    target.float()
+    if assistant.ready_drafter().reads is None:
+        check_text(assistant, target)
+    else:
+        with pytest.raises(ValueError, match="was moved to torch.float32"):
+            target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
+
+
+@ALL
+@pytest.mark.parametrize("inputs", ["before", "after"])
+def test_a_head_on_top(inputs: str, name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path, rule="threshold", threshold=0.5)
+    draft = assistant.ready_drafter()
+    if not draft.places:
+        return
+    sizes = {"hidden_size": draft.hidden_size, "embedding_size": draft.embedding_size}
+    assistant.head = AcceptanceHead(inputs=inputs, **sizes).to(target.dtype)
+    check_text(assistant, target)
+
+
+@ALL
+def test_its_costs_are_measured(name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path)
+    draft = assistant.ready_drafter()
+    costs = measure(Rounds(target, draft, assistant.estimator, 4))
+    assert costs is not None
+    assert costs.block == draft.block
+    assert (costs.draft > 0) == bool(draft.places)
+
+
+# Stored. --------------------------------------------------------------------------------------------------------------
+
+
+@ALL
+def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path / "first")
+    assistant.speculation.draft_successors = False  # every text is drafted alike
+    check_text(assistant, target)
+    expected = (assistant.stats.drafted_at, assistant.stats.accepted_at)
+    assistant.save_pretrained(tmp_path / "stored")
+    own = assistant.kind.stored.own_file(assistant.config)
+    files = {path.name for path in (tmp_path / "stored").iterdir()}
+    assert files == {"README.md", "config.json", *([own] if own else [])}, "what others trained stays where it is"
+    assistant.detach()
+    report = inspect(Repository(str(tmp_path / "stored")))
+    assert report.sound
+    assert not report.is_foreign
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "stored", target)
+    check_text(again, target)
+    assert (again.stats.drafted_at, again.stats.accepted_at) == expected
+    if assistant.config.draft_id is None:
+        with pytest.raises(ValueError, match="so draft= must be left out"):
+            SpecDecPPAssistant.from_pretrained(tmp_path / "stored", draft="org/other")
+        return
+    with pytest.raises(ValueError, match="is a local folder, so nobody else could load"):
+        assistant.push_to_hub("org/assistant")
+    moved = Path(assistant.config.draft_id).rename(tmp_path / "moved")
+    again.detach()
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "stored", target, draft=moved)
+    check_text(again, target)
+    assert (again.stats.drafted_at, again.stats.accepted_at) == expected
+
+
+@ALL
+def test_unattached(name: str, tmp_path: Path) -> None:
+    """It drafts in transformers' own loop, too, or says why it cannot."""
+    assistant, target = made(name, tmp_path / "first")
+    reason = assistant.ready_drafter().cannot.get("unattached")
+    assistant.detach()
+    if reason is None:
+        check_text(assistant, target)
+        return
+    with pytest.raises(ValueError, match="[Aa]ttach"):
+        target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
+    if assistant.kind.rests_on == "target":
+        assistant.save_pretrained(tmp_path / "stored")
+        unmet = SpecDecPPAssistant.from_pretrained(tmp_path / "stored")
+        with pytest.raises(ValueError, match="must be attached to it"):
+            target.generate(TEXT, assistant_model=unmet, max_new_tokens=4)
