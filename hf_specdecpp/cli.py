@@ -186,7 +186,10 @@ def inspect(
     try:
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)
-            conversion.convert(folder, convert, tied, *_pin(draft), *_pin(target))
+            pins = {"draft": _pin(draft), "target": _pin(target)}
+            ids = {f"{role}_id": name for role, (name, _) in pins.items()}
+            commits = {f"{role}_revision": commit for role, (_, commit) in pins.items()}
+            conversion.convert(folder, convert, tied, **ids, **commits)
             repository, target = Repository(str(convert)), None
         report = inspection.inspect(repository)
         name, commit = _pin(target)

@@ -16,36 +16,37 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_specdecpp import files as repository
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.known import recognise
 from hf_specdecpp.drafts.stored import Format
 from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
-from hf_specdecpp.files import CHECKPOINT, MOST_CONFIG_BYTES, PICKLE
+from hf_specdecpp.files import (
+    CHECKPOINT,
+    MOST_CONFIG_BYTES,
+    PICKLE,
+    check_finite,
+    load_tensors,
+    read_json,
+    refuse_pointer,
+    save_tensors,
+    save_text,
+)
 from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.version import __version__
 
 PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # what to download
 
 
-def convert(
-    folder: Path,
-    out: Path,
-    tied: bool | None = None,
-    draft_id: str | None = None,
-    draft_revision: str | None = None,
-    target_id: str | None = None,
-    target_revision: str | None = None,
-) -> None:
+def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | None) -> None:
     """Write the head of `folder` to the new folder `out`, in our format; of a draft that others trained, its tensors.
 
     Args:
         folder: `config.json` and `pytorch_model.bin` or, of a head, a safetensors file.
         out: must not hold a `config.json` yet.
         tied: see `read_released_head`.
-        draft_id, draft_revision, target_id, target_revision: the models that the head was trained with. Without
-            `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
+        models: `draft_id`, `draft_revision`, `target_id`, `target_revision`: those that the head was trained with.
+            Without `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
 
     Raises:
         ValueError: a file is damaged, unsafe or not a SpecDec++ head, or `tied` is needed or wrong.
@@ -53,39 +54,30 @@ def convert(
     """
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a {CONFIG}, which would be overwritten. Choose a new folder.")
-    if (form := _format_of_draft(folder / CONFIG)) is not None:
-        if (tied, draft_id, target_id) != (None, None, None):
+    raw: Any = read_json(folder / CONFIG, MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
+    is_ours = not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type
+    kind = None if is_ours else recognise(raw)
+    if kind is not None and kind.stored.format is not None:
+        if tied is not None or any(models.values()):
             raise ValueError(
                 f"{folder} is of a draft: --tied, --draft and --target are for SpecDec++ heads. Leave them out."
             )
-        _convert_draft(form, folder, out)
+        _convert_draft(kind.stored.format, raw, folder, out)
         return
     head = read_released_head(folder, tied)
     config = SpecDecPPConfig(
-        target_id=target_id,
-        target_revision=target_revision,
-        draft_id=draft_id,
-        draft_revision=draft_revision,
+        **models,  # type: ignore[arg-type]
         head=head.to_config(),
         speculation=SpeculationConfig(min_tokens=2).to_dict(),  # as in the paper
         specdecpp_version=__version__,
         architectures=["SpecDecPPAssistant"],
     )
     out.mkdir(parents=True, exist_ok=True)
-    repository.save_tensors(head.state_dict(), out / HEAD)
-    repository.save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
+    save_tensors(head.state_dict(), out / HEAD)
+    save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
 
 
-def _format_of_draft(path: Path) -> Format | None:
-    """The format of the draft that a `config.json` of others describes, if it does."""
-    raw = repository.read_json(path, MOST_CONFIG_BYTES) if path.is_file() else None
-    if not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type:
-        return None
-    kind = recognise(raw)
-    return None if kind is None else kind.stored.format
-
-
-def _convert_draft(form: Format, folder: Path, out: Path) -> None:
+def _convert_draft(form: Format, raw: dict[str, Any], folder: Path, out: Path) -> None:
     """The same draft with its tensors, as they are, in a safetensors file."""
     path = folder / PICKLE
     if not path.is_file():
@@ -94,11 +86,11 @@ def _convert_draft(form: Format, folder: Path, out: Path) -> None:
             "they are: SpecDecPPAssistant.from_pretrained."
         )
     tensors = {name: tensor.detach().clone() for name, tensor in _load_pickle(path).items()}  # some share memory
-    repository.check_finite(tensors, path)
-    form.read(repository.read_fields(folder / CONFIG), tensors, str(path))
+    check_finite(tensors, path)
+    form.read(raw, tensors, str(path))
     out.mkdir(parents=True, exist_ok=True)
-    repository.save_tensors(tensors, out / CHECKPOINT)
-    repository.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)
+    save_tensors(tensors, out / CHECKPOINT)
+    save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)
 
 
 def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead:
@@ -130,7 +122,7 @@ def _read_sizes(path: Path) -> tuple[int, int]:
     """`hidden_size` and `num_layers`."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; it says how large the head is. Download the whole repository.")
-    config = repository.read_json(path, MOST_CONFIG_BYTES)
+    config = read_json(path, MOST_CONFIG_BYTES)
     if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
         raise ValueError(f"{path} is in our format already. Use it as it is.")
     size, depth = (config.get(key) if isinstance(config, dict) else None for key in ("hidden_size", "num_layers"))
@@ -155,14 +147,14 @@ def _find_weights(folder: Path) -> Path:
 
 def _load_with_aliases(path: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file, those that were stored once under all of their names."""
-    tensors = repository.load_tensors(path)
+    tensors = load_tensors(path)
     with safe_open(path, framework="pt") as file:
         names: dict[str, str] = file.metadata() or {}
     return tensors | {alias: tensors[name] for alias, name in names.items() if name in tensors and alias not in tensors}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    repository.refuse_pointer(path)
+    refuse_pointer(path)
     try:
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - what a damaged or malicious pickle raises is anybody's guess
@@ -216,7 +208,7 @@ def _check_fit(tensors: dict[str, Tensor], size: int, depth: int, path: Path) ->
                 f"{shape} floating point. The two files do not belong together."
             )
     tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
-    repository.check_finite(tensors, path)
+    check_finite(tensors, path)
     return tensors
 
 

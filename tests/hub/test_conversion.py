@@ -120,7 +120,8 @@ def test_stored_as_float32(tmp_path: Path, dtype: torch.dtype, save: Any) -> Non
 
 def test_the_folder_and_its_config(tmp_path: Path) -> None:
     source = save_bin(ReleasedHead(3), tmp_path / "released")
-    convert(source, tmp_path / "out", None, "org/draft", "abc", "org/target", "def")
+    models = {"draft_id": "org/draft", "draft_revision": "abc", "target_id": "org/target", "target_revision": "def"}
+    convert(source, tmp_path / "out", None, **models)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["acceptance_head.safetensors", "config.json"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "specdecpp"

@@ -58,6 +58,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma 4, clusters", {"text_config": {"vocab_size": 3 * 10**8}}, "vocab_size=300000000 must be"),
     ("Gemma 4", {"text_config": {"vocab_size": 2**22}}, "has shape .12, 16., and config.json makes it .4194304, 16."),
     # Values that Python, torch or transformers stumble over.
+    ("DFlash", {"dflash_config": 5}, "dflash_config='5' of config.json must be a mapping"),
     ("EAGLE-3", {"hidden_act": ["silu"]}, "hidden_act=.'silu'. must be one of gelu"),
     ("EAGLE-3", {"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number from 0 to 1"),
     ("EAGLE-3", {"head_dim": 7}, "head_dim=7 must be an even number from 2"),

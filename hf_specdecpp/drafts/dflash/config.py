@@ -20,7 +20,7 @@ from hf_specdecpp.config.bounds import (
     check_fields,
     check_layers,
 )
-from hf_specdecpp.drafts.checkpoints import SPECULATORS, rotary_parameters
+from hf_specdecpp.drafts.checkpoints import SPECULATORS, mapping, rotary_parameters
 
 NOT_NEGATIVE = (0.0, 2.0**31)
 BOUNDS: dict[str, Bounds] = {
@@ -131,10 +131,8 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     """
     refuse_relatives(raw)
     is_nested, is_theirs = SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
-    layers = raw.get("transformer_layer_config") if is_nested else raw
-    own = raw.get("dflash_config") or {}
-    if not isinstance(layers, Mapping) or not isinstance(own, Mapping):
-        raise ValueError("The config.json of this DFlash draft lacks what describes its layers. Download it again.")
+    layers = mapping(raw, "transformer_layer_config") if is_nested else raw
+    own = mapping(raw, "dflash_config")
     said = {**raw, **own}
     check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS)
     layer, has_other_windows = _layer(layers, said, is_theirs)
@@ -245,10 +243,10 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
 def refuse_relatives(raw: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> None:
     """Raise `ValueError` for other drafts, by their config, or by the names of their tensors."""
     names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
-    own, held = raw.get("dflash_config") or {}, " ".join(tensors or {})
-    said = {**raw, **own} if isinstance(own, Mapping) else raw
+    own, held = mapping(raw, "dflash_config"), " ".join(tensors or {})
+    said = {**raw, **own}
     found = None
-    if "dspark" in names or "markov_rank" in raw or "markov_rank" in own or "markov_" in held:
+    if "dspark" in names or "markov_rank" in said or "markov_" in held:
         found = "DSpark, whose candidates depend on one another (a Markov head)"
     elif "domino" in names or said.get("projector_type") == "domino" or "prefix_gru." in held:
         found = "Domino, whose candidates depend on one another (a recurrent head over them, prefix_gru)"
