@@ -10,6 +10,7 @@ from text to text. Seconds are those of this thread where there is only one, so 
 """
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -22,7 +23,6 @@ from hf_specdecpp.intervals import median_of_ratios
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of
 from hf_specdecpp.texts.prompts import read_prompts
-from hf_specdecpp.throughput.measuring import Rounds, measure
 
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
 CANDIDATES = 4  # of the round whose price is told
@@ -41,14 +41,25 @@ def price(target, assistant) -> None:
         2: partial(table.learn, contexts, logits),
     }
     seconds = least_times(actions, 2.0, clock, turns=200)
-    costs = measure(Rounds(target, assistant.ready_drafter(), assistant.estimator, CANDIDATES))
-    whole = costs.start + CANDIDATES * costs.draft + costs.verify_seconds(CANDIDATES)[CANDIDATES]
+    stats = rounds_without(target, assistant)
+    step = stats.draft_seconds / stats.draft_passes
+    whole = (stats.draft_seconds + stats.target_seconds + stats.overhead_seconds) / stats.rounds
     more = CANDIDATES * seconds[1] + seconds[2]
     print("| | without, microseconds | with it, more |")
     print("|---|---|---|")
-    print(f"| a draft step | {1e6 * costs.draft:.0f} | {1e6 * seconds[1]:.0f} |")
+    print(f"| a draft step | {1e6 * step:.0f} | {1e6 * seconds[1]:.0f} |")
     print(f"| a round of {CANDIDATES} candidates | {1e6 * whole:.0f} | {1e6 * more:.0f} ({more / whole:.1%}) |")
     print(f"\nThe table takes {table.nbytes / 1e6:.1f} MB.\n", flush=True)
+
+
+def rounds_without(target, assistant):
+    """Statistics of rounds of as many candidates, without the table."""
+    settings = assistant.speculation
+    assistant.speculation = replace(settings, rule="fixed", num_tokens=CANDIDATES, draft_successors=False)
+    prompt = torch.arange(8, device=target.device)[None]
+    target.generate(prompt, assistant_model=assistant, max_new_tokens=64, do_sample=False)
+    assistant.speculation = settings
+    return assistant.stats
 
 
 def answer(target, tokenizer, assistant, prompt: str, seed: int, tokens: int, mode: str) -> tuple[float, float, float]:

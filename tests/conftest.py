@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp import files
 from hf_specdecpp.models import vocabulary
-from hf_specdecpp.throughput import measuring
+from hf_specdecpp.throughput import known_costs
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
@@ -53,7 +53,7 @@ def own_assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing is known of costs yet: an empty cache, on disk and in memory."""
-    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(known_costs, "_known", {})
     monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
     return tmp_path
 

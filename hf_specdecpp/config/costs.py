@@ -1,4 +1,4 @@
-"""What a round costs, in seconds: given by the user or measured (`throughput.measuring`)."""
+"""What a round costs, in seconds: given by the user or as rounds say (`throughput.known_costs`)."""
 
 from __future__ import annotations
 

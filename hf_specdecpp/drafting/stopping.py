@@ -6,6 +6,10 @@ submitted whatever the rule says. No rule can take a candidate back. (`docs/spec
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
@@ -13,15 +17,51 @@ from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 
 
+class Proposal(Protocol):
+    """What a round proposed: a chain or a tree."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Candidates that the draft drew; what was looked up is none of them."""
+
+
+class Rule(Protocol):
+    """What decides how far rounds are drafted, chains and trees alike."""
+
+    def starts(self, unread: int, /) -> bool:
+        """Whether the round drafts at all. `unread`: how many tokens the draft would have to read first."""
+
+    def saw(self, proposal: Any, stands: Sequence[int], /) -> None:
+        """Learn the outcome of a round.
+
+        Args:
+            proposal: `Chain` or `DraftTree`.
+            stands: the drawn candidates that were accepted: nodes of a tree, places of a chain.
+        """
+
+
 class StoppingRule:
     """Base: never stops before `max_tokens`. One instance serves one generation, so it may keep state.
 
     A rule reads one number a candidate, `signal` (a 0-d tensor, so that the host waits once for token and signal), and
     decides in `stops`.
+
+    Attributes:
+        looks_at_nothing: whether `signal` and `stops` never say anything.
+        survival: chance that all candidates so far stand; `None` where that is not known, or nothing may follow them.
+        worth: of a further candidate in a row of a batch, as a multiple of its price (`pays_to_go_on`).
     """
 
     min_tokens = 1
-    looks_at_nothing = False  # whether `signal` and `stops` never say anything
+    looks_at_nothing = False
+
+    @property
+    def survival(self) -> float | None:
+        return None
+
+    @property
+    def worth(self) -> float:
+        return math.inf
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -41,8 +81,21 @@ class StoppingRule:
         """Whether the round ends after the candidate that `signal` belongs to."""
         return False
 
-    def update(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn the outcome of a round."""
+    def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
+        """Learn the outcome of a round (`Rule.saw`)."""
+
+
+def pays_to_go_on(rules: Sequence[StoppingRule], rows: int) -> bool:
+    """Whether another candidate for each row that goes on pays for the batch: a further column of a pass has the price
+    of one for every row, whoever fills it.
+
+    Example: two of four rows go on, for which a candidate is worth 3 and 1.7 times its price. 4.7 > 4: they do.
+
+    Args:
+        rules: of the rows that go on.
+        rows: in the batch.
+    """
+    return sum(rule.worth for rule in rules) > rows
 
 
 class FixedLength(StoppingRule):
@@ -65,7 +118,7 @@ class Threshold(StoppingRule):
         self.begin_round()
 
     def begin_round(self) -> None:
-        self.survival = 1.0
+        self.chance = 1.0
         self.estimates: list[float] = []
 
     def signal(self, step: DraftStep) -> Tensor | None:
@@ -75,9 +128,9 @@ class Threshold(StoppingRule):
         # A head that judges "after" has nothing to say on the first candidate: its estimate counts as 1.
         if signal is not None:
             self.estimates.append(signal)
-            self.survival *= signal if self.rates is None else self.rates.calibrated(signal)
-        return 1.0 - self.survival > self.h
+            self.chance *= signal if self.rates is None else self.rates.calibrated(signal)
+        return 1.0 - self.chance > self.h
 
-    def update(self, num_drafted: int, num_accepted: int) -> None:
+    def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
         if self.rates is not None:
-            self.rates.observe(self.estimates, num_drafted, num_accepted)
+            self.rates.observe(self.estimates, proposal.num_drawn, len(stands))

@@ -75,3 +75,8 @@ class DraftProbability:
 
     def estimate(self, step: DraftStep) -> Tensor:
         return step.q_of_token
+
+
+def lag_of(estimator: Estimator) -> int:
+    """How many candidates late its answers come."""
+    return int(estimator.inputs == "after")

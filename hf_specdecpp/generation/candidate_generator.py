@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
-from hf_specdecpp.generation.setup import DraftSetup, looking_up, rule_of
+from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.lookup.looking_up import LookingUp
@@ -30,12 +29,10 @@ from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
-from hf_specdecpp.throughput.chains import Throughput, ThroughputState
-from hf_specdecpp.throughput.own_passes import OwnPasses
+from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
 from hf_specdecpp.throughput.target_passes import passes_of
-from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.checks import check_tree
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -66,8 +63,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         rule: stops chains; `None` where trees are drafted.
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
         lookup: finds candidates in the text, if it is asked to.
-        waits: whether rounds still have no candidates, since what the passes of this text cost is measured in the text
-            itself (`plan_rounds`): they are captured, or over a static cache.
         times: of its rounds, where the costs follow them.
         rests: whether rounds are left to the target, as drafting does not pay: nothing is noted for the draft then.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
@@ -123,18 +118,21 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             check_tree(target, "target")
             setup.drafter.check_tree()
         self._products = products
-        self.rule: StoppingRule | None = None
-        self.trees = self._tree_drafting() if draws_trees else None
-        self.plan: ThroughputState | TreeThroughput | None = None
-        self.lookup: LookingUp | None = None
-        self.times: RoundTimes | None = None
         self.rests = False
         self._target, self._generation_config = target, generation_config
-        measures = setup.speculation.rule == "throughput" and setup.speculation.costs is None and target is not None
-        # Passes that are captured, or over a static cache, are measured in the text itself.
-        self.waits = measures and (captures or (setup.rows == 1 and generation_config.cache_implementation == "static"))
-        if not self.waits:
-            self.plan_rounds()
+        self.trees = self._tree_drafting() if draws_trees else None
+        self.plan: Plan | None = plan_of(setup, target, generation_config, captures)
+        self.rule: StoppingRule | None = None
+        if self.trees is None:
+            self.rule = rule_of(setup, target, generation_config, self.plan)
+        elif target is not None:
+            self.trees.follow(self.plan, setup.memory, target, generation_config)
+        self.lookup: LookingUp | None = looking_up(setup, target, generation_config, self.plan)
+        self.times: RoundTimes | None = None
+        if self.plan is not None:
+            self.plan.begin_text()
+            if target is not None and self.plan.known.follows:
+                self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self._attention_mask = attention_mask
         self._draft_max_length = setup.drafter.max_length
         self._seen_length = 0
@@ -158,27 +156,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             setup.speculation, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids,
             setup.rates,
         )  # fmt: skip
-
-    def plan_rounds(self, own: OwnPasses | None = None) -> None:
-        """Make what decides how far rounds draft; costs that are not known are measured now.
-
-        Args:
-            own: the text's passes, over a static cache.
-        """
-        setup, target, generation = self.setup, self._target, self._generation_config
-        measures = own is not None or not setup.speculation.track_costs
-        with self.products if measures else nullcontext():
-            if self.trees is None:
-                self.rule = rule_of(setup, target, generation, own)
-                self.plan = self.rule.state if isinstance(self.rule, Throughput) else None
-            elif target is not None:
-                self.plan = self.trees.plan(setup.memory, setup.drafter, target, generation, own)
-        self.lookup = looking_up(setup, target, generation, self.plan)
-        if self.plan is not None:
-            self.plan.begin_text()
-            if target is not None and self.plan.known is not None:
-                self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
-        self.waits = False
 
     def begin_text(self, length: int) -> None:
         """Find out, before a prompt of so many tokens is read, whether the text rests."""
@@ -219,7 +196,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _extended(self, chain: DraftTree) -> DraftTree:
         """With candidates after it that were looked up, where that pays."""
-        if self.lookup is None or not isinstance(self.rule, Throughput) or self.rule.trial is not None:
+        if self.lookup is None or self.rule is None or self.rule.survival is None:
             return chain
         if self.eos_token_ids.intersection(chain.candidates):
             return chain
@@ -243,7 +220,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         has_room = max_tokens is None or max_tokens >= trees.most_nodes
         count = 0 if self.lookup is None else self.lookup.count()
         waits = self.lookup is not None and self.lookup.waits
-        depth = 0 if count or waits or self.waits or not has_room else self._room(input_ids.shape[1])
+        depth = 0 if count or waits or not has_room else self._room(input_ids.shape[1])
         tree = trees.draft(input_ids, depth)
         self._time_draft(Drafted(tree.passes, read, len(tree.scores) - tree.passes) if tree.passes else None)
         if self.lookup is not None:
@@ -270,14 +247,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.record(tree, path)
         if self.lookup is not None:
             drafting = None if self.trees is None else 0.0
-            if isinstance(self.plan, TreeThroughput) and tree.passes:
+            if self.trees is not None and self.plan is not None and tree.passes:
                 drafting = self.plan.costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self.plan.costs.overhead
             self.lookup.learn(min(drawn, tree.levels), accepted, len(tree), len(path) + 1, drafting)
         if self.trees is not None:
             self.trees.session.keep(path)
             self.trees.learn(tree, path)
         elif self.rule is not None:
-            self.rule.update(drawn, accepted)
+            self.rule.saw(tree, tree.drawn(path))
         tree.forget()
 
     def _end_rest(self, length: int) -> None:
@@ -347,7 +324,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.record_round(len(candidates), accepted)
         if isinstance(self.rule, Threshold):
             self.rule.estimates = estimates
-            self.rule.update(len(candidates), accepted)
+            self.rule.saw(DraftTree.chain(candidates), range(accepted))
         elif estimates:  # which only `rule="throughput"` asks for beside it
             self.learned_rates().observe(estimates, len(candidates), accepted)
 

@@ -12,7 +12,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_of
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.looking_up import LookingUp
@@ -21,11 +21,11 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, can_be_packed, large_layers
 from hf_specdecpp.models.int8_products import is_available, quantise
 from hf_specdecpp.models.vocabulary import special_ids
-from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, given_costs, lag_of
+from hf_specdecpp.throughput.chains import ChainPlan
+from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.throughput.own_passes import OwnPasses
+from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.target_passes import parts_of
-from hf_specdecpp.throughput.trees import TreeThroughput
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -103,7 +103,7 @@ def looking_up(
     setup: DraftSetup,
     target: CausalLM | None,
     generation: GenerationConfig,
-    plan: ThroughputState | TreeThroughput | None,
+    plan: Plan | None,
 ) -> LookingUp | None:
     """The lookups of one generation, if it has any.
 
@@ -120,20 +120,44 @@ def looking_up(
     learned = memory.recall_lookups(drafter if target is None else target, generation)
     draws, choice = drafter.places > 0, None
     if plan is not None:
-        is_assumed = plan.known is not None and plan.known.is_assumed
-        key = isinstance(plan, TreeThroughput), setup.rows, draws, is_assumed
+        key = config.tree, setup.rows, draws, plan.known.is_assumed
         if key not in learned.choices:
-            promised = plan.rate if isinstance(plan, TreeThroughput) else plan.plan.rate
-            learned.choices[key] = Choice(plan.costs.pass_seconds, promised if draws else None)
+            learned.choices[key] = Choice(plan.plain, plan.price if draws else None)
         choice = learned.choices[key]
     most = config.tree_budget if config.tree is not None and target is not None else config.lookup_tokens
     return LookingUp(text, learned.rates, most, draws, plan, choice)
 
 
+def plan_of(setup: DraftSetup, target: CausalLM | None, generation: GenerationConfig, captures: bool) -> Plan | None:
+    """What `rule="throughput"` knows of the rounds of one generation; `None` for other rules.
+
+    Args:
+        captures: whether the target's passes are captured, as far as they can be.
+
+    Raises:
+        ValueError: nothing says what a round costs.
+    """
+    config, drafter = setup.speculation, setup.drafter
+    trees = config.tree is not None and target is not None
+    if config.rule != "throughput" or (trees and config.tree != "dyspec"):
+        return None
+    if trees:
+        most = config.tree_budget
+    else:
+        most = int(min(config.max_tokens, drafter.places))
+        most = max(most, config.lookup_tokens) if config.lookup else most
+    is_static = generation.cache_implementation == "static"
+    passes = "captured" if captures else "static" if is_static and setup.rows == 1 else "growing"
+    mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
+    estimator = setup.head or DraftProbability()
+    rounds = Rounds(target, drafter, estimator, most, trees, setup.rows, passes, mixes, config.products)
+    return setup.memory.plan(config, rounds, generation)
+
+
 def make_rule(
     config: SpeculationConfig,
     estimator: Estimator,
-    plan: ThroughputState | None = None,
+    plan: ChainPlan | None = None,
     rates: AcceptanceRates | None = None,
 ) -> StoppingRule:
     """The stopping rule that `config` names, fresh for one generation.
@@ -147,23 +171,21 @@ def make_rule(
     """
     config.validate()
     if config.rule == "throughput":
-        return Throughput(estimator, plan or ThroughputState(given_costs(config), config.max_tokens, lag_of(estimator)))
+        return (plan or plan_for(config, estimator)).rule(estimator)
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
     return Threshold(config, estimator, rates)
 
 
+def plan_for(config: SpeculationConfig, estimator: Estimator) -> ChainPlan:
+    """A plan of chains that has learned nothing yet, with costs that are given."""
+    return ChainPlan(KnownCosts.given(config.costs), config.max_tokens, lag_of(estimator))
+
+
 def rule_of(
-    setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig, own: OwnPasses | None = None
+    setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
-    """The rule for the chains of one generation; `target` is `None` in transformers' own loop.
-
-    Args:
-        own: the text's passes, over a static cache, where `rule="throughput"` may have to measure them.
-
-    Raises:
-        ValueError: `rule="throughput"` does not know what a round costs and has no target to measure.
-    """
+    """The rule for the chains of one generation; `target` is `None` in transformers' own loop."""
     config, estimator = setup.speculation, setup.head or DraftProbability()
     if config.tree is not None:
         logger.warning_once(
@@ -175,9 +197,8 @@ def rule_of(
             "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
             "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
         )
-    if config.rule == "throughput":
-        plan = setup.memory.chain_plan(config, setup.drafter, estimator, target, generation_config, setup.rows, own)
-        return BatchThroughput(estimator, plan) if setup.rows > 1 else make_rule(config, estimator, plan)
+    if plan is not None:
+        return plan.rule(estimator)
     if not (config.adapt and config.rule == "threshold"):
         return make_rule(config, estimator)
     learned = setup.memory.recall(config, setup.drafter if target is None else target, estimator, generation_config)

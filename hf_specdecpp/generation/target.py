@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.generation.captured.part import Captured
 from hf_specdecpp.generation.captured.text import CapturedText
 from hf_specdecpp.generation.prefix import Prefix, try_pass
@@ -21,7 +19,6 @@ from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.throughput.own_passes import OwnPasses
 from hf_specdecpp.throughput.target_passes import TargetPasses, passes_of
 
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
@@ -133,13 +130,7 @@ class OneTarget:
         if self.captured.rounds is not None:
             return
         self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
-        self.plan()
         self.compare_passes()
-
-    def plan(self) -> None:
-        """Let the generator measure what the text's passes cost, if it waits for that and there is room for any."""
-        if self.generator.waits and self.prefix.most_candidates(self.text.ids) != 0:
-            self.generator.plan_rounds(self.own_passes())
 
     def make_whole_round(self, texts: Sequence[Text]) -> bool:  # noqa: ARG002
         return self.captured.make_round(self.text)
@@ -197,13 +188,9 @@ class OneTarget:
         self.states.keep(rows)
         self.prefix.settle(each.outputs, kept, count, path)
 
-    def own_passes(self) -> OwnPasses:
-        """Passes after the text in its cache, which is left as it was."""
-        ids = self.text.ids
-        make = partial(try_pass, self.prefix, self._forward, ids, self.generator.trees is not None)
-        room = self.prefix.most_candidates(ids)
-        how = {"captured": isinstance(self.prefix, CapturedText)}
-        return OwnPasses(make, MOST_CANDIDATES if room is None else room, how)
+    def try_pass(self, count: int) -> None:
+        """Make a pass over the last token and so many candidates, only for it to be captured."""
+        try_pass(self.prefix, self._forward, self.text.ids, self.generator.trees is not None, count)
 
     def compare_passes(self) -> None:
         """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
@@ -16,8 +15,8 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.throughput.own_passes import OwnPasses
-from hf_specdecpp.throughput.trees import TreeThroughput
+from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape, size
 from hf_specdecpp.trees.siblings import Level, check_estimator
@@ -62,21 +61,17 @@ class TreeDrafting:
         self.config, self.estimator, self.session = config, estimator, session
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
         self.pace, self.unread = ThresholdSchedule(), 0
-        self.throughput: TreeThroughput | None = None
+        self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
         self.buffer = SoftmaxBuffer(config.tree_budget)
 
-    def plan(
-        self, memory: Memory, drafter: Draft, target: CausalLM, generation: GenerationConfig, own: OwnPasses | None
-    ) -> TreeThroughput | None:
-        """Make what decides how far trees grow, of what is known of the target: that of `rule="throughput"`, if it is
-        the rule. The arguments are those of `Memory.tree_plan`."""
+    def follow(self, plan: Plan | None, memory: Memory, target: CausalLM, generation: GenerationConfig) -> None:
+        """Let trees grow as `rule="throughput"` says, if there is a plan, else by what is known of the target."""
         config, estimator = self.config, self.estimator
-        if config.tree == "dyspec" and config.rule == "throughput":
-            self.throughput = memory.tree_plan(config, drafter, estimator, target, generation, own)
+        if plan is not None:
+            self.throughput = plan.rule(estimator)
         elif config.adapt and config.tree != "static":
             self.rates = memory.recall(config, target, estimator, generation, trees=True).rates
-        return self.throughput
 
     @property
     def most_nodes(self) -> int:
@@ -95,7 +90,7 @@ class TreeDrafting:
         config = self.config
         depth = min(max_depth, config.tree_depth) if config.tree != "static" else max_depth
         root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
-        if rule is not None and not rule.may_start(self.unread):
+        if rule is not None and not rule.starts(self.unread):
             return DraftTree(root)
         valuation = rule or (CalibratedSlots(self.rates) if self.rates is not None else None)
         growth = Growth(
@@ -115,7 +110,7 @@ class TreeDrafting:
     def learn(self, tree: DraftTree, path: list[int]) -> None:
         """Learn which nodes of the last tree were accepted."""
         if self.throughput is not None:
-            self.throughput.observe(tree, path, self.unread)
+            self.throughput.saw(tree, path)
         elif self.rates is not None:
             self.rates.observe_tree(tree.judged(path))
 

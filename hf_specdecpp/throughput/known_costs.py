@@ -1,15 +1,36 @@
-"""The costs of one target and draft, by the length of the text: assumed or measured at first, then what rounds say."""
+"""What rounds cost on this machine: the one store of costs, assumed at first, then what rounds say (`KnownCosts`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import transformers
+from torch import nn
+
+from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.files import remember
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.estimation.estimators import Estimator
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import forget, recall, remember
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import keeps_recurrent_state
+from hf_specdecpp.provenance import device_name
 from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, in_seconds, length_class
+from hf_specdecpp.version import __version__
 
 KEPT = 0.03  # change of a cost, as a share of it, that counts
+# Assumed shares of a pass over one token: of each further token; of a draft's step beside its share of the target's
+# weights; of a token that the draft reads among many, or of a further place of its pass, in its steps.
+WIDER, LEAST_STEP, AMONG_MANY = 0.03, 0.03, 0.1
+
+# In this process, by what they depend on.
+_known: dict[str, KnownCosts] = {}
 
 
 def as_they_are(costs: Costs) -> Costs:
@@ -22,23 +43,26 @@ class KnownCosts:
     A length of text that has not been met costs what the nearest one that has does, until its first text is over.
 
     Args:
-        measured: before the first text.
+        first: before any round was timed.
         form: what a rule reckons with, made of the costs of passes by the tokens that they read: a row's share of a
             batch, widths of passes that are filled up.
         of: all that they depend on; they are kept on disk under it. `None` keeps them in this object.
         by_length: what earlier rounds have made of them, by class of length (`round_times.length_class`).
-        is_assumed: nothing was measured: until the first text is over `measured` are shares of a pass over one token.
+        is_assumed: nothing was timed: until the first text is over `first` are shares of a pass over one token.
+        follows: whether they follow the rounds.
     """
 
     def __init__(
         self,
-        measured: Costs,
+        first: Costs,
         form: Callable[[Costs], Costs] = as_they_are,
         of: dict[str, Any] | None = None,
         by_length: Mapping[int, Costs] | None = None,
         is_assumed: bool = False,
+        follows: bool = True,
     ) -> None:
-        self.measured, self.is_assumed, self._form, self._of = measured, is_assumed, form, of
+        self.first, self.is_assumed, self.follows = first, is_assumed, follows
+        self._form, self._of = form, of
         self._by_length = dict(by_length or {})
         self._on_disk = dict(self._by_length)
         self._formed: dict[int, Costs] = {}  # by class of length, too
@@ -53,20 +77,29 @@ class KnownCosts:
         """
         try:
             by_length = {int(kind): Costs.from_dict(costs) for kind, costs in values["by_length"].items()}
-            return cls(Costs.from_dict(values["measured"]), form, of, by_length)
+            return cls(Costs.from_dict(values["first"]), form, of, by_length)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{values!r} are not costs.") from error
 
-    @property
-    def first(self) -> Costs:
-        """What a rule reckons with where nothing may change (`SpeculationConfig.track_costs`)."""
-        return self._form(self.measured)
+    @classmethod
+    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = as_they_are) -> KnownCosts:
+        """Those of `SpeculationConfig.costs`, which stay.
+
+        Raises:
+            ValueError: there are none, or they are no costs.
+        """
+        if costs is None:
+            raise ValueError(
+                "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
+                "Attach the assistant: assistant.attach(model), or give SpeculationConfig(costs=...)."
+            )
+        return cls(form(Costs.from_dict(costs)), follows=False)
 
     def at(self, length: int) -> Costs:
         """What a rule reckons with at this length of the text: the same object until it changes."""
         kind = self._nearest(length_class(length))
         if kind not in self._formed:
-            self._formed[kind] = self._form(self._by_length.get(kind, self.measured))
+            self._formed[kind] = self._form(self._by_length.get(kind, self.first))
         return self._formed[kind]
 
     def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
@@ -76,42 +109,40 @@ class KnownCosts:
             By class of length and width the passes that took what was known of them.
         """
         taken: list[tuple[int, int]] = []
+        if not times.passes or not self.follows:
+            return taken
         if self.is_assumed:
-            seconds = in_seconds(self.measured, times) if times.passes else None
-            if seconds is None:
-                return []
-            self.measured, self.is_assumed = seconds, False
+            seconds = in_seconds(self.first, times)
+            if seconds is None:  # the clock cannot tell
+                return taken
+            self.first, self.is_assumed = seconds, False
         for kind, passes in times.passes.items():
-            known = self._by_length.get(self._nearest(kind), self.measured)
+            known = self._by_length.get(self._nearest(kind), self.first)
             confirmed, now = self._confirmed.setdefault(kind, set()), as_expected(known, passes)
             self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()), confirmed)
             self._confirmed[kind] = confirmed - set(passes) | set(now)
             taken += [(kind, width) for width in now]
-        if times.passes:
-            self._form_again()
-            self._keep()
+        self._form_again()
+        self._keep()
         return taken
 
     def _form_again(self) -> None:
-        """What a rule reckons with stays the same object where it has hardly changed: a plan for it takes a while."""
+        """What a rule reckons with stays the same object where it has hardly changed."""
         for kind, formed in list(self._formed.items()):
-            if _differ(self._form(self._by_length.get(self._nearest(kind), self.measured)), formed):
+            if _differ(self._form(self._by_length.get(self._nearest(kind), self.first)), formed):
                 del self._formed[kind]
-
-    def save(self) -> None:
-        """Keep them on disk."""
-        if self._of is not None:
-            self._on_disk = dict(self._by_length)
-            by_length = {str(kind): costs.to_dict() for kind, costs in self._by_length.items()}
-            remember("costs", self._of, {"measured": self.measured.to_dict(), "by_length": by_length})
 
     def _nearest(self, kind: int) -> int:
         """The class of length that there were texts of; the same where there were none at all."""
         return min(self._by_length, key=lambda known: (abs(known - kind), known), default=kind)
 
     def _keep(self) -> None:
-        if any(_differ(costs, self._on_disk.get(kind)) for kind, costs in self._by_length.items()):
-            self.save()
+        """Write them to disk where they have changed."""
+        changed = any(_differ(costs, self._on_disk.get(kind)) for kind, costs in self._by_length.items())
+        if self._of is not None and changed:
+            self._on_disk = dict(self._by_length)
+            by_length = {str(kind): costs.to_dict() for kind, costs in self._by_length.items()}
+            remember("costs", self._of, {"first": self.first.to_dict(), "by_length": by_length})
 
 
 def _differ(costs: Costs, kept: Costs | None) -> bool:
@@ -121,3 +152,128 @@ def _differ(costs: Costs, kept: Costs | None) -> bool:
     one, kept_one = costs.start + costs.draft, kept.start + kept.draft
     pairs = [(one, kept_one), (costs.draft, kept.draft), *zip(costs.verify, kept.verify, strict=True)]
     return any(abs(new - old) > KEPT * old for new, old in pairs)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds whose costs are asked for.
+
+    Attributes:
+        target: `None` in transformers' own loop, where costs have to be given.
+        most: candidates of the largest.
+        trees: whether these are trees, or chains.
+        rows: of a batch.
+        passes: how the target's are made: `"growing"`, or with widths that are filled up, `"static"` and `"captured"`.
+        mixes: whether the draft's logits are mixed with the target's successors (`SpeculationConfig.draft_successors`).
+        products: which matrix products they may take (`SpeculationConfig.products`).
+    """
+
+    target: CausalLM | None
+    drafter: Draft
+    estimator: Estimator
+    most: int
+    trees: bool = False
+    rows: int = 1
+    passes: str = "growing"
+    mixes: bool = False
+    products: str = "own"
+
+    @property
+    def owner(self) -> Any:
+        """Whose rounds they are: the target, or the draft where none is given."""
+        return self.drafter if self.target is None else self.target
+
+    def formed(self) -> Callable[[Costs], Costs]:
+        """What makes costs of passes by the tokens that they read those that a rule reckons with: of a batch one row's
+        share of passes over all rows."""
+        # Read before: what is known of costs must not keep a target alive.
+        is_recurrent, is_filled_up = keeps_recurrent_state(self.owner), self.passes != "growing"
+        most, rows = self.most, self.rows
+
+        def form(costs: Costs) -> Costs:
+            if is_recurrent:
+                costs = costs.read_twice(most)
+            if is_filled_up:
+                costs = in_widths(costs, most)
+            return costs if rows == 1 else costs.share(rows)
+
+        return form
+
+    def conditions(self) -> dict[str, Any]:
+        """All that their costs depend on; JSON-able."""
+        drafter, estimator = self.drafter, self.estimator
+        head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
+        return {
+            "target": _describe(self.owner),
+            "draft": {} if drafter.model is None else _describe(drafter.model),
+            **drafter.describe(),
+            "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
+            "max_tokens": self.most,
+            "trees": self.trees,
+            "rows": self.rows,
+            "passes": self.passes,
+            "mixes": self.mixes,
+            "products": self.products,
+            "threads": torch.get_num_threads(),
+            "host": platform.node(),
+            "versions": [__version__, torch.__version__, transformers.__version__],
+        }
+
+    def assumed(self) -> Costs:
+        """What they cost before any was timed, in passes of the target over one token.
+
+        A measurement before the first text would take as long as many rounds, and on a busy machine be wrong.
+        """
+        verify = tuple(1.0 + WIDER * self.rows * further for further in range(self.most + 1))
+        if not self.drafter.places:
+            return Costs(0.0, verify)
+        draft = _num_multiplied(self.drafter.parts) / max(_num_multiplied([self.owner]), 1) + LEAST_STEP
+        return Costs(draft, verify, read=AMONG_MANY * draft, branch=AMONG_MANY * draft, block=self.drafter.block)
+
+
+def costs_of(rounds: Rounds) -> KnownCosts:
+    """What is known of the costs of rounds; assumed until the first text has shown it."""
+    of = rounds.conditions()
+    name = json.dumps(of, sort_keys=True)
+    if name not in _known:
+        try:
+            _known[name] = KnownCosts.from_dict(recall("costs", of), rounds.formed(), of)
+        except ValueError:  # not known yet, or the file is damaged
+            _known[name] = KnownCosts(rounds.assumed(), rounds.formed(), of, is_assumed=True)
+    return _known[name]
+
+
+def forget_costs() -> None:
+    """Forget all costs of this machine: rounds say them again."""
+    _known.clear()
+    forget("costs")
+
+
+def in_widths(costs: Costs, max_tokens: int) -> Costs:
+    """What rounds cost where passes are filled up with dummies, as over static caches (`caches.static`).
+
+    Example: passes over 1, 2, 3, 4 and 5 tokens take 10, 11, 12, 13 and 14 ms, so one over 8 is expected to take 17. A
+    pass over 3 tokens then costs 13 ms, and one over 5 to 8 costs 17.
+    """
+    verify = costs.verify_seconds(width_of(max_tokens + 1) - 1)
+    return replace(costs, verify=tuple(float(verify[width_of(n) - 1]) for n in range(1, max_tokens + 2)))
+
+
+def _num_multiplied(models: Sequence[nn.Module]) -> int:
+    """Numbers in the weights of linear layers."""
+    layers = {layer for model in models for layer in model.modules() if isinstance(layer, nn.Linear)}
+    return sum(layer.weight.numel() for layer in layers)
+
+
+def _describe(model: CausalLM) -> dict[str, Any]:
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "name": model.config.name_or_path,
+        "class": type(model).__name__,
+        "bytes": model.get_memory_footprint(),
+        "layers": config.num_hidden_layers,
+        "vocab": config.vocab_size,
+        "dtype": str(model.dtype),
+        "attention": getattr(config, "_attn_implementation", None),
+        "device": device_name(model.device),
+    }

@@ -12,20 +12,18 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
-from hf_specdecpp.estimation.estimators import MODES, Estimator
+from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
 from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.rates import LookupRates
 from hf_specdecpp.lookup.seen import Answers
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.successors import Successors
-from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
-from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.measuring import Rounds, costs_of, forget_costs, in_widths
-from hf_specdecpp.throughput.own_passes import OwnPasses
+from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
+from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs, in_widths
+from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.target_passes import forget_products
-from hf_specdecpp.throughput.trees import TreeThroughput
+from hf_specdecpp.throughput.trees import TreePlan
 
 T = TypeVar("T")
 MOST_LEARNED = 16  # of a target; that of the way of sampling that was not used for the longest time goes
@@ -38,12 +36,13 @@ class Learned:
     Attributes:
         greedy: whether the target was.
         rates: how often estimates came true.
-        plan: of `rule="throughput"`, once it was used.
+        plan: of `rule="throughput"`, once it was used, and what it was made for.
     """
 
     greedy: bool
     rates: AcceptanceRates
-    plan: ThroughputState | TreeThroughput | None = None
+    plan: Plan | None = None
+    settings: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -52,19 +51,19 @@ class LearnedOfLookups:
 
     Attributes:
         rates: how often they were right.
-        choices: what looking up and drafting have brought, by chains or trees, the rows
-            of the batch, whether anything drafts, and whether costs are assumed, in passes.
+        choices: what looking up and drafting have brought, by the kind of tree, the rows of the batch, whether
+            anything drafts, and whether costs are assumed, in passes.
     """
 
     rates: LookupRates = field(default_factory=LookupRates)
-    choices: dict[tuple[bool, int, bool, bool], Choice] = field(default_factory=dict)
+    choices: dict[tuple[str | None, int, bool, bool], Choice] = field(default_factory=dict)
 
 
 class Memory:
     """What was learned by target, and there by chains or trees, who estimates, and how the target samples.
 
-    `clear()` forgets what was learned, what targets said lately and earlier answers, `measure_again()` also what was
-    measured.
+    `clear()` forgets what was learned, what targets said lately and earlier answers, `measure_again()` also what rounds
+    have shown of costs and products.
 
     Args:
         calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
@@ -87,8 +86,8 @@ class Memory:
         self.answers.clear()
 
     def measure_again(self) -> None:
-        """Forget what was learned, and all costs and matrix products that were measured on this machine: they are
-        measured when needed."""
+        """Forget what was learned, and all costs and the fastest matrix products of this machine: rounds say them
+        again."""
         self.clear()
         forget_costs()
         forget_products()
@@ -131,67 +130,40 @@ class Memory:
             known = self.successors[target] = Successors(num_ids, device)
         return known
 
-    def chain_plan(
-        self,
-        config: SpeculationConfig,
-        drafter: Draft,
-        estimator: Estimator,
-        target: CausalLM | None,
-        generation: GenerationConfig,
-        rows: int = 1,
-        own: OwnPasses | None = None,
-    ) -> ThroughputState:
-        """What `rule="throughput"` knows of `target` in chains, its costs measured now if they have to be.
+    def plan(self, config: SpeculationConfig, rounds: Rounds, how: GenerationConfig) -> Plan:
+        """What `rule="throughput"` knows of these rounds.
 
         Args:
-            rows: sequences in the batch.
-            own: the text's passes, over a static cache.
+            rounds: chains of up to `rounds.most` candidates with those that are looked up, or trees.
 
         Raises:
-            ValueError: costs are neither given nor can be measured.
+            ValueError: nothing says what they cost.
         """
-        learned = self.recall(config, drafter if target is None else target, estimator, generation)
-        most = int(min(config.max_tokens, drafter.places))
-        widest = max(most, config.lookup_tokens) if config.lookup else most
-        known = learned.plan if isinstance(learned.plan, ThroughputState) else None
-        if config.costs is None and target is not None:
-            mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
-            rounds = Rounds(target, drafter, estimator, widest, False, rows, own, mixes, config.products)
-            found = costs_of(rounds, assume=config.track_costs and own is None)
-            costs: Costs | KnownCosts = found if config.track_costs else found.first
-        else:
-            costs = given_costs(config)
-            costs = costs if rows == 1 else costs.of_row(rows, widest)
-            costs = in_widths(costs, widest) if generation.cache_implementation == "static" else costs
-        settings = costs, most, lag_of(estimator)
-        if known is None or known.settings != settings:
-            known = learned.plan = ThroughputState(*settings, learned.rates, is_batch=rows > 1)
-        return known
+        learned = self.recall(config, rounds.owner, rounds.estimator, how, rounds.trees)
+        known = self._costs(config, rounds)
+        most = rounds.most if rounds.trees else int(min(config.max_tokens, rounds.drafter.places))
+        settings = known.first if not known.follows else known, most, rounds.rows
+        if learned.plan is None or learned.settings != settings:
+            learned.settings = settings
+            if rounds.trees:
+                learned.plan = TreePlan(known, most, learned.rates)
+            else:
+                kind = ChainPlan if rounds.rows == 1 else BatchPlan
+                learned.plan = kind(known, most, lag_of(rounds.estimator), learned.rates)
+        return learned.plan
 
-    def tree_plan(
-        self,
-        config: SpeculationConfig,
-        drafter: Draft,
-        estimator: Estimator,
-        target: CausalLM,
-        generation: GenerationConfig,
-        own: OwnPasses | None = None,
-    ) -> TreeThroughput:
-        """The same for trees."""
-        most = config.tree_budget
-        if config.costs is not None:
-            given = Costs.from_dict(config.costs)
-            costs: Costs | KnownCosts = in_widths(given, most) if generation.cache_implementation == "static" else given
-        else:
-            mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
-            rounds = Rounds(target, drafter, estimator, most, True, 1, own, mixes, config.products)
-            found = costs_of(rounds, assume=config.track_costs and own is None)
-            costs = found if config.track_costs else found.first
-        learned = self.recall(config, target, estimator, generation, trees=True)
-        known = learned.plan if isinstance(learned.plan, TreeThroughput) else None
-        if known is None or known.settings != (costs, most):
-            known = learned.plan = TreeThroughput(costs, most, learned.rates)
-        return known
+    def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:
+        """What the rounds cost, which is what rounds say but where costs are given or may not follow the clock."""
+        if config.costs is not None or rounds.target is None:
+
+            def form(costs: Costs) -> Costs:
+                costs = costs if rounds.rows == 1 else costs.of_row(rounds.rows, rounds.most)
+                return in_widths(costs, rounds.most) if rounds.passes == "static" else costs
+
+            return KnownCosts.given(config.costs, form)
+        if not config.track_costs:
+            return KnownCosts(rounds.formed()(rounds.assumed()), follows=False)
+        return costs_of(rounds)
 
 
 def _sampling(how: GenerationConfig) -> tuple[Any, ...]:

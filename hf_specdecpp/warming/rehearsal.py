@@ -14,6 +14,7 @@ from transformers.generation import GenerationMode
 
 from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
+from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession
 from hf_specdecpp.drafting.captured_trees import LEAST_NODES, LEAST_WIDTH, CapturedTreeSession
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -67,8 +68,6 @@ class RehearsedDecoding(AssistedDecoding):
         whole = rounds_of(target)
         if isinstance(whole, RoundsOfText):
             whole.begin(self.text.ids)
-        else:
-            target.plan()
         self.generator.times = None  # these rounds are unlike others
         further = 2 * width_of(self.speculation.most_tokens + 1) + SEVERAL
         room = LEAST_ROOM
@@ -102,11 +101,13 @@ class RehearsedDecoding(AssistedDecoding):
     def _read_target(self, text: CapturedText, room: int) -> None:
         """A pass of each width; of trees a path of each, too."""
         text.passes.with_room(room)
-        own, most = self.target.own_passes(), self.speculation.most_tokens
-        own = replace(own, room=min(own.room, room - text.passes.held - 1))
-        own.settle(most)
-        for count in own.counts(most) if self.generator.trees is not None else []:
-            text.passes.keep(0, torch.arange(count + 1, device=self.target.device))
+        target = self.target
+        left = text.most_candidates(self.text.ids)
+        left = min(MOST_CANDIDATES if left is None else left, room - text.passes.held - 1)
+        for count in filling(self.speculation.most_tokens, left):
+            target.try_pass(count)
+            if self.generator.trees is not None:
+                text.passes.keep(0, torch.arange(count + 1, device=target.device))
 
     @torch.inference_mode()
     def _read_draft(self, session: CapturedSession, room: int) -> None:
@@ -124,6 +125,17 @@ class RehearsedDecoding(AssistedDecoding):
                 else:
                     for place in range(3):
                         session.step([tokens[0, -1]] * place)
+
+
+def filling(most: int, room: int) -> list[int]:
+    """Candidates that fill the widths of passes up to that of `most`, as far as there is room.
+
+    Example: 0, 1, 3 and 7 for at most 5 candidates.
+    """
+    counts = [0]
+    while counts[-1] < most and 2 * counts[-1] + 1 <= room:
+        counts.append(2 * counts[-1] + 1)
+    return counts
 
 
 def _grow(session: CapturedSession, token: int, sizes: list[int]) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.plans import tell
 from support.stopping_rules import decides, distribution_of, make_step
 
 from hf_specdecpp.benchmark.replay.baselines import BASELINES, SVIP, AdaEDL, Confidence
@@ -49,7 +50,7 @@ def test_adaedl_follows_the_acceptance_rate() -> None:
     rule, bound, rate = AdaEDL(0.4, 20), 0.4, 0.9
     moves = set()
     for drafted, accepted in [(4, 4), (4, 4), (5, 0), (3, 1), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]:
-        rule.update(drafted, accepted)
+        tell(rule, drafted, accepted)
         rate = 0.5 * rate + 0.5 * accepted / drafted
         wanted = bound + 0.01 if rate < 0.9 else bound - 0.01
         before, bound = bound, 0.9 * bound + 0.1 * wanted
@@ -61,8 +62,8 @@ def test_adaedl_follows_the_acceptance_rate() -> None:
 def test_adaedl_keeps_its_bound_a_probability_and_ignores_empty_rounds() -> None:
     for start, accepted in ((0.0, 1), (1.0, 0)):
         rule = AdaEDL(start, 20)
-        rule.update(0, 0)
+        tell(rule, 0, 0)
         assert rule.bound == start
         for _ in range(5):
-            rule.update(1, accepted)
+            tell(rule, 1, accepted)
             assert rule.bound == start

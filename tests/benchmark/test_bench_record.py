@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
+from support.plans import tell
 from support.toy_rounds import RULES, Models, ToyRound
 from torch import Tensor
 
@@ -44,7 +45,7 @@ class Generation(ToyRound):
         rule, rounds = self.new_rule(), []
         while len(text) < LENGTH and text[-1] not in self.models.eos:
             text = self.run(randomness, rule, text)[:LENGTH]
-            rule.update(self.drafted, self.accepted)
+            tell(rule, self.drafted, self.accepted)
             rounds += [self.drafted, self.accepted]
         return (*text, -1, *rounds)
 

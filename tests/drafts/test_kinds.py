@@ -20,7 +20,7 @@ from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, ov
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.measuring import Rounds, measure
+from hf_specdecpp.throughput.known_costs import Rounds
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
 # The default of `draft_kind`, which repositories may leave out; fields; a contestant's name; names of others.
@@ -237,10 +237,9 @@ def test_rows_of_a_batch_draft_by_themselves(name: str) -> None:
 
 
 def test_a_block_is_one_price() -> None:
-    """Measured with its real rounds: one pass, and little for each further candidate."""
+    """One pass, and little for each further candidate."""
     target = tiny("llama")
-    costs = measure(Rounds(target, BlockDraft(target), DraftProbability(), BLOCK))
-    assert costs is not None
+    costs = Rounds(target, BlockDraft(target), DraftProbability(), BLOCK).assumed()
     assert costs.block == BLOCK
     assert 0.0 <= costs.branch < 0.5 * costs.draft
     assert costs.start == 0.0
@@ -250,8 +249,7 @@ def test_a_block_is_one_price() -> None:
 
 def test_a_lookup_is_nearly_free() -> None:
     target = tiny("llama")
-    costs = measure(Rounds(target, LookupDraft(), DraftProbability(), 8, trees=True))
-    assert costs is not None
+    costs = Rounds(target, LookupDraft(), DraftProbability(), 8, trees=True).assumed()
     assert costs.block == LookupDraft.block
     assert costs.draft < 0.5 * costs.verify[0]
 
@@ -284,7 +282,7 @@ def test_readings_keep_no_tensor_of_the_draft(monkeypatch: pytest.MonkeyPatch) -
     target = tiny("llama")
     draft = BlockDraft(target)
     assistant = assisted_by(draft, target, rule="throughput", costs={"draft": 9.0, "verify": [1.0, 9.0]})
-    monkeypatch.setattr("hf_specdecpp.throughput.chains.ThroughputState.may_start", lambda *_: False)
+    monkeypatch.setattr("hf_specdecpp.throughput.plan.Plan.starts", lambda *_: False)
     target.generate(REPEATING, assistant_model=assistant, max_new_tokens=8, do_sample=False)
     assert draft.forwards == 0
 

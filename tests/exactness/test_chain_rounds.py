@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.plans import tell
 from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneUniform, ToyRound
 from torch import Tensor
 
@@ -91,7 +92,7 @@ def test_two_rounds_emit_exactly_p(verifier: str, rule: str, monkeypatch: pytest
         def two_rounds(randomness: Replay, toy: ToyRound = toy) -> Tokens:
             stopping = toy.new_rule()
             emitted = toy.run(randomness, stopping)
-            stopping.update(toy.drafted, toy.accepted)
+            tell(stopping, toy.drafted, toy.accepted)
             assert isinstance(stopping, Threshold)
             assert stopping.rates is not None
             lines.add(tuple(stopping.rates.line))

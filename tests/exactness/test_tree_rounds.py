@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.plans import tree_plan
 from support.toy_rounds import SCENARIOS, VERIFIERS, Models, OneUniform
 from support.toy_trees import ToyTree
 
@@ -18,7 +19,6 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.verification import residual
-from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.slots import Growth
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
@@ -131,15 +131,15 @@ def test_two_rounds_emit_exactly_p_when_the_first_calibrates_the_second(
 def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides how far the tree of the second one grows, or whether there is one."""
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
-    monkeypatch.setattr("hf_specdecpp.throughput.exploration.MOST_CREDIT", 0.1)
+    monkeypatch.setattr("hf_specdecpp.throughput.plan.MOST_CREDIT", 0.1)
     models, second = Models("plain", 3, seed=0), set()
     program = ToyTree(models, "throughput", ESTIMATORS[0], budget=2, max_depth=2)
 
     def two_rounds(randomness: Replay) -> Tokens:
-        program.throughput = TreeThroughput(Costs(0.3, (1.0, 1.1, 1.3)), 2)
+        program.throughput = tree_plan(Costs(0.3, (1.0, 1.1, 1.3)), 2)
         emitted = program(randomness)
-        program.throughput.observe(*program.last, unread=1)
-        if program.throughput.may_start(unread=1):
+        program.throughput.saw(*program.last)
+        if program.throughput.starts(unread=1):
             emitted = program(randomness, emitted)
             second.add(len(program.last[0]))
         else:

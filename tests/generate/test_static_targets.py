@@ -32,7 +32,7 @@ from hf_specdecpp.caches.static import StaticRows, hold, width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
-from hf_specdecpp.throughput.measuring import in_widths
+from hf_specdecpp.throughput.known_costs import in_widths
 
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 RULES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,6 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput import measuring
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.warming import rehearsal
 
@@ -125,24 +124,6 @@ def test_nothing_is_learned() -> None:
     assert list(assistant.memory.learned[target]) == keys
     assert len(assistant.memory.answers.seen) == answers
     assert assistant.speculation is speculation
-
-
-def test_costs_are_measured_and_stay(pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_known", {})
-    for name in ("TARGET_SECONDS", "DRAFT_SECONDS", "GROWING_SECONDS"):
-        monkeypatch.setattr(measuring, name, 0.01)
-    target, assistant = made("conditioned", "dyspec throughput", costs=None, tree_budget=3)
-    assistant.warm_up(SHORT)
-    (known,) = measuring._known.values()
-    first, captured = known.at(10), pretended["captured"]
-    assistant.warm_up(SHORT)
-    assert list(measuring._known.values()) == [known]
-    assert known.at(10) is first
-    assert not assistant.memory.learned
-    for length in (5, 20):
-        generate(target, assistant, length)
-    assert pretended["captured"] == captured, "also where measuring has had caches of its own"
-    assert list(measuring._known.values()) == [known]
 
 
 def test_rooms_are_made_once(pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

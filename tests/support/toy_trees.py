@@ -10,7 +10,6 @@ from torch import Tensor
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.throughput.trees import TreeThroughput
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.shapes import from_nodes
@@ -20,6 +19,7 @@ from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
 from support.exact_distribution import Tokens
+from support.plans import tree_plan
 from support.toy_rounds import Models, make_estimator
 
 # Of rounds whose trees grow by the throughput rule.
@@ -59,7 +59,7 @@ class ToyTree:
         self.models, self.algorithm, self.estimator = models, algorithm, make_estimator(estimator, seed)
         self.budget, self.max_depth, self.ahead = budget, max_depth, ahead
         self.options: dict[str, Any] = {}
-        self.throughput = TreeThroughput(COSTS, budget)
+        self.throughput = tree_plan(COSTS, budget)
         self.rates: AcceptanceRates | None = None
         self.trees: set[Tokens] = set()
         self.accepted: set[int] = set()

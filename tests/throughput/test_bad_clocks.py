@@ -19,7 +19,7 @@ from hf_specdecpp.clocks import TOLD_BY, first_sensible, least_times, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput import measuring
+from hf_specdecpp.throughput import known_costs
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, as_expected, corrected
 from hf_specdecpp.throughput.target_passes import passes_of
@@ -73,7 +73,7 @@ def test_texts_and_statistics(draft: str) -> None:
     for _ in range(2):
         assert torch.equal(target.generate(ids, **GREEDY, assistant_model=assistant), plain)
         assert "nan" not in str(assistant.stats).lower()
-    for known in measuring._known.values():
+    for known in known_costs._known.values():
         assert all(0.0 < seconds < math.inf for seconds in known.at(16).verify)
 
 
@@ -91,7 +91,7 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
     assert "ZeroDivisionError('of no importance')" in said[0]
 
 
-# Measuring. -----------------------------------------------------------------------------------------------------------
+# Assumed. -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("clock")
@@ -101,7 +101,7 @@ def test_costs_are_assumed_and_not_kept(cache: Path) -> None:
     target = tiny("llama")
     assistant = assistant_of("early_exit", target, rule="throughput")
     target.generate(prompt(12), **GREEDY, assistant_model=assistant)
-    (known,) = measuring._known.values()
+    (known,) = known_costs._known.values()
     assert 0.1 < known.first.draft / known.first.verify[0] < 0.9, "one of three layers, and the LM head"
     assert not list(cache.glob("*.json"))
 

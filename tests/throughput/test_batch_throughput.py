@@ -6,10 +6,12 @@ from statistics import mean
 
 import numpy as np
 import pytest
+from support.plans import batch_plan, tell
 
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.drafting.stopping import pays_to_go_on
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.chains import BatchThroughput, Throughput, ThroughputState, pays_to_go_on
+from hf_specdecpp.throughput.chains import BatchPlan, BatchThroughput, ChainPlan, Throughput
 from hf_specdecpp.throughput.known_costs import KnownCosts
 
 ROWS, LENGTH, MOST = 8, 64, 6
@@ -20,7 +22,7 @@ ALL = np.array([44.0, 65.0, 80.0, 90.0, 101.0, 112.0, 123.0])
 
 class Row(BatchThroughput):
     def __init__(self, survival: float, critical: float) -> None:
-        self.survival, self._critical, self.trial = survival, critical, None
+        self.stands, self._critical, self.trial = survival, critical, None
 
     @property
     def critical(self) -> float:
@@ -35,11 +37,11 @@ def test_rows_go_on_together_where_that_pays_for_all() -> None:
 
 
 def test_rows_of_a_batch_never_stop_by_themselves() -> None:
-    state = ThroughputState(Costs(0.5, (1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9)), 6, lag=0)
-    alone, row = Throughput(DraftProbability(), state), BatchThroughput(DraftProbability(), state)
+    plan = batch_plan(Costs(0.5, (1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9)), 6)
+    alone, row = Throughput(DraftProbability(), plan), BatchThroughput(DraftProbability(), plan)
     assert alone.stops(0.01)
     assert not row.stops(0.01)
-    assert row.survival <= row.critical
+    assert row.stands <= row.critical
 
 
 class Batches:
@@ -51,25 +53,25 @@ class Batches:
 
     def __init__(self, rates: list[float]) -> None:
         self.rates, self.rng = rates, np.random.default_rng(0)
-        self.state = ThroughputState(Costs(9.0, tuple(ALL)).share(ROWS), MOST, 0, is_batch=True)
+        self.plan = batch_plan(Costs(9.0, tuple(ALL)).share(ROWS), MOST)
 
     def run(self) -> float:
         """The speed of a batch relative to plain decoding."""
-        rules = [BatchThroughput(DraftProbability(), self.state) for _ in self.rates]
+        rules = [BatchThroughput(DraftProbability(), self.plan) for _ in self.rates]
         lengths, seconds = [0] * ROWS, 0.0
         while active := [row for row, length in enumerate(lengths) if length < LENGTH]:
             drafted = self._draft([rules[row] for row in active], [self.rates[row] for row in active])
             for row in active:
                 failures = self.rng.random(drafted) > self.rates[row]
                 accepted = int(failures.argmax()) if failures.any() else drafted
-                rules[row].update(drafted, accepted)
+                tell(rules[row], drafted, accepted)
                 lengths[row] += accepted + 1
             part = (len(active) - 1) / (ROWS - 1)  # of the way from one row to all of them
             seconds += (1.0 - part) * ALONE[drafted] + part * ALL[drafted] + (1.0 + len(active)) * drafted
         return float(LENGTH * ALL[0] / seconds)
 
     def _draft(self, rules: list[BatchThroughput], estimates: list[float]) -> int:
-        self.state.begin_batch_round(unread=1)
+        self.plan.begin_batch(unread=1)
         for rule in rules:
             rule.begin_round()
         drafted = 0
@@ -101,13 +103,13 @@ def test_rows_that_accept_more_and_less_lose_little(rates: list[float], least: f
 def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
     """Rows begin together: by what the draft has to read in the row with most, and 64 rounds of what is gained."""
     costs = Costs(0.1, (1.0, 1.0, 1.0, 1.0), read=0.01).share(ROWS)
-    state = ThroughputState(costs, MOST, 0, is_batch=True)
-    assert state.pays
-    gain = (state.plan.rate / state.plan.plain_rate - 1.0) * float(state.seconds[0])
+    plan = batch_plan(costs, MOST)
+    assert plan.pays
+    gain = (plan.rate * plan.plain - 1.0) * plan.plain
     most = int(64 * gain / costs.read)
-    rows = [BatchThroughput(DraftProbability(), state) for _ in range(2)]
+    rows = [BatchThroughput(DraftProbability(), plan) for _ in range(2)]
     for unread, starts in ((1, True), (most - 1, True), (most + 2, False)):
-        state.begin_batch_round(unread)
+        plan.begin_batch(unread)
         assert [row.starts(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
         assert [row.unread for row in rows] == [unread, unread]
 
@@ -115,14 +117,14 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
 def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
     """Only drafting nothing is, also once that was confirmed."""
     known = KnownCosts(Costs(0.1, (1.0, 1.9, 2.8, 3.7)))
-    for is_batch, tried in ((True, {0}), (False, {0, 1, 2, 3})):
-        state = ThroughputState(known, 3, 0, is_batch=is_batch)
+    for kind, tried in ((BatchPlan, {0}), (ChainPlan, {0, 1, 2, 3})):
+        plan = kind(known, 3, 0)
         lengths = set()
         for _ in range(20):
-            state.begin_text()
-            state.follow(10)
-            lengths |= set(state.trials)
-            state._confirmed |= {(state._kind, 1): state.texts}
+            plan.begin_text()
+            plan.follow(10)
+            lengths |= set(plan.trials)
+            plan._confirmed |= {(plan._kind, 1): plan._texts}
         assert 0 in lengths
         assert lengths <= tried
-        assert is_batch or len(lengths) > 1
+        assert kind is BatchPlan or len(lengths) > 1

@@ -13,13 +13,14 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.models import assistant_for, prompt, tiny
+from support.plans import chain_plan, tell
 from support.toy_rounds import Models, ToyRound
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import make_rule
-from hf_specdecpp.throughput.chains import Throughput, ThroughputState
+from hf_specdecpp.throughput.chains import ChainPlan, Throughput
 
 ROOT = Path(__file__).parents[2]
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
@@ -42,15 +43,15 @@ def independent(quality: Callable[[float], float]) -> Stream:
 class Simulation:
     """Rounds of the rule itself, with made-up candidates and seconds by the cost model."""
 
-    def __init__(self, state: ThroughputState, stream: Stream) -> None:
-        self.state, self.stream = state, stream
+    def __init__(self, plan: ChainPlan, stream: Stream) -> None:
+        self.plan, self.stream = plan, stream
         self.rng = np.random.default_rng(0)
         self.tokens, self.seconds, self.speculated, self.unread = 0, 0.0, 0, 1
 
     def run(self, rounds: int) -> float:
         """Tokens a second of these rounds, which are one generation with a short prompt."""
         self.unread = 20
-        rule = Throughput(DraftProbability(), self.state)
+        rule = Throughput(DraftProbability(), self.plan)
         before = self.tokens, self.seconds
         for _ in range(rounds):
             rule.begin_round()
@@ -58,16 +59,16 @@ class Simulation:
             accepted = 0
             while accepted < len(drafted) and self.rng.random() < drafted[accepted]:
                 accepted += 1
-            rule.update(len(drafted), accepted)
+            tell(rule, len(drafted), accepted)
             self.tokens += accepted + 1
-            self.seconds += float(self.state.seconds[len(drafted)])
-            self.seconds += self.state.costs.read * self.unread if drafted else 0.0
+            self.seconds += float(self.plan.seconds[len(drafted)])
+            self.seconds += self.plan.costs.read * self.unread if drafted else 0.0
             self.unread = 1 if drafted else self.unread + 1
             self.speculated += bool(drafted)
         return (self.tokens - before[0]) / (self.seconds - before[1])
 
     def _draft(self, rule: Throughput) -> list[float]:
-        lag, estimates, chances = self.state.lag, [], []
+        lag, estimates, chances = self.plan.lag, [], []
         for estimate, chance in self.stream(self.rng):
             estimates.append(estimate)
             chances.append(chance)
@@ -80,45 +81,45 @@ class Simulation:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("verify", [[1.0], STEPS], ids=["flat", "steps"])
 def test_it_reaches_the_rate_that_it_promises(verify: list[float], lag: int) -> None:
-    simulation = Simulation(ThroughputState(Costs(0.19, tuple(verify)), 20, lag), independent(lambda e: e))
+    simulation = Simulation(chain_plan(Costs(0.19, tuple(verify)), 20, lag), independent(lambda e: e))
     simulation.run(300)
     rate = simulation.run(1500)
-    assert rate == pytest.approx(simulation.state.plan.rate, rel=0.08)
+    assert rate == pytest.approx(simulation.plan.rate, rel=0.08)
     assert rate > (1.6 if len(verify) > 1 else 2.0)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("costs", [Costs(0.19, (1.0,), read=0.03), Costs(0.19, tuple(STEPS)), Costs(1.2, (1.0,))])
 def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
-    simulation = Simulation(ThroughputState(costs, 20, lag), independent(lambda _: 0.02))
+    simulation = Simulation(chain_plan(costs, 20, lag), independent(lambda _: 0.02))
     assert simulation.run(1000) > 0.97
     assert simulation.run(1000) > 0.985
     assert 0 < simulation.speculated < 400
-    assert not simulation.state.pays
+    assert not simulation.plan.pays
 
 
 def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good() -> None:
-    simulation = Simulation(ThroughputState(Costs(0.19, tuple(STEPS), read=0.03), 20, 0), independent(lambda _: 0.02))
+    simulation = Simulation(chain_plan(Costs(0.19, tuple(STEPS), read=0.03), 20, 0), independent(lambda _: 0.02))
     simulation.run(500)
-    assert not simulation.state.pays
+    assert not simulation.plan.pays
     simulation.stream = independent(lambda e: e)
     for _ in range(20):
         simulation.run(200)
-    assert simulation.state.pays
+    assert simulation.plan.pays
     assert simulation.run(500) > 1.5
 
 
 def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None:
-    state = ThroughputState(Costs(1.2, (1.0,), read=0.1), 20, 0)
-    assert not state.pays
-    assert state.may_start(unread=1)
-    assert not state.may_start(unread=1000)
+    plan = chain_plan(Costs(1.2, (1.0,), read=0.1), 20)
+    assert not plan.pays
+    assert plan.starts(unread=1)
+    assert not plan.starts(unread=1000)
 
 
 def test_costs_travel_with_the_config() -> None:
     config = SpeculationConfig(rule="throughput", costs={"draft": 0.1, "verify": [1.0, 1.1]})
     assert SpeculationConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ValueError, match="no target here to measure"):
+    with pytest.raises(ValueError, match="no target here whose rounds"):
         make_rule(SpeculationConfig(rule="throughput"), DraftProbability())
 
 
@@ -135,7 +136,7 @@ def test_two_rounds_emit_exactly_p(
     """The first round decides whether and how far the second one speculates: also not at all. Rounds may also have a
     length that is tried."""
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
-    monkeypatch.setattr("hf_specdecpp.throughput.exploration.MOST_CREDIT", 1.0)
+    monkeypatch.setattr("hf_specdecpp.throughput.plan.MOST_CREDIT", 1.0)
     second = set()
     for seed in range(2):
         models = Models("top-k", 3, seed)
@@ -145,9 +146,9 @@ def test_two_rounds_emit_exactly_p(
         def two_rounds(randomness: Replay, toy: ToyRound = toy) -> Tokens:
             stopping = toy.new_rule()
             assert isinstance(stopping, Throughput)
-            stopping.state.trials = list(trials)
+            stopping.plan.trials = list(trials)
             emitted = toy.run(randomness, stopping)
-            stopping.update(toy.drafted, toy.accepted)
+            tell(stopping, toy.drafted, toy.accepted)
             emitted = toy.run(randomness, stopping, emitted)
             second.add(toy.drafted)
             return emitted
@@ -158,9 +159,9 @@ def test_two_rounds_emit_exactly_p(
 
 
 def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
-    state = ThroughputState(Costs(9.0, (1.0,)), 8, 0)
-    state.trials = [3, 5]
-    rule = Throughput(DraftProbability(), state)
+    plan = chain_plan(Costs(9.0, (1.0,)), 8)
+    plan.trials = [3, 5]
+    rule = Throughput(DraftProbability(), plan)
     lengths = []
     for _ in range(2):
         rule.begin_round()
@@ -168,7 +169,7 @@ def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
         lengths.append(1)
         while not rule.stops(0.01):
             lengths[-1] += 1
-        rule.update(lengths[-1], 0)
+        tell(rule, lengths[-1], 0)
     assert lengths == [3, 5]
     rule.begin_round()
     assert not rule.starts(1)
@@ -233,7 +234,7 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     generate(0)
     *_, learned = assistant.memory.learned[target].values()  # the latest
     assert learned.rates is rates
-    assert isinstance(learned.plan, ThroughputState)
+    assert isinstance(learned.plan, ChainPlan)
     assert len(learned.plan.seconds) == 4
 
 

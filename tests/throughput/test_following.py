@@ -15,10 +15,9 @@ from hf_specdecpp.caches.static import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput import measuring
-from hf_specdecpp.throughput.chains import ThroughputState
+from hf_specdecpp.throughput import known_costs
+from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.round_times import RoundTimes
-from hf_specdecpp.throughput.trees import TreeThroughput
 
 WRONG = Costs(5.0, (100.0, 100.1, 100.2))  # seconds, that is
 ROWS = torch.cat([prompt(12, seed) for seed in range(4)])
@@ -33,14 +32,13 @@ KINDS: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def wrong(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements that are wrong by far."""
-    monkeypatch.setattr(measuring, "measure", lambda *_: WRONG)
-    recall = measuring.recall
-    kept = {"measured": WRONG.to_dict(), "by_length": {}}
-    monkeypatch.setattr(measuring, "recall", lambda kind, of: recall(kind, of) or kept)
+    """An earlier process has kept costs that are wrong by far."""
+    recall, kept = known_costs.recall, {"first": WRONG.to_dict(), "by_length": {}}
+    monkeypatch.setattr(known_costs, "recall", lambda kind, of: recall(kind, of) or kept)
+    monkeypatch.setattr(known_costs, "_known", {})
 
 
-def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> ThroughputState | TreeThroughput:
+def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> Plan:
     (learned,) = assistant.memory.learned[target].values()
     assert learned.plan is not None
     return learned.plan
@@ -57,9 +55,7 @@ def test_costs_follow_the_rounds(kind: str) -> None:
     for _ in range(4):
         assert torch.equal(target.generate(ids, assistant_model=assistant, **options), plain)
         seen.append(plan_of(assistant, target).costs)
-    known = plan_of(assistant, target).known
-    assert known is not None
-    assert known.first == seen[0], "the first text reckons with what was measured"
+    assert seen[0] == plan_of(assistant, target).known._form(WRONG), "the first text reckons with what was known"
     assert all(later.verify[0] < 0.85 * earlier.verify[0] for earlier, later in zip(seen, seen[1:], strict=False))
     assert all(later.draft < 0.85 * earlier.draft for earlier, later in zip(seen, seen[1:], strict=False))
 
@@ -70,14 +66,14 @@ def test_another_process_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> 
         assistant = assistant_for(target, rule="throughput", max_tokens=4)
         before = plan_costs(target, assistant)
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
-        monkeypatch.setattr(measuring, "_known", {})
+        monkeypatch.setattr(known_costs, "_known", {})
         assert plan_costs(target, assistant).verify[0] < 0.85 * before.verify[0]
 
 
 def plan_costs(target: CausalLM, assistant: SpecDecPPAssistant) -> Costs:
     """What this process knows."""
-    rounds = measuring.Rounds(target, assistant.setup().drafter, DraftProbability(), 4, products="auto")
-    return measuring.costs_of(rounds).at(0)
+    rounds = known_costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 4, products="auto")
+    return known_costs.costs_of(rounds).at(0)
 
 
 def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +96,7 @@ def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.
 
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_one_setting_repeats_a_seeded_run(tree: str | None) -> None:
-    """`track_costs=False`: whatever earlier texts took, rounds are drafted by the costs that were measured."""
+    """`track_costs=False`: whatever earlier texts took, rounds are drafted by the costs that are assumed."""
     target = tiny("llama")
     speculation = SpeculationConfig("throughput", max_tokens=4, tree=tree, tree_budget=8, track_costs=False)  # type: ignore[arg-type]
     assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), target, speculation=speculation)
@@ -118,8 +114,8 @@ def test_one_setting_repeats_a_seeded_run(tree: str | None) -> None:
 
     assert run() == run()
     plan = plan_of(assistant, target)
-    assert plan.known is None
-    assert plan.costs == WRONG
+    assert not plan.known.follows
+    assert plan.plain == pytest.approx(1.0), "in passes"
 
 
 def test_given_costs_never_change() -> None:

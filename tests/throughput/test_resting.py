@@ -10,7 +10,7 @@ from support.models import assistant_of, prompt, tiny
 
 from hf_specdecpp.drafting.session import ModelReading
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.throughput import exploration
+from hf_specdecpp.throughput import plan
 
 DEAR: dict[str, Any] = {"rule": "throughput", "costs": {"draft": 2.0, "verify": [1.0]}}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
@@ -63,7 +63,7 @@ def test_a_draft_without_states_begins_in_the_middle(noted: list[str], monkeypat
     for _ in range(2):
         target.generate(prompt(), assistant_model=assistant, **OPTIONS)
     assert assistant.stats.drafted == 0
-    monkeypatch.setattr(exploration, "PROBE_SHARE", 0.1)
+    monkeypatch.setattr(plan, "PROBE_SHARE", 0.1)
     noted.clear()
     assert torch.equal(target.generate(prompt(), assistant_model=assistant, **OPTIONS), plain)
     assert assistant.stats.drafted > 0

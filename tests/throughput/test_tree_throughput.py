@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.plans import tree_plan
 from support.repos import head_for
 from support.toy_trees import RandomDraft
 from support.tree_generation import PROMPT, sharp
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, files
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.throughput import measuring as costs
-from hf_specdecpp.throughput.trees import TreeThroughput
+from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level
 from hf_specdecpp.trees.slots import Growth
 from hf_specdecpp.trees.tree import DraftTree
@@ -62,7 +61,7 @@ class Simulation:
     def rate(self) -> float:
         return self.tokens / self.seconds
 
-    def run(self, rounds: range, rule: TreeThroughput | None, budget: int = 64) -> None:
+    def run(self, rounds: range, rule: TreePlan | None, budget: int = 64) -> None:
         pace = ThresholdSchedule()
         for seed in rounds:
             torch.manual_seed(seed)
@@ -71,11 +70,11 @@ class Simulation:
             growth = Growth(draft, DraftProbability(), randomness, root=0, max_depth=12, valuation=rule)
             if rule is None:
                 grow_by_level(growth, budget, pace)
-            elif rule.may_start(unread=1):
+            elif rule.starts(unread=1):
                 rule.grow(growth)
             self._finish(growth.tree, draft, rule)
 
-    def _finish(self, tree: DraftTree, draft: RandomDraft, rule: TreeThroughput | None) -> None:
+    def _finish(self, tree: DraftTree, draft: RandomDraft, rule: TreePlan | None) -> None:
         further = self.costs.branch * (len(tree.scores) - tree.passes)
         self.seconds += self.costs.draft * tree.passes + further + float(self.verify[len(tree)])
         says = {node: self._says(draft, tree, node) for node in range(len(tree.tokens)) if tree.children[node]}
@@ -86,7 +85,7 @@ class Simulation:
         self.tokens += sum(chances)
         self.drafted.append(len(tree))
         if rule is not None:
-            rule.observe(tree, self._accepted(tree, says), unread=1)
+            rule.saw(tree, self._accepted(tree, says))
 
     def _says(self, draft: RandomDraft, tree: DraftTree, node: int) -> torch.Tensor:
         return (draft.at(tuple(tree.path(node))) / self.temperature).softmax(-1)
@@ -123,7 +122,7 @@ def test_it_is_as_fast_as_the_best_budget(kind: str, seconds: Costs, temperature
         fixed.run(range(100, 250), None, budget)
         best = max(best, fixed.rate)
     ours = Simulation(kind, seconds, greedy, temperature)
-    rule = TreeThroughput(seconds, 64)
+    rule = tree_plan(seconds, 64)
     ours.run(range(300, 400), rule)
     ours.clear()
     ours.run(range(100, 250), rule)
@@ -135,7 +134,7 @@ def test_where_verifying_costs_nothing_the_budget_is_used_up_and_where_it_costs_
     sizes = []
     for seconds in (free, dear):
         simulation = Simulation("mixed", seconds, greedy=True)
-        simulation.run(range(100), TreeThroughput(seconds, 64))
+        simulation.run(range(100), tree_plan(seconds, 64))
         sizes.append(simulation.drafted)
     assert sizes[0][:5] == [6, 12, 24, 48, 64], "mistakes are small before anything is known"
     assert min(sizes[0][20:]) == 64
@@ -147,7 +146,7 @@ def test_where_verifying_costs_nothing_the_budget_is_used_up_and_where_it_costs_
 @pytest.mark.parametrize("seconds", [CPU, STEP, Costs(1.5, (1.0,), read=0.01)])
 def test_a_useless_draft_costs_little(seconds: Costs, greedy: bool) -> None:
     """The target says what the draft thinks unlikely."""
-    simulation, rule = Simulation("sharp", seconds, greedy, temperature=-1.0), TreeThroughput(seconds, 64)
+    simulation, rule = Simulation("sharp", seconds, greedy, temperature=-1.0), tree_plan(seconds, 64)
     simulation.run(range(500), rule)
     assert simulation.rate > 0.96
     simulation.clear()
@@ -159,7 +158,7 @@ def test_a_useless_draft_costs_little(seconds: Costs, greedy: bool) -> None:
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: bool) -> None:
-    simulation, rule = Simulation("sharp", GPU, greedy, temperature=-1.0), TreeThroughput(GPU, 64)
+    simulation, rule = Simulation("sharp", GPU, greedy, temperature=-1.0), tree_plan(GPU, 64)
     simulation.run(range(200), rule)
     assert not rule.pays
     simulation.temperature = 1.0
@@ -171,14 +170,14 @@ def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: b
 
 
 def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None:
-    rule = TreeThroughput(Costs(2.0, (1.0,), read=0.1), 64)
+    rule = tree_plan(Costs(2.0, (1.0,), read=0.1), 64)
     assert not rule.pays
-    assert rule.may_start(unread=1)
-    assert not rule.may_start(unread=1000)
+    assert rule.starts(unread=1)
+    assert not rule.starts(unread=1000)
 
 
 def test_a_threshold_is_a_lower_bound() -> None:
-    rule = TreeThroughput(GPU, 64)
+    rule = tree_plan(GPU, 64)
     growth = Growth(RandomDraft("mixed", seed=0), DraftProbability(), TorchRandomness(), 0, 12, valuation=rule)
     rule.grow(growth, threshold=0.2)
     assert 0 < len(growth.tree) < 20
@@ -190,7 +189,7 @@ def test_a_round_that_has_asked_the_draft_draws_while_little_is_known() -> None:
     are 0.001 each, and a draw has the price of 0.05."""
     draft = RandomDraft("mixed", seed=0, vocab=1000)
     draft.bounds = (0.0, 0.0)
-    rule = TreeThroughput(Costs(0.05, tuple(1.0 + 0.05 * n for n in range(65))), 64)
+    rule = tree_plan(Costs(0.05, tuple(1.0 + 0.05 * n for n in range(65))), 64)
     assert rule.pays
 
     def drawn() -> int:
@@ -280,23 +279,3 @@ def test_other_trees_do_not_ask_the_rule(tree: str) -> None:
     target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
     assert all(learned.plan is None for learned in assistant.memory.learned.get(target, {}).values())
     assert assistant.stats.drafted >= 3 * (assistant.stats.rounds - 2)
-
-
-def test_costs_are_measured_where_none_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
-
-    def measure(rounds: costs.Rounds) -> Costs:
-        asked.append((rounds.max_tokens, rounds.trees))
-        return Costs(**CHEAP, branch=0.01)
-
-    monkeypatch.setattr(costs, "_known", {})
-    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
-    monkeypatch.setattr(costs, "measure", measure)
-    target = sharp(tiny("llama"))
-    assistant = assistant_for(target, mix=0.9, **knobs(costs=None, tree_budget=20, track_costs=False))
-    for _ in range(2):
-        target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
-    assert asked == [(20, True)]
-    (learned,) = assistant.memory.learned[target].values()
-    assert isinstance(learned.plan, TreeThroughput)
-    assert learned.plan.costs.branch == 0.01

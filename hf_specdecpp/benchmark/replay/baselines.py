@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.drafting.stopping import Proposal, StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 
 SVIP_GAMMA = 0.15
@@ -59,10 +60,10 @@ class AdaEDL(Baseline):
     def stops(self, signal: float | None) -> bool:
         return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound
 
-    def update(self, num_drafted: int, num_accepted: int) -> None:
-        if num_drafted == 0:
+    def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
+        if proposal.num_drawn == 0:
             return
-        self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * num_accepted / num_drafted
+        self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * len(stands) / proposal.num_drawn
         moved = self.bound + (0.01 if self.acceptance_rate < 0.9 else -0.01)
         self.bound = min(max(0.9 * self.bound + 0.1 * moved, 0.0), 1.0)
 

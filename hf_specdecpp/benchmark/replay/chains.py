@@ -33,6 +33,13 @@ class Seen:
     index: int = 0
 
 
+@dataclass(slots=True)
+class Drawn:
+    """A round's candidates, of which only the number is recorded."""
+
+    num_drawn: int
+
+
 class RecordedHead:
     """The head's verdicts, calibrated for the position at which a replayed round has the candidate."""
 
@@ -86,7 +93,7 @@ class ChainReplay:
         rounds, start, unread = [], self.text.first, self.text.first
         while start < len(self.text.ids):
             drafted, accepted = self.round(rule, start, unread)
-            rule.update(drafted, accepted)
+            rule.saw(Drawn(drafted), range(accepted))
             rounds.append((drafted, accepted, unread))
             unread = 1 + accepted - min(accepted, drafted - 1) if drafted else unread + 1
             start += accepted + 1

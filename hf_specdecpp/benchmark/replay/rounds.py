@@ -92,7 +92,7 @@ class ChainDrafting:
         return chain
 
     def learn(self, tree: DraftTree, path: list[int]) -> None:
-        self.rule.update(len(tree), len(path))
+        self.rule.saw(tree, path)
 
     @property
     def estimates(self) -> list[float]:

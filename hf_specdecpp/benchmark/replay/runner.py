@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -17,16 +19,17 @@ from hf_specdecpp.benchmark.replay.chains import ChainReplay, recorded_estimator
 from hf_specdecpp.benchmark.replay.record import MAX_TOKENS, Text, load, record, save
 from hf_specdecpp.benchmark.replay.sweep import read_costs, sweep
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.files import read_json, save_text
-from hf_specdecpp.generation.setup import make_rule
+from hf_specdecpp.generation.setup import make_rule, plan_of
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.throughput.measuring import Rounds, costs_of
 
 RECORDS = "records"
+TIMED_TEXTS, TIMED_TOKENS = 4, 96  # of which rounds are timed, with each number of candidates in turn
 Texts = dict[str, Text]  # by prompt
 
 
@@ -43,10 +46,7 @@ def replay(
     Args:
         runs: generations, whose plain texts are taken where they are not from rollouts.
     """
-    products = assistant.speculation.products
-    rounds = Rounds(target, assistant.ready_drafter(), assistant.estimator, MAX_TOKENS, products=products)
-    with assistant.setup().products(target):
-        costs = read_costs(config.costs, lambda: costs_of(rounds).at(0))
+    costs = read_costs(config.costs, lambda: timed_costs(target, assistant, [each.ids for each in questions]))
     neutralise(target)
     replays, agreement = [], {"compared": 0, "equal": 0}
     for temperature in config.temperatures:
@@ -64,6 +64,21 @@ def replay(
         "replays": replays,
         "replay_agreement": agreement if agreement["compared"] else None,
     }
+
+
+def timed_costs(target: CausalLM, assistant: SpecDecPPAssistant, prompts: Sequence[list[int]]) -> Costs:
+    """What rounds cost here, by those of a few texts, in which each length is tried."""
+    setting = assistant.speculation
+    assistant.speculation = replace(setting, rule="throughput", max_tokens=MAX_TOKENS, tree=None, costs=None)
+    try:
+        plan: Any = plan_of(assistant.setup(), target, GenerationConfig(do_sample=False), captures=False)
+        for number in range(TIMED_TEXTS):
+            plan.asked = list(range(MAX_TOKENS, -1, -1))
+            text = prompts[number % len(prompts)]
+            answer(target, text, 0.0, TIMED_TOKENS, 0, {"assistant_model": assistant})
+        return plan.costs
+    finally:
+        assistant.speculation = setting
 
 
 def text_sets(

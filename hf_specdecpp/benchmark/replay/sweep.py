@@ -17,9 +17,8 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json
-from hf_specdecpp.generation.setup import make_rule
+from hf_specdecpp.generation.setup import make_rule, plan_for
 from hf_specdecpp.intervals import ratio_of_sums
-from hf_specdecpp.throughput.chains import ThroughputState, given_costs, lag_of
 
 LENGTHS = range(1, 15)
 THRESHOLDS = [round(i / 20, 2) for i in range(1, 20)] + [0.97, 0.99]
@@ -121,8 +120,7 @@ def _throughput(costs: Costs, by: str, head: AcceptanceHead | None, greedy: bool
     """The rule with a memory from text to text, as an assistant has it."""
     config = SpeculationConfig(rule="throughput", max_tokens=MAX_TOKENS, costs=costs.to_dict())
     estimator = recorded_estimator(by, head, greedy)
-    state = ThroughputState(given_costs(config), config.max_tokens, lag_of(estimator))
-    return partial(make_rule, config, estimator, state)
+    return partial(make_rule, config, estimator, plan_for(config, estimator))
 
 
 def _best(name: str, costs: Costs, outcomes: Mapping[Key, Outcomes]) -> list[dict[str, Any]]:

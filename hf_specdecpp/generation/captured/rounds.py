@@ -18,10 +18,10 @@ from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.drafting.captured_chain import CapturedChain, RoundRules
+from hf_specdecpp.estimation.estimators import lag_of
 from hf_specdecpp.generation.captured.text import CapturedText
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
-from hf_specdecpp.throughput.chains import lag_of
 from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing

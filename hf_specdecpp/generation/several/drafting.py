@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains
+from hf_specdecpp.drafting.stopping import pays_to_go_on
 from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.lookup.looking_up import count_together
-from hf_specdecpp.throughput.chains import BatchThroughput, ThroughputState, pays_to_go_on
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -26,7 +26,7 @@ class DraftsOfRows:
 
     def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
         first = generators[0]
-        self.count, self.plan = len(generators), first.plan if isinstance(first.plan, ThroughputState) else None
+        self.count, self.plan = len(generators), first.plan
         self.times = first.times
         self.together = first.setup.drafter.batch([each.session for each in generators])
 
@@ -42,7 +42,7 @@ class DraftsOfRows:
         rows = [text.generator.drafting(text.ids, None, target.states_of(text)) for text in texts]
         read = max(each.session.unread for each in generators)
         if self.plan is not None:
-            self.plan.begin_batch_round(read)
+            self.plan.begin_batch(read)
         self._look_up(generators, rows)
         chains = self._draft(generators, rows)
         if times is not None:
@@ -65,9 +65,8 @@ class DraftsOfRows:
 
     def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[DraftTree]:
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
-            rules = [generators[place].rule for place in asking]
-            sharing = [rule for rule in rules if isinstance(rule, BatchThroughput)]
-            goes_on = not sharing or not any(asking.values()) or pays_to_go_on(sharing, len(generators))
+            rules = [rule for place in asking if (rule := generators[place].rule) is not None]
+            goes_on = not any(asking.values()) or pays_to_go_on(rules, len(generators))
             if goes_on:
                 self.together.step(asking)
             return goes_on

@@ -18,7 +18,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafts.dflash.config import read_settings, usual_reads
 from hf_specdecpp.drafts.known import DFLASH, ready_made
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.measuring import Rounds, measure
+from hf_specdecpp.throughput.known_costs import Rounds
 from hf_specdecpp.training.configuration import TrainingConfig
 
 PLAIN = VARIANTS["plain"]
@@ -51,8 +51,7 @@ def test_an_object_without_a_name_is_stored_whole(tmp_path: Path) -> None:
 def test_a_block_is_one_price(tmp_path: Path) -> None:
     assistant = load(PLAIN.save(tmp_path))
     draft = assistant.ready_drafter()
-    costs = measure(Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True))
-    assert costs is not None
+    costs = Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True).assumed()
     assert (costs.block, costs.start) == (4, 0.0)
     one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
     assert four < 2.0 * one

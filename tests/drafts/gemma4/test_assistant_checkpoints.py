@@ -20,7 +20,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.measuring import Rounds, measure
+from hf_specdecpp.throughput.known_costs import Rounds
 from hf_specdecpp.training.configuration import TrainingConfig
 
 TEXT = prompt(9) % VOCAB
@@ -77,12 +77,11 @@ def test_an_object_without_a_name_cannot_be_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "clusters"])
-def test_its_costs_are_measured(name: str) -> None:
-    """A step has a price, and so has a further node; nothing is read at the beginning of a round."""
+def test_what_its_costs_depend_on(name: str) -> None:
+    """A step has a price, and so has a further node."""
     target = target_for()
     draft = SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target).ready_drafter()
-    costs = measure(Rounds(target, draft, DraftProbability(), 4, trees=True))
-    assert costs is not None
+    costs = Rounds(target, draft, DraftProbability(), 4, trees=True).assumed()
     assert costs.block == 1
     assert costs.draft > 0.0
     assert costs.read < costs.draft

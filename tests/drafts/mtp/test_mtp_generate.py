@@ -15,7 +15,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.mtp.drafter import MtpDraft
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.measuring import Rounds, conditions
+from hf_specdecpp.throughput.known_costs import Rounds
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
@@ -46,7 +46,7 @@ def test_they_draft_further_than_there_are_layers(num_layers: int, tmp_path: Pat
     check_equal(target, assistant)
     assert assistant.stats.accepted > 0
     assert len(assistant.stats.drafted_at) == 5
-    described = conditions(Rounds(target, assistant.drafter, assistant.estimator, 4, trees=False))
+    described = Rounds(target, assistant.drafter, assistant.estimator, 4).conditions()
     assert described["reads"] == {"multi_token": True, "hidden_size": HIDDEN}
     assert described.get("multi_token_layers", 1) == num_layers
 

@@ -1,0 +1,28 @@
+"""What `rule="throughput"` reckons with in tests."""
+
+from __future__ import annotations
+
+from hf_specdecpp.benchmark.replay.chains import Drawn
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
+from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.trees import TreePlan
+
+
+def chain_plan(costs: Costs, most: int, lag: int = 0) -> ChainPlan:
+    """Of chains, with costs that stay."""
+    return ChainPlan(KnownCosts(costs, follows=False), most, lag)
+
+
+def batch_plan(costs: Costs, most: int) -> BatchPlan:
+    return BatchPlan(KnownCosts(costs, follows=False), most, 0)
+
+
+def tree_plan(costs: Costs, most: int) -> TreePlan:
+    return TreePlan(KnownCosts(costs, follows=False), most)
+
+
+def tell(rule: StoppingRule, drafted: int, accepted: int) -> None:
+    """The round is over."""
+    rule.saw(Drawn(drafted), range(accepted))
