@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import renamed
-from hf_specdecpp.drafts.eagle3.config import NUM_USUAL, TRAIN, Description, Eagle3Settings, of_type
+from hf_specdecpp.drafts.eagle3.config import NUM_USUAL, TRAIN, Eagle3Settings, of_type
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 
 logger = logging.get_logger("hf_specdecpp")
@@ -33,10 +33,11 @@ EMBEDDINGS = "decoder.embed_tokens.weight"
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
-def read_model(description: Description, tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
+def read_model(said: dict[str, Any], tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
     """The draft that a config and its tensors make.
 
     Args:
+        said: by the config (`config.read_config`).
         tensors: as they are in the file.
         source: where they are from, for messages.
 
@@ -44,8 +45,8 @@ def read_model(description: Description, tensors: Mapping[str, Tensor], source: 
         ValueError: a tensor is missing, unknown or of another shape, or token ids make no sense.
     """
     named = _named(tensors, source)
-    _refuse_relatives(named, 2 * description.layer["hidden_size"], source)
-    return build(settings_of(description, named), tensors, source)
+    _refuse_relatives(named, 2 * said["layer"]["hidden_size"], source)
+    return build(settings_of(said, named), tensors, source)
 
 
 def _named(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -62,41 +63,35 @@ def _named(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     return named
 
 
-def settings_of(description: Description, named: Mapping[str, Tensor]) -> Eagle3Settings:
+def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
     """The settings that config and tensors agree on; where a config may be silent, tensors say it."""
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
-    size, vocab_size = description.state_size, description.layer["vocab_size"]
-    num_reads = 0
-    if description.reads_states:
+    size, vocab_size, num_reads = said["state_size"], said["layer"]["vocab_size"], said.get("num_reads")
+    if num_reads is None:
         fc = named.get("reader.fc.weight")
         width = fc.shape[-1] if fc is not None and fc.dim() == 2 else 0
-        num_named = NUM_USUAL if description.ids is None else len(description.ids)
+        num_named = NUM_USUAL if said["layer_ids"] is None else len(said["layer_ids"])
         num_reads = num_named if width % size or not width else width // size
-    head, draft_vocab_size = named.get("lm_head.weight"), description.draft_vocab_size
+    head, draft_vocab_size = named.get("lm_head.weight"), said["draft_vocab_size"]
     if draft_vocab_size is None and head is not None and head.dim() and head.shape[0] < vocab_size:
         draft_vocab_size = head.shape[0]
-    flags = {
-        **description.flags,
-        "norm_before_fc": description.flags["norm_before_fc"] or "reader.input_norm.weight" in named,
-        "fc_norm": description.flags["fc_norm"] or "reader.fc_norm.0.weight" in named,
-    }
     count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
-    layer = {**of_type(description.layer, kind), "num_hidden_layers": count}
+    layer = {**of_type(said["layer"], kind), "num_hidden_layers": count}
     if types := layer.get("layer_types"):
         layer["layer_types"] = types[:count]
-    return Eagle3Settings(
-        layer=layer,
-        state_size=size,
-        reads=description.reads if num_reads else None,
-        layer_ids=description.ids if num_reads else None,
-        num_reads=num_reads,
-        draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
-        fc_bias="reader.fc.bias" in named,
-        own_embeddings=description.own_embeddings and EMBEDDINGS in named,
-        own_head=head is not None or draft_vocab_size not in (None, vocab_size),
-        **flags,
-    )
+    settings = {
+        **said,
+        "layer": layer,
+        "num_reads": num_reads,
+        "draft_vocab_size": None if draft_vocab_size == vocab_size else draft_vocab_size,
+        "norm_before_fc": said["norm_before_fc"] or "reader.input_norm.weight" in named,
+        "fc_norm": said["fc_norm"] or "reader.fc_norm.0.weight" in named,
+        "fc_bias": "reader.fc.bias" in named,
+        "own_embeddings": said["own_embeddings"] and EMBEDDINGS in named,
+        "own_head": head is not None or draft_vocab_size not in (None, vocab_size),
+    }
+    return Eagle3Settings(**settings if num_reads else {**settings, "reads": None, "layer_ids": None})
 
 
 def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:

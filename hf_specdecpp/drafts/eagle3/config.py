@@ -1,5 +1,5 @@
 """What an EAGLE-3 draft is made of (`Eagle3Settings`), and how the `config.json` of a checkpoint says it, in either
-dialect (`read_description`). Relatives are refused by name."""
+dialect (`read_config`). Relatives are refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_specdecpp.config.bounds import (
     check_layers,
 )
 from hf_specdecpp.config.types import check_arguments
-from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, mapping, rotary_parameters, target_of
+from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, mapping, rotary_parameters
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
@@ -141,33 +141,6 @@ class Overrides:
     own_embeddings: bool
 
 
-@dataclass(frozen=True)
-class Description:
-    """What a checkpoint's config says, before its tensors are looked at.
-
-    Attributes:
-        layer: as in `Eagle3Settings`, without the number of layers, which tensors tell, and perhaps of the other type.
-        ids: of the target's layers, as they stand there; `None` for the usual ones.
-        reads: the layers that these mean, where somebody says so, or where the dialect does.
-        reads_states: whether outputs of layers are read, or the final state alone.
-        flags: those of `FLAGS` that are set.
-        state_size: of the target.
-        draft_vocab_size: `None` for all tokens.
-        target_id: the target that it names, if it does.
-        own_embeddings: whether the file's are used, if it has some.
-    """
-
-    layer: dict[str, Any]
-    ids: list[int] | None
-    reads: list[int] | None
-    reads_states: bool
-    flags: dict[str, bool]
-    state_size: int
-    draft_vocab_size: int | None
-    target_id: str | None
-    own_embeddings: bool = True
-
-
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is of an EAGLE-3 checkpoint, or of a relative that is refused by name.
 
@@ -183,8 +156,11 @@ def is_marked(raw: Mapping[str, Any]) -> bool:
     return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra"))
 
 
-def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Description:
-    """What a `config.json` says.
+def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`.
+
+    `layer` is without the number of layers, and perhaps of the other type; `num_reads` is 0 where the final state alone
+    is read, else there is none: tensors tell both.
 
     Args:
         overrides: of its values (`Overrides`).
@@ -202,6 +178,24 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
     flags = {name: said.get(name) or False for name in FLAGS}
     if wrong := [f"{name}={value!r}" for name, value in flags.items() if type(value) is not bool]:
         raise ValueError(f"{', '.join(wrong)} of config.json must be true or false. Say what is right: eagle3={{...}}.")
+    ids, reads = _layer_ids(raw, eagle, is_nested), overrides.get("reads")
+    if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
+        reads = [each - 1 for each in ids]
+    reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
+    return {
+        "layer": _layer(inner, _layer_type(raw, inner), overrides.get("rope_theta")),
+        "layer_ids": ids,
+        "reads": reads,
+        "state_size": raw.get("target_hidden_size") or inner["hidden_size"],
+        "draft_vocab_size": raw.get("draft_vocab_size"),
+        "own_embeddings": overrides.get("own_embeddings", True),
+        **flags,
+        **({} if reads_states else {"num_reads": 0}),
+    }
+
+
+def _layer_ids(raw: Mapping[str, Any], eagle: Mapping[str, Any], is_nested: bool) -> list[int] | None:
+    """The target's layers as the config names them, if it does."""
     ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
         raise ValueError(
@@ -213,20 +207,7 @@ def read_description(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
             f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
             f"hf_specdecpp reads outputs of layers. {TRAIN}."
         )
-    reads = overrides.get("reads")
-    if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
-        reads = [each - 1 for each in ids]
-    return Description(
-        layer=_layer(inner, _layer_type(raw, inner), overrides.get("rope_theta")),
-        ids=ids,
-        reads=reads,
-        reads_states=eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False,
-        flags=flags,
-        state_size=raw.get("target_hidden_size") or inner["hidden_size"],
-        draft_vocab_size=raw.get("draft_vocab_size"),
-        target_id=target_of(raw),
-        own_embeddings=overrides.get("own_embeddings", True),
-    )
+    return ids
 
 
 def check_overrides(overrides: Any) -> Mapping[str, Any]:

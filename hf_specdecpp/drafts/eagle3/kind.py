@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafts.checkpoints import described
+from hf_specdecpp.drafts.checkpoints import described, target_of
 from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS, NO_REPLAYS
 from hf_specdecpp.drafts.eagle3.checkpoint import build, read_model, tensors_of
 from hf_specdecpp.drafts.eagle3.config import (
@@ -18,7 +18,7 @@ from hf_specdecpp.drafts.eagle3.config import (
     check_overrides,
     is_marked,
     looks_like_one,
-    read_description,
+    read_config,
 )
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
@@ -86,10 +86,11 @@ class Eagle3Format(Format):
         return is_marked(raw)
 
     def fields(self, raw: Config) -> dict[str, Any]:
-        return {"target_id": read_description(raw).target_id}
+        read_config(raw)  # says what is wrong with it
+        return {"target_id": target_of(raw)}
 
     def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> Eagle3Model:
-        return read_model(read_description(raw, overrides), tensors, source)
+        return read_model(read_config(raw, overrides), tensors, source)
 
     def facts(self, module: Any) -> dict[str, str]:
         settings: Eagle3Settings = module.settings
