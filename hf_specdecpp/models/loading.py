@@ -62,19 +62,22 @@ def load_draft(
 def load_model(
     name: str | Path, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu", **hub_kwargs: Any
 ) -> CausalLM:
-    """A causal LM from the Hub or a folder, ready to read: no dropout.
+    """A causal LM from the Hub or a folder, ready to read: no dropout. `org/repo/folder` is a folder of a repository.
 
     Raises:
         FileNotFoundError: there is no such folder, and no such Hub id can be.
         OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
     """
-    if not Path(name).is_dir():
-        with found(str(name)):
-            validate_repo_id(str(name))
-    _refuse_kernels(Repository(str(name), revision, None, hub_kwargs))
+    source = Repository(str(name), revision, None, hub_kwargs)
+    if not source.is_local:
+        with found(source.full_name):
+            validate_repo_id(source.name)
+    _refuse_kernels(source)
     model: CausalLM = AutoModelForCausalLM.from_pretrained(
-        str(name), revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **hub_kwargs
-    )
+        source.name, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+        subfolder=source.subfolder or "", **hub_kwargs,
+    )  # fmt: skip
+    model.config.name_or_path = source.full_name
     return model.to(device).eval()
 
 
@@ -96,9 +99,12 @@ def _refuse_kernels(source: Repository) -> None:
 
 def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False, **hub_kwargs)
+    source = Repository(name)
+    place = {"subfolder": source.subfolder} if source.subfolder else {}
+    return AutoTokenizer.from_pretrained(source.name, revision=revision, trust_remote_code=False, **place, **hub_kwargs)
 
 
 def load_model_config(name: str) -> Any:
     """The config of a model, without its weights."""
-    return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    source = Repository(name)
+    return AutoConfig.from_pretrained(source.name, trust_remote_code=False, subfolder=source.subfolder or "")

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from support.hub_server import HubServer, hub_env, point_client_at
-from support.models import tiny
+from support.models import partly_agreeing, tiny
 from support.repos import (
     PROMPT,
     estimates,
@@ -29,6 +29,7 @@ from support.repos import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.loading import load_model_config, load_tokenizer
 
 SPECULATION = SpeculationConfig("threshold", threshold=0.3, min_tokens=2, max_tokens=7)
 
@@ -123,6 +124,21 @@ def test_subfolder(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPP
     for name in ("org/heads", tmp_path / "heads"):
         again = SpecDecPPAssistant.from_pretrained(name, target, subfolder="small")
         assert torch.equal(estimates(again), estimates(assistant))
+
+
+def test_an_ordinary_draft_in_a_folder_of_a_repository(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
+    save_model(partly_agreeing(target), tmp_path / "drafts/small")
+    hub.commit("org/drafts", files_of(tmp_path / "drafts"))
+    assistant = SpecDecPPAssistant.from_draft("org/drafts/small", target)
+    assert assistant.config.draft_id == "org/drafts/small"
+    expected = greedy(target)
+    assert greedy(target, assistant) == expected
+    assistant.save_pretrained(tmp_path / "ours")
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "ours", target)
+    assert greedy(target, again) == expected
+    assert (again.stats.drafted, again.stats.accepted) == (assistant.stats.drafted, assistant.stats.accepted)
+    assert load_tokenizer("org/drafts/small").vocab_size == target.config.vocab_size
+    assert load_model_config("org/drafts/small").vocab_size == target.config.vocab_size
 
 
 def test_token(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
