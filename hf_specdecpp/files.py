@@ -193,7 +193,7 @@ class Weights(Mapping[str, Tensor]):
                 raise
             except (FileNotFoundError, EntryNotFoundError):
                 continue
-            return cls(source, path, _listed(path) if name == INDEX else cls.at(path).files)
+            return cls(source, path, _listed(path)) if name == INDEX else cls.at(path)
         return cls(source, None, {})
 
     @classmethod
@@ -204,11 +204,12 @@ class Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         holder = self.files[name]
-        path = self.source.file(holder)
-        with _readable(path):
-            if holder not in self._open:
-                refuse_pointer(path)
+        if holder not in self._open:
+            path = self.source.file(holder)
+            refuse_pointer(path)
+            with _readable(path):
                 self._open[holder] = safe_open(path, framework="pt")
+        with _readable(Path(self.source.full_name, holder)):
             tensor: Tensor = self._open[holder].get_tensor(name)
         return tensor
 
