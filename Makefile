@@ -100,7 +100,7 @@ test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TR
 	@$(PYTEST) PYTHONPATH=$(INTEGRATIONS) $(BIN)/pytest tests/integrations $(ARGS)
 
 test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
-	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/showing/test_space.py tests/showing/test_picture.py $(ARGS)
+	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py tests/terminal/test_picture.py $(ARGS)
 
 test-gpu: install  ## On a machine with a GPU: run the tests that need one
 	@$(PYTEST) $(BIN)/pytest tests/generate/test_cuda.py -m "slow or not slow" $(ARGS)

@@ -19,7 +19,7 @@ from typing import Any
 from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, assist
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "specdecpp-smollm2-135m-instruct"
@@ -46,9 +46,7 @@ def serve(target: str, assistant: str | Path | None, **options: Any) -> Serve:
 
 def attach(model: Any, assistant: str | Path | None) -> SpecDecPPAssistant:
     """Make an assistant the model's default one. The model keeps it."""
-    if assistant is None:
-        return SpecDecPPAssistant.from_lookup(model, default=True)
-    return SpecDecPPAssistant.from_pretrained(assistant, target=model, default=True)
+    return assist(model, assistant or "auto")
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
 """Faster `generate()` with the same output: SpecDec++ for Hugging Face transformers.
 
-    assistant = SpecDecPPAssistant.from_pretrained("org/head", target=model)
-    model.generate(**inputs, assistant_model=assistant)
+    assist(model)
+    model.generate(**inputs)
 
 Importing this package makes `model_type="specdecpp"` known to the Auto classes. It loads neither torch nor transformers
 before a name of it is used (PEP 562).
 """
 
-import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_specdecpp.registration import register, register_later
@@ -15,6 +15,7 @@ from hf_specdecpp.version import __version__
 
 if TYPE_CHECKING:
     from hf_specdecpp.assistant import SpecDecPPAssistant
+    from hf_specdecpp.choosing import assist
     from hf_specdecpp.config.assistant import SpecDecPPConfig
     from hf_specdecpp.config.speculation import SpeculationConfig
     from hf_specdecpp.estimation.head import AcceptanceHead
@@ -29,6 +30,7 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStats",
     "__version__",
+    "assist",
 ]
 
 _MODULES = {
@@ -38,14 +40,15 @@ _MODULES = {
     "SpecDecPPConfig": "config.assistant",
     "SpeculationConfig": "config.speculation",
     "SpeculationStats": "generation.stats",
+    "assist": "choosing",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    register()  # imports all of them, with the assistant
-    value = getattr(sys.modules[f"{__name__}.{_MODULES[name]}"], name)
+    register()
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

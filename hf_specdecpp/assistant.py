@@ -1,219 +1,333 @@
-"""`SpecDecPPAssistant`: what users hold. It owns the draft, the head, the speculation config and the statistics."""
+"""`SpecDecPPAssistant`: what users hold. The ways to make one, and to store it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
-from transformers.utils import logging
 
-from hf_specdecpp.drafting.drafter import check_head
-from hf_specdecpp.drafts.kind import Loading
-from hf_specdecpp.drafts.known import draft_name
-from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.doors import attached
-from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.assistant_model import AssistantModel
+from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafts.conditioned import Fusion
+from hf_specdecpp.drafts.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.kind import Kind, Loading
+from hf_specdecpp.drafts.known import (
+    CONDITIONED,
+    EAGLE3,
+    EARLY_EXIT,
+    LOOKUP,
+    in_memory,
+    kind_of,
+    multi_token_layers,
+    override,
+    ready_made,
+)
+from hf_specdecpp.drafts.lookup import NoDraft
+from hf_specdecpp.drafts.stored import Parts, is_model
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
-from hf_specdecpp.making import Making
+from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
 from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
-from hf_specdecpp.provenance import warn_of_drift
-from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.warming.rehearsal import warm_up
+from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.early_exit import check_layers
+from hf_specdecpp.models.loading import load_draft
+from hf_specdecpp.provenance import commit_of
 
-logger = logging.get_logger("hf_specdecpp")
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 
-class SpecDecPPAssistant(Making):
-    """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
-
-    Make one with `from_pretrained`, `from_draft`, `from_mtp`, `from_early_exit`, `from_conditioned` or `from_lookup`.
-    With `target=` it is attached, which is faster, measures more and handles everything that `generate()` offers;
-    without it transformers' own assisted generation runs it. The output is the target's in both cases.
+class Options(TypedDict, total=False):
+    """What every way to an assistant takes.
 
     Attributes:
-        speculation: the settings of a run; change them at any time between two calls.
-        stats: `SpeculationStats` of the latest `generate()`.
-        head: the acceptance head, or `None`.
-        memory: what was learned of targets while generating, and earlier answers if lookups search them
-            (`memory.answers`); `memory.clear()` forgets both.
-        drafter: the draft, or `None` for one made of a target that it has not met yet.
-        kind: what kind of draft that is.
+        head: acceptance head trained for this draft.
+        speculation: settings of a run.
+        default: make it the target's default assistant, which calls without one use, too (`attach`).
     """
 
-    # Using one -------------------------------------------------------------------------------------------------------
+    head: AcceptanceHead | None
+    speculation: SpeculationConfig | None
+    default: bool
 
-    def attach(self, target: CausalLM, default: bool = False) -> None:
-        """Make `target.generate(assistant_model=self)` use our decoding loop. May be called for several targets.
 
-        Nothing else about the target changes, and `detach` restores it exactly.
+class TrainedOptions(Options, total=False):
+    """The same for drafts that training changes.
+
+    Attributes:
+        adapter: folder or Hub id of a PEFT adapter for the draft.
+        draft_vocab: `[n]` token ids that the draft may propose, all by default.
+        merge: merge the adapter into copies of the weights that it changes, the default. `False` saves their memory,
+            which is that of the layers, but a draft step computes the adapter each time and takes about twice as long.
+            A draft given by name always has it merged, a model object is left as it is.
+    """
+
+    adapter: str | Path | None
+    draft_vocab: Tensor | Sequence[int] | None
+    merge: bool
+
+
+class LoadingOptions(TypedDict, total=False):
+    """How `from_pretrained` finds and reads files.
+
+    Attributes:
+        revision, subfolder: of the assistant's repository.
+        dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
+        draft: a copy of the draft that the repository names, where that cannot be reached: its folder, or a model
+            object, which is left as and where it is.
+        merge: of an early exit, as in `TrainedOptions`.
+        eagle3: how to read an EAGLE-3 draft of others where its config is silent or wrong: `norm_before_residual`,
+            `norm_output`, `rope_theta`, `own_embeddings=False` for the target's, or `reads`, the target's layers whose
+            outputs it reads, counted from 0. `specdecpp inspect REPO --target ID` finds out.
+        token, cache_dir, local_files_only, force_download: passed to every download.
+    """
+
+    revision: str | None
+    subfolder: str | None
+    dtype: torch.dtype | str | None
+    device: torch.device | str | None
+    draft: CausalLM | str | Path | None
+    merge: bool
+    eagle3: dict[str, Any] | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    force_download: bool
+
+
+class SpecDecPPAssistant(AssistantModel):
+    """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
+
+    `assist` makes one and attaches it, which is faster, measures more and handles everything that `generate()` offers;
+    unattached, transformers' own assisted generation runs it. The output is the target's in both cases.
+    `from_pretrained` loads one; the other constructors make one of a draft in memory or of the target's own layers.
+    """
+
+    # Making one ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        repo_or_folder: str | Path,
+        target: CausalLM | None = None,
+        speculation: SpeculationConfig | None = None,
+        default: bool = False,
+        **loading: Unpack[LoadingOptions],
+    ) -> Self:
+        """Load draft, adapter, head and options from a Hub repo or a folder.
+
+        Args:
+            repo_or_folder: Hub id (`org/repo`, or `org/repo/folder`) or local folder, as written by `save_pretrained`
+                or `specdecpp train`; or an EAGLE-3 or DFlash draft that others trained, in the original dialect or that
+                of `speculators`, or a Gemma 4 assistant.
+            target: attach to this model. A draft that rests on the target needs it here or in a later `attach`.
+            speculation: replaces the repository's defaults.
+            default: make it the target's default assistant, which calls without one use, too (`attach`).
+            loading: how files are found and read (`LoadingOptions`).
+
+        Raises:
+            ValueError: a file is damaged, something does not fit, or the assistant was trained for other tokens.
+            TypeError: an argument is not known, or of another type.
+            OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+        """
+        options: dict[str, Any] = dict(loading)
+        revision, subfolder, dtype, device, draft, eagle3 = (
+            options.pop(name, None) for name in ("revision", "subfolder", "dtype", "device", "draft", "eagle3")
+        )
+        merge = options.pop("merge", True)
+        hub_kwargs = check_hub_kwargs(options)
+        target = None if target is None else causal_lm.base_model(target)
+        repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
+        config = load_config(repository)
+        if eagle3 is not None:
+            override(config, eagle3)
+        head, parts = load_parts(repository, config, draft)
+        parts = replace(parts, merge=merge)
+        kind, how = kind_of(config), Loading(draft, target, dtype, device, hub_kwargs)
+        drafter = None if kind.rests_on == "target" else kind.draft(config, parts, how)
+        assistant = cls(config, drafter, head, parts, speculation)
+        if device is None and (placed := drafter or target) is not None:
+            device = placed.device
+        if device is not None:
+            assistant.to(device)
+        return assistant._begun(target, default)
+
+    @classmethod
+    def from_draft(
+        cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[TrainedOptions]
+    ) -> Self:
+        """Draft with a model of its own.
+
+        Args:
+            draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of a DFlash draft or of a Gemma 4
+                assistant.
+            target: attach to this model; a draft given by name is loaded in its dtype and on its device.
+            options: `TrainedOptions`.
+
+        Raises:
+            ValueError: the draft, head or vocabulary does not fit.
+        """
+        parts = _parts(options)
+        if (kind := ready_made(draft)) is not None:
+            if parts.adapter is not None or parts.draft_vocab is not None:
+                raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
+            config, module = _as_is(kind, draft)
+            return cls._made(config, None, Parts(module=module), target, options)
+        target = None if target is None else causal_lm.base_model(target)
+        model = load_draft(draft, None, target)
+        config = SpecDecPPConfig(
+            draft_id=model.config.name_or_path or None, draft_revision=commit_of(model), **special_tokens(model)
+        )
+        if parts.adapter is not None:
+            model = add_adapter(model, parts.adapter, merge=isinstance(draft, str | Path))
+        return cls._made(config, Drafter(model, parts.draft_vocab), parts, target, options)
+
+    @classmethod
+    def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[TrainedOptions]) -> Self:
+        """Draft with some of the target's own layers, and attach to it. Move the target to its device before.
+
+        Args:
+            target: the model to draft for and with. Its tensors are shared, not copied, and never changed.
+            layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
+            options: `TrainedOptions`.
+
+        Raises:
+            ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
+        """
+        return cls._of_layers(EARLY_EXIT, target, layers, _parts(options), options)
+
+    @classmethod
+    def from_conditioned(
+        cls,
+        target: CausalLM,
+        layers: int | Sequence[int],
+        reads: Sequence[int] = (),
+        fusion: Fusion | None = None,
+        **options: Unpack[TrainedOptions],
+    ) -> Self:
+        """Draft with some of the target's own layers that read its hidden states, and attach to it.
+
+        One layer is enough: the states that each verification computes anyway tell it what the target thinks. It has to
+        be trained (`specdecpp train --draft conditioned`), and needs an attached target.
+
+        Args:
+            target, layers: as in `from_early_exit`.
+            reads: indices of the target's layers whose outputs are read beside its final state.
+            fusion: trained, with its own `reads`; by default an untrained one.
+            options: `TrainedOptions`.
+
+        Raises:
+            ValueError: the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
+        """
+        fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
+        return cls._of_layers(CONDITIONED, target, layers, replace(_parts(options), module=fusion), options)
+
+    @classmethod
+    def from_eagle3(cls, target: CausalLM, draft: Eagle3Model, **options: Unpack[Options]) -> Self:
+        """Draft with an EAGLE-3 layer in memory, and attach to the target; `from_pretrained` loads one.
 
         Args:
             target: the model to draft for.
-            default: whether `target.generate()` without an assistant uses it, too. A call that it cannot help with is
-                a plain one, and says so once, with the reason (`stats.refusal`). The target keeps its default assistant
-                alive. Attaching again changes this, and the latest default of a target is its only one.
+            draft: trained (`specdecpp train --draft eagle3`), or read by `eagle3.checkpoint.read_model`.
+            options: `Options`.
 
         Raises:
-            TypeError: the target is no model.
-            ValueError: it cannot be assisted, or speaks other tokens than the draft.
+            ValueError: the draft was made for another target, or the head for another draft.
+        """
+        return cls._made(SpecDecPPConfig(draft_kind=EAGLE3.name), None, Parts(module=draft), target, options)
+
+    @classmethod
+    def from_mtp(
+        cls,
+        target: CausalLM,
+        source: str | Path | None = None,
+        local_files_only: bool = False,
+        **options: Unpack[Options],
+    ) -> Self:
+        """Draft with the multi-token layers of the target's own checkpoint, and attach to it.
+
+        They are read from its files once, and kept. Move the target to its device before.
+
+        Args:
+            target: the model to draft for, of DeepSeek-V3, GLM-4.5 or their like, Qwen3-Next or Qwen3.5.
+            source: Hub id or folder of the model's files that hold them, where those that the target was loaded from do
+                not (quantised and finetuned ones often lack them).
+            local_files_only: download nothing.
+            options: `Options`; by default `rule="throughput"`.
+
+        Raises:
+            ValueError: there are no such layers, with what to do, or they or the head do not fit the target.
+            OSError, huggingface_hub errors: a file is missing or cannot be reached.
         """
         target = causal_lm.base_model(target)
-        check_hash(target, self.config.vocab_hash, self.config.target_id)
-        warn_of_drift(target, self.config.target_id, self.config.target_revision)
-        if self.kind.rests_on == "target":
-            with self._made_for(target):
-                self._draft_with(target)
-        elif (model := self.ready_drafter().model) is not None:
-            check_same_tokenizer(target, model)
-        attached.attach(self, target)
-        attached.set_default(self, target, default)
-        self.config.note_target(target)
+        check_target(target, recurrent=True)
+        config, layers = multi_token_layers(target, source, {"local_files_only": True} if local_files_only else None)
+        return cls._made(config, None, Parts(module=layers), target, options)
 
-    def detach(self, target: CausalLM | None = None) -> None:
-        """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
-        targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
-        for model in targets:
-            if attached.is_attached(self, model):
-                attached.detach(self, model)
-                self.packed.clear()
-                self.int8.clear()
+    @classmethod
+    def from_lookup(cls, target: CausalLM, **options: Unpack[Options]) -> Self:
+        """No draft: candidates are what followed in the text before, after the same tokens (`docs/lookup.md`).
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within, calls without an assistant are plain ones, though this is a target's default assistant.
-
-        `assistant_model=None` says nothing to transformers, so a single call cannot leave its default out.
-        """
-        with attached.paused(self):
-            yield
-
-    @contextmanager
-    def as_default(self, target: CausalLM) -> Iterator[None]:
-        """Within, calls of `target` in this thread that name no assistant use this one, which is attached to it.
-
-        The target's default assistant stays what it is: for other threads, and afterwards.
-        """
-        with attached.as_default(self, causal_lm.base_model(target)):
-            yield
-
-    def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
-        """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it.
-
-        A text is generated that makes what texts may make: a pass of the target of each width that `speculation` may
-        lead to, the draft's steps, in a cache of each size; with `rule="throughput"` costs are measured if they are
-        not known. Nothing is learned of it: statistics, estimates, known costs and torch's generators stay as they
-        are. Afterwards `generate()` captures nothing for texts of up to that length, with these options and settings.
+        They cost nothing, and any target has them at once. Where texts repeat themselves, as in rewriting, summaries,
+        code edits and chat, they are often right; elsewhere nothing is looked up.
 
         Args:
-            max_length (tokens): of prompt and answer together, at most.
-            target: an attached one, where there are several.
-            options: of `generate()`, as later calls will have them, such as `do_sample`.
+            target: attach to this model.
+            options: `Options`, in which `speculation.lookup` is set; by default `rule="throughput"`.
+        """
+        chosen = options.get("speculation") or SpeculationConfig(rule="throughput")
+        options["speculation"] = replace(chosen, lookup=True)
+        return cls._made(SpecDecPPConfig(draft_kind=LOOKUP.name), NoDraft(), Parts(), target, options)
 
-        Returns:
-            Seconds that it took.
+    @classmethod
+    def _of_layers(
+        cls, kind: Kind, target: CausalLM, layers: int | Sequence[int], parts: Parts, options: TrainedOptions
+    ) -> Self:
+        """Draft with layers of the target."""
+        target = causal_lm.base_model(target)
+        check_target(target, recurrent=True)
+        chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
+        return cls._made(SpecDecPPConfig(draft_kind=kind.name, draft_layers=chosen), None, parts, target, options)
+
+    @classmethod
+    def _made(
+        cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None, options: Options
+    ) -> Self:
+        """An assistant of these parts.
 
         Raises:
-            ValueError: nothing can be captured here, the length makes no sense, or the target is not attached.
+            TypeError: an option is not known.
         """
-        targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
-        if len(targets) != 1 or not attached.is_attached(self, targets[0]):
-            raise ValueError(
-                f"This assistant is attached to {len(attached.targets_of(self))} targets, so it is not known whose "
-                "passes to capture. Attach it, assistant.attach(model), and pass target=model where there are several."
+        if unknown := sorted(options.keys() - TrainedOptions.__annotations__.keys()):
+            raise TypeError(
+                f"{', '.join(unknown)}: no such option. There are {', '.join(TrainedOptions.__annotations__)}."
             )
-        return warm_up(self.setup(), targets[0], max_length, options)
+        head = options.get("head")
+        assistant = cls(config, drafter, head, parts, options.get("speculation"))
+        if head is not None and drafter is not None:
+            head.to(drafter.device)
+        return assistant._begun(target, options.get("default", False))
 
-    @property
-    def estimator(self) -> Estimator:
-        """What judges candidates: the head, or without one the draft's own probability."""
-        return self.head or DraftProbability()
-
-    @property
-    def last_tree(self) -> DrawnTree | None:
-        """The tree of the latest round that drafted one, with its accepted path; `str()` draws it."""
-        return self.stats.last_tree
-
-    def ready_drafter(self) -> Any:
-        """The drafter.
-
-        Raises:
-            ValueError: an early-exit assistant that has not met its target.
-        """
-        if self.drafter is None:
+    def _begun(self, target: CausalLM | None, default: bool) -> Self:
+        """This assistant, attached to a target if there is one."""
+        if target is not None:
+            self.attach(target, default)
+        elif default:
             raise ValueError(
-                f"This assistant drafts with {draft_name(self.config)}, so it must be attached to it: "
-                "SpecDecPPAssistant.from_pretrained(repo, target=model), or assistant.attach(model). In a pipeline "
-                "pass the assistant object made in this way, not its name."
+                "default=True makes this the default assistant of a model, and none was given. Pass target=model, or "
+                "call assistant.attach(model, default=True)."
             )
-        return self.drafter
-
-    def setup(self) -> DraftSetup:
-        """What a generation needs of this assistant.
-
-        Raises:
-            ValueError: an early-exit assistant that has not met its target, or whose target has been moved since.
-        """
-        drafter = self.ready_drafter()
-        drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
-        drafter.renew()
-        drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
-        return DraftSetup(
-            drafter=drafter,
-            head=self.head,
-            speculation=self.speculation,
-            memory=self.memory,
-            packed=self.packed,
-            int8=self.int8,
-            rates=self.config.acceptance_by_rank,
-            vocab_size=self.config.vocab_size,
-            trainable=self._trainable(),
-        )
-
-    def _trainable(self) -> frozenset[str]:
-        """`DraftSetup.trainable`."""
-        if self.kind.trainable is None:
-            return frozenset()
-        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
-        return frozenset(name for name, is_missing in lacks.items() if is_missing)
-
-    def start_generation(
-        self,
-        target: CausalLM | None,
-        config: GenerationConfig,
-        logits_processor: Sequence[LogitsProcessor] | None = None,
-        attention_mask: Tensor | None = None,
-        rows: int = 1,
-        products: FasterProducts | None = None,
-    ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`, or of a target that this assistant is not attached to (`None`).
-
-        Args:
-            rows: how many sequences the call has; each is begun by itself.
-            products: those of the rows begun before, which all share.
-
-        Raises:
-            ValueError: the generation cannot be assisted.
-        """
-        setup = replace(self.setup(), rows=rows)
-        generator = SpecDecPPCandidateGenerator(
-            setup, config, logits_processor, attention_mask, target=target, products=products
-        )
-        self.stats = generator.stats
-        return generator
-
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        """The draft model's own forward, for measuring it."""
-        return self.ready_drafter().model(input_ids, **kwargs)
+        return self.eval()
 
     # Storing one -----------------------------------------------------------------------------------------------------
 
@@ -249,43 +363,19 @@ class SpecDecPPAssistant(Making):
         """Upload what `save_pretrained` writes. See `publishing.push` for the other arguments."""
         return publishing.push(self.contents(calibration), repo_id, **kwargs)
 
-    # Details ---------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _made_for(self, target: CausalLM) -> Iterator[None]:
-        """What does not fit a target within is said together with whose assistant it is."""
-        made_for, name = self.config.target_id, target.config.name_or_path
-        try:
-            yield
-        except ValueError as error:
-            if made_for in (None, name):
-                raise
-            raise ValueError(f"{error} This assistant was made for {made_for!r}, and the target is {name!r}.") from None
-
-    def _draft_with(self, target: CausalLM) -> None:
-        """Make the draft of this target."""
-        if attached.is_attached(self, target):
-            return
-        if attached.targets_of(self):
-            raise ValueError(
-                "This assistant drafts with the layers of the target that it is attached to. Call detach() first, or "
-                "make a new one for this target."
-            )
-        self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
-        TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
-        if self.head is not None:
-            self.head.to(self.drafter.device)
-            check_head(self.head, self.drafter, draft_name(self.config))
+def _parts(options: TrainedOptions) -> Parts:
+    """The parts of a draft among the options."""
+    adapter, vocab = options.get("adapter"), options.get("draft_vocab")
+    folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)
+    ids = None if vocab is None else torch.as_tensor(vocab, dtype=torch.long)
+    return Parts(folder, ids, merge=options.get("merge", True))
 
 
-def drafts_by_itself(target: CausalLM) -> SpecDecPPAssistant:
-    """An assistant of which nothing has to be trained or named: with the multi-token layers of the target's checkpoint,
-    or where none can be read with candidates that are looked up in the text.
-
-    Raises:
-        ValueError: the target cannot be assisted.
-    """
-    try:
-        return SpecDecPPAssistant.from_mtp(target)
-    except (ValueError, OSError):
-        return SpecDecPPAssistant.from_lookup(target)
+def _as_is(kind: Kind, draft: CausalLM | str | Path) -> tuple[SpecDecPPConfig, Any]:
+    """Config and module of a draft that is taken as it is, of a model object or a repository."""
+    if is_model(draft):
+        config, repository = in_memory(kind, draft), Repository("")
+    else:
+        config = load_config(repository := Repository(str(draft)))
+    return config, kind.stored.load(config, repository, draft if is_model(draft) else None)

@@ -1,8 +1,10 @@
-"""The command line: `specdecpp demo`, `chat`, `train`, `bench`, `inspect`, `export`. Each imports what it needs."""
+"""The command line: demo, chat, train, bench, inspect, export, drafts. Each command imports what it needs."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -13,14 +15,12 @@ from rich.text import Text
 
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.cli_options import options_of, settings_from
+from hf_specdecpp.terminal.settings import ChatConfig, DemoConfig
 
 if TYPE_CHECKING:
     from hf_specdecpp.drafts.stored import SelfCheck
     from hf_specdecpp.hub.inspection import Report
     from hf_specdecpp.serving.destination import Exported
-
-Mtp = Annotated[bool, typer.Option("--mtp", help="Draft with the target's own multi-token layers.")]
-MAX_NEW_TOKENS = ("--max_new_tokens", "--max-new-tokens")  # both spellings, as in `train` and `bench`
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -43,65 +43,25 @@ def main(
 
 
 @app.command()
-def demo(
-    target: Annotated[str, typer.Option(help="Hub id or folder of the model to speed up.")],
-    assistant: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder of its assistant; by default the target's multi-token layers, or lookups."),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="An untrained early exit drafts: 4 for the first four layers, or 0,1,2,29.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(*MAX_NEW_TOKENS, min=1, help="Length of an answer.")] = 64,
-    prompt: Annotated[list[str] | None, typer.Option(help="What to ask; may be repeated.")] = None,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    tree: Annotated[
-        bool, typer.Option("--tree", help="Draft token trees; show one, and save it as tree.png (needs matplotlib).")
-    ] = False,
-    lookup: Annotated[
-        bool, typer.Option("--lookup", help="Candidates also from the text itself; without --assistant only these.")
-    ] = False,
-    svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Picture of the last answer, written with and without."),
-    ] = None,
-    mtp: Mtp = False,
-) -> None:
+@options_of(DemoConfig)
+def demo(**options: Any) -> None:
     """Answer prompts with and without the assistant, and compare tokens and times."""
-    from hf_specdecpp.demo import run
     from hf_specdecpp.models.loading import quiet_loading
+    from hf_specdecpp.terminal.demo import run
 
-    try:
-        with quiet_loading():
-            run(target, assistant, layers, max_new_tokens, prompt, sample, tree, lookup, svg, mtp)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+    with _failing(), quiet_loading():
+        run(settings_from(DemoConfig, options))
 
 
 @app.command()
-def chat(
-    target: Annotated[str, typer.Option(help="Hub id or folder of the model to talk to.")],
-    assistant: Annotated[
-        str | None, typer.Option(help="Hub id or folder of its assistant; by default the conversation is looked up in.")
-    ] = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Draft token trees.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(*MAX_NEW_TOKENS, min=1, help="Longest answer.")] = 512,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 takes the likeliest tokens; by default as the model's config says.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the first message.")] = None,
-    device: Annotated[str | None, typer.Option(help="By default an accelerator if there is one.")] = None,
-    mtp: Mtp = False,
-) -> None:
+@options_of(ChatConfig)
+def chat(**options: Any) -> None:
     """Talk to a model that has an assistant. Messages may come from a pipe, a line each."""
-    from hf_specdecpp.chat.terminal import run
     from hf_specdecpp.models.loading import quiet_loading
+    from hf_specdecpp.terminal.chat import run
 
-    try:
-        with quiet_loading():
-            run(target, assistant, tree, max_new_tokens, temperature, system, device, _console(), mtp)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+    with _failing(), quiet_loading():
+        run(settings_from(ChatConfig, options), _console())
 
 
 @app.command()
@@ -128,10 +88,8 @@ def train(
         from hf_specdecpp.training.command import run
     except ImportError as error:
         _fail(f"Training needs {error.name}. Install the extra: pip install 'hf-specdecpp[train]'.")
-    try:
+    with _failing():
         run(config, target, data, output, draft, layers, server, stage, push_to_hub)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
 
 
 @app.command()
@@ -143,11 +101,8 @@ def bench(**options: Any) -> None:
         from hf_specdecpp.models.loading import quiet_loading
     except ImportError as error:
         _fail(f"The benchmark needs {error.name}. Install the extra: pip install 'hf-specdecpp[bench]'.")
-    try:
-        with quiet_loading():
-            lossless = run(settings_from(BenchmarkConfig, options), _console())
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+    with _failing(), quiet_loading():
+        lossless = run(settings_from(BenchmarkConfig, options), _console())
     if not lossless:
         raise typer.Exit(1)
 
@@ -230,8 +185,40 @@ def export(
     _show_commands(exported, output, _console())
 
 
+@app.command()
+def drafts(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or folder; all by default.")] = None,
+) -> None:
+    """List drafts that others have published, which assist(model, DRAFT) takes (exit code 1 if none is known)."""
+    from hf_specdecpp.hub.published import published, table
+
+    found = list(table()) if model is None else published(model)
+    if not found:
+        _fail(
+            f"No published draft of {model} is known here. Without one: assist(model). To train one: specdecpp train."
+        )
+    console, shown = _console(), None
+    for each in found:
+        if each.target != shown:
+            console.print(Text(each.target, "bold"), soft_wrap=True)
+        shown = each.target
+        measured = f", {each.tokens_per_pass} tokens a pass ({each.measured_on})" if each.measured_on else ""
+        convert = "" if each.is_loadable else "; a pickle, so first: specdecpp inspect DRAFT --convert FOLDER"
+        console.print(f"  {each.draft}  {each.form}{measured}{convert}", soft_wrap=True)
+    console.print("Figures are their authors'. To use one: assist(model, DRAFT)", soft_wrap=True)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Within, errors that have a cause outside the program are a line and exit code 1."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
 def _fail(message: str) -> NoReturn:
-    """One line to stderr and exit code 1: these errors have a cause outside the program."""
+    """One line to stderr and exit code 1."""
     _console(stderr=True).print(_text(f"Error: {' '.join(message.split())}"), soft_wrap=True)
     raise typer.Exit(1) from None
 

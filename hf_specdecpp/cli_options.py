@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -40,6 +40,54 @@ def parse_sizes(sizes: str) -> list[int]:
         raise ValueError(f"--batch_size {sizes!r} must be whole numbers such as 4 or 1,4,8.") from None
 
 
+def parse_names(names: str) -> list[str]:
+    """`"fixed*, dyspec"` as `["fixed*", "dyspec"]`."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+@dataclass
+class DraftChoice:
+    """A model and what drafts for it, as commands are told.
+
+    Args:
+        target: Hub id or folder of the model to speed up.
+        assistant: Hub id or folder of its assistant, of a draft that others trained or of a smaller model; by default
+            the target's own multi-token layers draft, or where its checkpoint has none candidates are looked up in the
+            text.
+        layers: an untrained early exit drafts: 4 for the first four layers of the target, or indices such as 0,1,2,29.
+        lookup: candidates also come from the text itself; without an assistant only these.
+        mtp: draft with the target's own multi-token layers, without an assistant.
+        tree: draft token trees.
+    """
+
+    target: str
+    assistant: str | None = None
+    layers: int | list[int] | None = field(default=None, metadata={"parse": parse_layers})
+    lookup: bool = False
+    mtp: bool = False
+    tree: bool = False
+
+    def __post_init__(self) -> None:
+        check_mtp(self.mtp, self.assistant)
+
+    @property
+    def is_by_default(self) -> bool:
+        """Whether nothing says what drafts."""
+        return self.assistant is None and self.layers is None and not self.lookup and not self.mtp
+
+    def flags(self, kind: str) -> str:
+        """The options that name the same draft, such as "--assistant org/head".
+
+        Args:
+            kind: name of the kind of draft that the assistant has.
+        """
+        if self.assistant is not None:
+            return f"--assistant {self.assistant}"
+        if self.layers is None or self.lookup or self.mtp:
+            return f"--{kind}"
+        return f"--layers {self.layers if isinstance(self.layers, int) else ','.join(map(str, self.layers))}"
+
+
 def check_mtp(mtp: bool, assistant: str | None) -> None:
     """`ValueError` where the target's own multi-token layers and an assistant shall both draft."""
     if mtp and assistant is not None:
@@ -47,11 +95,6 @@ def check_mtp(mtp: bool, assistant: str | None) -> None:
             f"--mtp takes no assistant, and --assistant names {assistant!r}: one draft guesses, the target's own "
             "multi-token layers or the assistant's. Leave one of them out."
         )
-
-
-def parse_names(names: str) -> list[str]:
-    """`"fixed*, dyspec"` as `["fixed*", "dyspec"]`."""
-    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def options_of(cls: type) -> Callable[[Command], Command]:
@@ -87,7 +130,7 @@ def settings_from(cls: type[Settings], options: dict[str, Any]) -> Settings:
     Raises:
         ValueError: an option makes no sense.
     """
-    parsers = {field.name: field.metadata["parse"] for field in fields(cls) if "parse" in field.metadata}  # type: ignore[arg-type]
+    parsers = {each.name: each.metadata["parse"] for each in fields(cls) if "parse" in each.metadata}  # type: ignore[arg-type]
     given = {name: value for name, value in options.items() if value is not None}
     return cls(**{name: parsers[name](value) if name in parsers else value for name, value in given.items()})
 

@@ -19,9 +19,11 @@ from support.released_heads import Payload, ReleasedHead, save_bin, save_mixin, 
 from support.repos import save_model
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, demo
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__
 from hf_specdecpp.cli import app
 from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.terminal import demo
+from hf_specdecpp.terminal.settings import DemoConfig
 
 
 def run(*arguments: object) -> Result:
@@ -307,20 +309,29 @@ def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# demo -----------------------------------------------------------------------------------------------------------------
+# demo, chat, drafts ---------------------------------------------------------------------------------------------------
 
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments))
+    told: list[DemoConfig] = []
+    monkeypatch.setattr(demo, "run", told.append)
     assert run("demo", "--target", "a", "--max_new_tokens", "7").exit_code == 0
     options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
-    options += ["--sample", "--tree", "--lookup", "--svg", "x.svg", "--mtp"]
+    options += ["--sample", "--tree", "--lookup", "--svg", "x.svg"]
     assert run("demo", "--target", "a", *options).exit_code == 0
-    assert calls == [
-        ("a", None, None, 7, None, False, False, False, None, False),
-        ("a", "b", "0,2", 5, ["c", "d"], True, True, True, Path("x.svg"), True),
+    assert told == [
+        DemoConfig("a", max_new_tokens=7),
+        DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
     ]
+    assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp takes no assistant")
+
+
+def test_drafts_that_others_have_published() -> None:
+    lines = text(run("drafts", "Qwen/Qwen3-8B").stdout)
+    assert "Qwen/Qwen3-8B z-lab/Qwen3-8B-DFlash-b16 DFlash draft, 6.4 tokens a pass (GSM8K in English" in lines
+    assert "AngelSlim/Qwen3-14B_eagle3" in text(run("drafts").stdout)
+    assert "specdecpp inspect DRAFT --convert FOLDER" in text(run("drafts", "lmsys/vicuna-13b-v1.3").stdout)
+    assert_error(run("drafts", "org/none"), "No published draft of org/none is known here")
 
 
 # As a program ---------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
     "an ordinary model as an assistant": (
         lambda p: load(p / "draft", target=p.target),
         ValueError,
-        r"model_type 'llama' and not 'specdecpp'.*To use an ordinary model as the draft: SpecDecPPAssistant.from_draft",
+        r"model_type 'llama' and not 'specdecpp'.*To use an ordinary model as the draft: assist",
     ),
     # names in the place of objects
     "the target's name, to load": (
@@ -133,7 +133,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
     "the assistant's name, to generate": (
         lambda p: p.with_one(lambda _: p.generate("org/head")),
         TypeError,
-        r"assistant_model='org/head' is not an assistant but its name or class.*from_pretrained\('org/head', target=",
+        r"assistant_model='org/head' is not an assistant but its name or class.*assist\(model, 'org/head'\)",
     ),
     "the assistant's class": (
         lambda p: p.with_one(lambda _: p.generate(SpecDecPPAssistant)),
@@ -149,7 +149,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
     "target= forgotten": (
         lambda p: p.generate(p.early()),
         ValueError,
-        r"drafts with layers 0, 1 of '.*target', so it must be attached to it: .*from_pretrained\(repo, target=model\)",
+        r"drafts with layers 0, 1 of '.*target', so it must be attached to it: assist\(model, repo\)",
     ),
     "an early exit by name, in a pipeline": (
         lambda p: p.pipeline("early"),

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import SpecDecPPAssistant, drafts_by_itself
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import plots, report
 from hf_specdecpp.benchmark.contestants import (
     PASSES,
@@ -31,6 +31,8 @@ from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
 from hf_specdecpp.benchmark.run_log import BATCHES, RESULTS, ROUNDS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, next_step, overall, speed_table, summarise
+from hf_specdecpp.choosing import as_told
+from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.drafts.known import describe, kind_of
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
@@ -104,14 +106,8 @@ def load(config: BenchmarkConfig) -> tuple[CausalLM, SpecDecPPAssistant]:
 
 def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
     """The assistant, its passes as its repository has them unless the command says otherwise."""
-    if config.lookup:
-        assistant = SpecDecPPAssistant.from_lookup(target)
-    elif config.mtp:
-        assistant = SpecDecPPAssistant.from_mtp(target)
-    elif config.assistant is None and config.layers is not None:
-        assistant = SpecDecPPAssistant.from_early_exit(target, config.layers)
-    elif config.assistant is None:
-        assistant = drafts_by_itself(target)
+    if config.assistant is None or config.lookup:
+        assistant = as_told(target, DraftChoice(config.target, None, config.layers, config.lookup, config.mtp))
     else:
         assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
     told = {name: value for name in PASSES if (value := getattr(config, name)) is not None}

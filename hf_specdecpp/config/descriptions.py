@@ -35,12 +35,14 @@ class Setting:
 def describe(cls: Any, path: str = "") -> Iterator[Setting]:
     """The fields of a dataclass in their order; those of a dataclass within it follow under its name.
 
-    An entry of the docstring is `name (unit): meaning`, or `first, second (unit): meaning` for both.
+    An entry of the docstring is `name (unit): meaning`, or `first, second (unit): meaning` for both. Fields of a base
+    class are described by its docstring.
 
     Raises:
         ValueError: a field has no entry.
     """
-    hints, meanings = get_type_hints(cls), dict(_entries(cls))
+    hints = get_type_hints(cls)
+    meanings = {name: entry for each in reversed(cls.__mro__) for name, entry in _entries(each)}
     for field in fields(cls):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if is_dataclass(default):

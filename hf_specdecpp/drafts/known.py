@@ -124,14 +124,16 @@ def ready_made(draft: CausalLM | str | Path) -> Kind | None:
     return next((kind for kind in KINDS if (form := kind.stored.format) is not None and form.is_marked(raw)), None)
 
 
-def multi_token_layers(target: CausalLM, source: str | Path | None = None) -> tuple[SpecDecPPConfig, Any]:
+def multi_token_layers(
+    target: CausalLM, source: str | Path | None = None, hub_kwargs: dict[str, Any] | None = None
+) -> tuple[SpecDecPPConfig, Any]:
     """The config of an assistant that drafts with the layers of a target's own checkpoint, and their tensors.
 
     Raises:
         ValueError: the target is not from a repository, or its own has no such layers; with what to do.
         OSError, huggingface_hub errors: a file is missing or cannot be reached.
     """
-    repository = repository_of(target, source)
+    repository = repository_of(target, source, hub_kwargs)
     config = published(MTP, repository, repository.commit(repository.file("config.json")))
     return config, MTP.stored.load(config, repository)
 

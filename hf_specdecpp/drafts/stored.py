@@ -239,7 +239,7 @@ class Stored:
         if self.is_named and config.draft_id is None:
             raise ValueError(
                 "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be "
-                "loaded. Save the draft, load it from there and build the assistant from that: from_draft(folder)."
+                "loaded. Save the draft, load it from there and build the assistant from that: assist(model, folder)."
             )
 
 

@@ -38,8 +38,7 @@ def check_object(assistant: object) -> None:
     if isinstance(assistant, str | Path | type):
         name = assistant.__name__ if isinstance(assistant, type) else repr(str(assistant))
         raise TypeError(
-            f"assistant_model={name} is not an assistant but its name or class. Make one: "
-            "SpecDecPPAssistant.from_pretrained('org/head', target=model)."
+            f"assistant_model={name} is not an assistant but its name or class. Make one: assist(model, 'org/head')."
         )
 
 
@@ -54,12 +53,12 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if (kind := getattr(config, "speculation_type", None)) is not None:
         raise ValueError(
             f"speculation_type={kind!r} is transformers' own speculation, and this assistant drafts and verifies by "
-            "itself. Leave it out. Such a draft works here by SpecDecPPAssistant.from_draft(draft, target=model)."
+            "itself. Leave it out. Such a draft works here by assist(model, draft)."
         )
     if getattr(config, "use_mtp", None):
         raise ValueError(
             "use_mtp=True is transformers' own speculation, and this assistant drafts and verifies by itself. Leave it "
-            "out. The target's multi-token layers work here by SpecDecPPAssistant.from_mtp(model)."
+            "out. The target's multi-token layers work here by assist(model, 'mtp')."
         )
     if config.use_cache is False:
         raise ValueError(

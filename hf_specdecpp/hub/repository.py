@@ -142,7 +142,7 @@ def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         raise ValueError(
             f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. To use "
-            "an ordinary model as the draft: SpecDecPPAssistant.from_draft(...). To convert a released SpecDec++ head: "
+            "an ordinary model as the draft: assist(model, draft). To convert a released SpecDec++ head: "
             "specdecpp inspect FOLDER --convert OUT."
         )
     return kind, config

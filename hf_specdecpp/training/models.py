@@ -143,9 +143,13 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
             target, layers, fusion=fusion, adapter=adapter, head=head, draft_vocab=vocab
         )
     if config.independent_draft is None:
-        return SpecDecPPAssistant.from_early_exit(target, layers_of(config, target), adapter, head, vocab)
+        return SpecDecPPAssistant.from_early_exit(
+            target, layers_of(config, target), adapter=adapter, head=head, draft_vocab=vocab
+        )
     with without_bars():
-        return SpecDecPPAssistant.from_draft(config.independent_draft, target, adapter, head, vocab)
+        return SpecDecPPAssistant.from_draft(
+            config.independent_draft, target, adapter=adapter, head=head, draft_vocab=vocab
+        )
 
 
 def fingerprint(config: TrainingConfig) -> dict[str, object]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import gradio as gr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.showing.picture import Answer, picture
-from hf_specdecpp.showing.told import Listener, told
+from hf_specdecpp import assist
+from hf_specdecpp.terminal.listener import Listener
+from hf_specdecpp.terminal.picture import Answer, picture
 
 TARGET = os.environ.get("TARGET", "HuggingFaceTB/SmolLM2-135M-Instruct")
 ASSISTANT = os.environ.get("ASSISTANT")  # Hub id or folder; without one, candidates are looked up in the text
@@ -33,10 +33,7 @@ the same."""
 
 model = AutoModelForCausalLM.from_pretrained(TARGET)
 tokenizer = AutoTokenizer.from_pretrained(TARGET)
-if ASSISTANT:
-    assistant = SpecDecPPAssistant.from_pretrained(ASSISTANT, target=model)
-else:
-    assistant = SpecDecPPAssistant.from_lookup(model)
+assistant = assist(model, ASSISTANT or "auto", default=False)
 threads = ThreadPoolExecutor(1)
 
 
@@ -65,13 +62,13 @@ def write(question, length, trees):
         listener = Listener()
         running = threads.submit(generate, inputs, int(length), helper, listener)
         while wait([running], timeout=0.1).not_done:
-            panes[2 * side] = coloured(told(listener, tokenizer))
+            panes[2 * side] = coloured(listener.tokens(tokenizer))
             yield panes
         try:
             seconds = running.result()
         except ValueError as error:  # such as trees for a target that cannot read them
             raise gr.Error(str(error)) from None
-        answer = Answer(told(listener, tokenizer, None if helper is None else helper.stats), seconds)
+        answer = Answer(listener.tokens(tokenizer, None if helper is None else helper.stats), seconds)
         panes[2 * side : 2 * side + 2] = coloured(answer.said), answer.rate
         answers.append(answer)
         yield panes

@@ -31,14 +31,18 @@ ALLOWED = {
     ("benchmark/contestants.py", "lookup"),
     ("hub/card.py", "lookup"),
     ("serving/commands.py", "eagle3"),
+    ("assistant.py", "eagle3"),
 }
 SHARED = {"checkpoints", "kind", "known", "state_draft", "stored"}  # files of `drafts/` that are of no kind
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
 # What may be imported of a kind's own files, and why.
 IMPORTED = {
-    ("making.py", "conditioned"): "public constructors, which take what users have made: from_conditioned(fusion=...)",
-    ("making.py", "eagle3"): "from_eagle3(draft=...)",
-    ("making.py", "lookup"): "from_lookup",
+    (
+        "assistant.py",
+        "conditioned",
+    ): "constructors that take what users have made: from_conditioned(fusion=...)",
+    ("assistant.py", "eagle3"): "from_eagle3(draft=...)",
+    ("assistant.py", "lookup"): "from_lookup",
     ("training/distillation/initial/fusion.py", "conditioned"): STARTS,
     ("training/distillation/initial/layer.py", "eagle3"): STARTS,
     ("training/distillation/initial/block.py", "dflash"): STARTS,

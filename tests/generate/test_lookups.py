@@ -41,7 +41,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 def lookup_for(target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
     speculation = speculation or RULES["throughput"]
-    return SpecDecPPAssistant.from_lookup(target, SpeculationConfig(**speculation))
+    return SpecDecPPAssistant.from_lookup(target, speculation=SpeculationConfig(**speculation))
 
 
 def inform(assistant: SpecDecPPAssistant, text: Tensor) -> None:
@@ -323,7 +323,7 @@ def test_in_transformers_own_loop(drafts: bool) -> None:
     if drafts:
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
     else:
-        assistant = SpecDecPPAssistant.from_lookup(target, speculation)
+        assistant = SpecDecPPAssistant.from_lookup(target, speculation=speculation)
         assistant.detach()
     assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
     assert assistant.stats.accepted_lookups > 20

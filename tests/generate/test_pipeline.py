@@ -159,7 +159,9 @@ def publish(hub: HubServer, folder: Path, kind: str) -> str:
     target = AutoModelForCausalLM.from_pretrained("org/target")
     if kind == "independent":
         adapter = save_adapter(AutoModelForCausalLM.from_pretrained("org/draft"), folder / "peft")
-        assistant = SpecDecPPAssistant.from_draft("org/draft", target, adapter, head_for(target), speculation=FIXED)
+        assistant = SpecDecPPAssistant.from_draft(
+            "org/draft", target, adapter=adapter, head=head_for(target), speculation=FIXED
+        )
     else:
         assistant = SpecDecPPAssistant.from_early_exit(target, 2, head=head_for(target), speculation=FIXED)
     assistant.push_to_hub("org/head")
@@ -271,7 +273,7 @@ def test_adapter_of_an_early_exit_stays_too(tmp_path: Path) -> None:
     target = tiny("llama")
     adapter = save_adapter(early_exit(target, 2), tmp_path / "peft")
     for merge in (True, False):
-        assistant: Any = SpecDecPPAssistant.from_early_exit(target, 2, adapter, merge=merge, speculation=FIXED)
+        assistant: Any = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, merge=merge, speculation=FIXED)
         assistant.to(dtype=torch.float16)
         assert dtypes(assistant.ready_drafter().model) == {torch.float64}
         assert say(pipe(target, assistant)) == say(pipe(target))

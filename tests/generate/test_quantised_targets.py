@@ -72,7 +72,7 @@ def adapter_in(folder: Path, targets: tuple[str, ...] = ("q_proj", "up_proj")) -
 def assistant_of(kind: str, target: CausalLM, build: Any, folder: Path, speculation: SpeculationConfig) -> Any:
     if kind in ("merged", "beside"):
         return SpecDecPPAssistant.from_early_exit(
-            target, 2, adapter_in(folder), speculation=speculation, merge=kind == "merged"
+            target, 2, adapter=adapter_in(folder), speculation=speculation, merge=kind == "merged"
         )
     if kind in ("independent", "quantised"):
         draft = partly_agreeing(ordinary()) if kind == "independent" else build()
@@ -259,7 +259,7 @@ def test_an_adapter_for_quantised_embeddings_is_refused(module: str, tmp_path: P
     target = with_torchao(kinds=(nn.Linear, nn.Embedding))
     folder = adapter_in(tmp_path, ("q_proj", module))
     with pytest.raises(ValueError, match="or for one that is not quantised there"):
-        SpecDecPPAssistant.from_early_exit(target, 2, folder, speculation=CHAIN)
+        SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=CHAIN)
 
 
 def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> None:
@@ -267,10 +267,10 @@ def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> 
     folder = adapter_in(tmp_path, ("q_proj", "embed_tokens"))
     path = tmp_path / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if "base_layer" not in name}, path)
-    SpecDecPPAssistant.from_early_exit(with_torchao(), 2, folder, speculation=CHAIN)
+    SpecDecPPAssistant.from_early_exit(with_torchao(), 2, adapter=folder, speculation=CHAIN)
     target = with_torchao(kinds=(nn.Linear, nn.Embedding))
     with pytest.raises(ValueError, match=r"changes model\.embed_tokens, which is quantised \(Int8Tensor\)"):
-        SpecDecPPAssistant.from_early_exit(target, 2, folder, speculation=CHAIN)
+        SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=CHAIN)
 
 
 # Refused --------------------------------------------------------------------------------------------------------------

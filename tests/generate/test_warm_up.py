@@ -14,9 +14,9 @@ from support.models import assistant_of, quiet_later_layers, tiny
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
+from hf_specdecpp.generation.captured import rehearsal
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.warming import rehearsal
 
 LONGEST, SHORT = 320, 60  # two rooms; one
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}

@@ -45,7 +45,7 @@ def exits_early(target: Any, shape: str, folder: Path, **arguments: Any) -> Spec
     adapter = save_adapter(
         early_exit(target, layers), folder.parent / "peft", 0, LORA.get(shape, ("q_proj", "up_proj"))
     )
-    made = SpecDecPPAssistant.from_early_exit(target, layers, adapter, speculation=FIXED, **arguments)
+    made = SpecDecPPAssistant.from_early_exit(target, layers, adapter=adapter, speculation=FIXED, **arguments)
     made.save_pretrained(folder)
     return made
 
@@ -116,7 +116,7 @@ def test_an_independent_draft_has_its_adapter_merged(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     draft = save_model(partly_agreeing(target), tmp_path / "draft")
     adapter = save_adapter(load_model(draft), tmp_path / "peft")
-    assistant = SpecDecPPAssistant.from_draft(draft, target, adapter, head_for(target), speculation=FIXED)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, adapter=adapter, head=head_for(target), speculation=FIXED)
     assistant.save_pretrained(tmp_path / "assistant")
     exported = export(tmp_path / "assistant", tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

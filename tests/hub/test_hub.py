@@ -47,7 +47,12 @@ def assistant(target: PreTrainedModel, tmp_path: Path) -> SpecDecPPAssistant:
     """One with everything that a repository can hold."""
     adapter = save_adapter(AutoModelForCausalLM.from_pretrained("org/draft"), tmp_path / "peft")
     return SpecDecPPAssistant.from_draft(
-        "org/draft", target, adapter, head_for(target), draft_vocab=list(range(40)), speculation=SPECULATION
+        "org/draft",
+        target,
+        adapter=adapter,
+        head=head_for(target),
+        draft_vocab=list(range(40)),
+        speculation=SPECULATION,
     )
 
 
@@ -81,7 +86,9 @@ def test_push_and_load(
 
 def test_early_exit(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
     adapter = save_adapter(AutoModelForCausalLM.from_pretrained("org/target", num_hidden_layers=2), tmp_path / "peft")
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter, head_for(target), speculation=SPECULATION)
+    assistant = SpecDecPPAssistant.from_early_exit(
+        target, 2, adapter=adapter, head=head_for(target), speculation=SPECULATION
+    )
     assistant.push_to_hub("org/exit")
     hub.requests.clear()
     again = SpecDecPPAssistant.from_pretrained("org/exit", target)
@@ -271,7 +278,7 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
 def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: HubServer, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "my-target"))
     adapter = save_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "my-target", num_hidden_layers=2), tmp_path)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter, head_for(target))
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=head_for(target))
     assistant.save_pretrained(tmp_path / "saved")
     assistant.push_to_hub("org/head")
     for name in ("README.md", "adapter/adapter_config.json", "config.json"):

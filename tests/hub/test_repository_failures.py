@@ -231,7 +231,7 @@ def test_config_is_a_git_lfs_pointer(folder: Path) -> None:
 @pytest.mark.parametrize("content", ["[]", "null", '"text"', "{}", '{"model_type": "llama"}'])
 def test_config_of_something_else(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
-    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant.*from_draft"):
+    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant.*assist"):
         load(folder)
 
 

@@ -32,7 +32,7 @@ def test_adapter(hub: HubServer, target: PreTrainedModel, draft: str, tmp_path: 
     hub.requests.clear()
     named = base if source == "object" else draft
     untouched = logits(base)
-    assistant = SpecDecPPAssistant.from_draft(named, target, "org/adapter" if source == "id" else folder)
+    assistant = SpecDecPPAssistant.from_draft(named, target, adapter="org/adapter" if source == "id" else folder)
     assert torch.equal(logits(base), untouched), "a model object is left as it is"
     assert not hasattr(base, "peft_config")
     expected = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(draft), folder))
@@ -52,7 +52,7 @@ def test_peft_model(target: PreTrainedModel, draft: str, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"carries a PEFT adapter in memory.*from_draft\(draft, adapter=folder\)"):
         assistant.save_pretrained(tmp_path / "a")
     with pytest.raises(ValueError, match=r"already has a PEFT adapter.*merge_and_unload"):
-        SpecDecPPAssistant.from_draft(wrapped, target, folder)
+        SpecDecPPAssistant.from_draft(wrapped, target, adapter=folder)
 
 
 @pytest.mark.every(3)
@@ -64,13 +64,13 @@ def test_adapter_on_an_early_exit(family: str, merge: bool, tmp_path: Path) -> N
     folder = save_adapter(early_exit(target, 2), tmp_path / "peft", targets=modules)
     before, weights = logits(target), {n: t.clone() for n, t in target.state_dict().items()}
     bare = estimates(SpecDecPPAssistant.from_early_exit(target, 2))
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, folder, merge=merge, speculation=FIXED)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge, speculation=FIXED)
     assert greedy(target, assistant) == greedy(target)
     assert torch.equal(logits(target), before)
     assert {n: t.tolist() for n, t in target.state_dict().items()} == {n: t.tolist() for n, t in weights.items()}
     assert not torch.allclose(estimates(assistant), bare), "the adapter changes the draft"
 
-    other = SpecDecPPAssistant.from_early_exit(target, 2, folder, merge=not merge)
+    other = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=not merge)
     torch.testing.assert_close(estimates(other), estimates(assistant), rtol=1e-5, atol=1e-5)
     assert torch.equal(logits(target), before)
     check_round_trip(assistant, target, tmp_path / "a")
@@ -82,7 +82,7 @@ def test_memory_of_an_early_exit(merge: bool, tmp_path: Path) -> None:
     """Unmerged only the adapter is new, merged also the weights that it changes."""
     target = tiny("llama")
     folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
-    draft = SpecDecPPAssistant.from_early_exit(target, 2, folder, merge=merge).ready_drafter().model
+    draft = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge).ready_drafter().model
     shared = {t.untyped_storage().data_ptr() for t in (*target.parameters(), *target.buffers())}
     own = {t.untyped_storage().data_ptr(): t for t in (*draft.parameters(), *draft.buffers())}
     own_bytes = sum(t.untyped_storage().nbytes() for pointer, t in own.items() if pointer not in shared)
@@ -102,15 +102,15 @@ def test_adapter_that_does_not_fit(target: PreTrainedModel, draft: str, tmp_path
     before = logits(target)
     for merge in (True, False):
         with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: \d+ modules or .*layers\.2"):
-            SpecDecPPAssistant.from_early_exit(target, 2, deep, merge=merge)
+            SpecDecPPAssistant.from_early_exit(target, 2, adapter=deep, merge=merge)
         with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: 2 modules or .*layers\.1"):
-            SpecDecPPAssistant.from_early_exit(target, 2, shallow, merge=merge)
+            SpecDecPPAssistant.from_early_exit(target, 2, adapter=shallow, merge=merge)
         with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM; .*up_proj has \[32, 48\].*\[32, 64\]"):
-            SpecDecPPAssistant.from_early_exit(target, 2, wide, merge=merge)
+            SpecDecPPAssistant.from_early_exit(target, 2, adapter=wide, merge=merge)
         with pytest.raises(ValueError, match=r"no counterpart, for example transformer\.h\.0\.attn\.c_attn"):
-            SpecDecPPAssistant.from_early_exit(target, 2, foreign, merge=merge)
+            SpecDecPPAssistant.from_early_exit(target, 2, adapter=foreign, merge=merge)
     with pytest.raises(ValueError, match="does not fit LlamaForCausalLM"):
-        SpecDecPPAssistant.from_draft(draft, target, wide)
+        SpecDecPPAssistant.from_draft(draft, target, adapter=wide)
     assert torch.equal(logits(target), before)
 
 
@@ -119,7 +119,7 @@ def test_other_kinds_of_adapter(target: PreTrainedModel, tmp_path: Path, changes
     folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
     change_json(folder / "adapter_config.json", **changes)
     with pytest.raises(ValueError, match="describes a .* adapter; a draft takes LoRA adapters only"):
-        SpecDecPPAssistant.from_early_exit(target, 2, folder)
+        SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder)
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -211,6 +211,6 @@ def test_target_with_a_peft_adapter(tmp_path: Path) -> None:
     wrapped = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     expected = greedy(wrapped)
     with pytest.raises(ValueError, match="already has a PEFT adapter"):
-        SpecDecPPAssistant.from_early_exit(wrapped, 2, folder)
+        SpecDecPPAssistant.from_early_exit(wrapped, 2, adapter=folder)
     assistant = SpecDecPPAssistant.from_early_exit(wrapped, 2, speculation=FIXED)
     assert greedy(wrapped, assistant) == expected

@@ -48,7 +48,7 @@ def test_an_early_exit_shares_the_targets_tensors(tmp_path: Path) -> None:
     vocab = list(range(0, 48, 3))
     for adapter, draft_vocab in ((None, None), (lora_folder(target, tmp_path), None), (None, vocab)):
         assistant = SpecDecPPAssistant.from_early_exit(
-            target, 2, adapter, draft_vocab=draft_vocab, speculation=FIXED, merge=False
+            target, 2, adapter=adapter, draft_vocab=draft_vocab, speculation=FIXED, merge=False
         )
         drafter = assistant.drafter
         assert drafter is not None
@@ -68,7 +68,7 @@ def test_moving_an_early_exit_assistant_leaves_the_target(tmp_path: Path) -> Non
     target = tiny("llama")
     before = snapshot(target)
     folder = lora_folder(target, tmp_path)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, folder, speculation=FIXED, merge=False)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=FIXED, merge=False)
     assistant.half()
     assistant.train()
     assistant.requires_grad_(False)
@@ -82,7 +82,7 @@ def test_merging_an_adapter_copies_only_what_it_changes(tmp_path: Path) -> None:
     before = snapshot(target)
     shared = {t.untyped_storage().data_ptr() for t in all_tensors(target)}
     folder = lora_folder(target, tmp_path)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, folder, speculation=FIXED, merge=True)
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=FIXED, merge=True)
     assert assistant.drafter is not None
     assert bytes_of(all_tensors(assistant.drafter.model), without=shared) == 2 * 32 * 32 * 8  # q_proj of two layers
     assert torch.equal(generate(target, assistant_model=assistant), generate(target))
@@ -97,7 +97,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_target(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="adapter in .* does not fit LlamaForCausalLM: 1 modules or tensors have no counterpart"
     ):
-        SpecDecPPAssistant.from_early_exit(target, 1, folder, speculation=FIXED)
+        SpecDecPPAssistant.from_early_exit(target, 1, adapter=folder, speculation=FIXED)
     assert snapshot(target) == before
 
 

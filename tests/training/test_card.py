@@ -124,7 +124,7 @@ def test_a_local_copy_of_the_draft(
         assert hub.requests == []
     assert greedy(target, assistant) == greedy(target)
     assert assistant.stats.accepted > 0
-    reference = SpecDecPPAssistant.from_draft(run.draft, target, run.work / "adapter", assistant.head)
+    reference = SpecDecPPAssistant.from_draft(run.draft, target, adapter=run.work / "adapter", head=assistant.head)
     for ours, theirs in zip(said(assistant), said(reference), strict=True):
         assert (ours - theirs).abs().max() < 1e-4, "with the adapter on it"
     assert (assistant.config.draft_id, assistant.config.target_id) == ("org/draft", "org/target")

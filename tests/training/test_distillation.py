@@ -182,9 +182,9 @@ def check_assistant(config: TrainingConfig, acceptance: float, vocab_size: int |
     vocab = load_file(config.work / "draft_vocab.safetensors")["token_ids"] if vocab_size else None
     adapter = config.work / "adapter"
     if config.draft is None:
-        assistant = SpecDecPPAssistant.from_early_exit(target, config.layers or 4, adapter, draft_vocab=vocab)
+        assistant = SpecDecPPAssistant.from_early_exit(target, config.layers or 4, adapter=adapter, draft_vocab=vocab)
     else:
-        assistant = SpecDecPPAssistant.from_draft(config.draft, target, adapter, draft_vocab=vocab)
+        assistant = SpecDecPPAssistant.from_draft(config.draft, target, adapter=adapter, draft_vocab=vocab)
     with torch.no_grad():
         kept = list(range(VOCAB_SIZE)) if vocab is None else vocab.tolist()
         measured = by_hand(target, assistant.ready_drafter(), rows(16, seed=2), kept)[1]

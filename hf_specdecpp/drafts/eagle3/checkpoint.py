@@ -167,7 +167,7 @@ def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:
     elif "reader.fc.weight" in named and not is_one:
         found = "a draft of EAGLE-1 or 2"
     elif not is_one:
-        found = "a model of its own, which from_draft(...) takes if it is a causal LM with the target's tokens"
+        found = "a model of its own, which assist(model, ...) takes if it is a causal LM with the target's tokens"
     if found is not None:
         raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
 

@@ -37,8 +37,8 @@ BOUNDS: dict[str, Bounds] = {
 MOST_BYTES = 2**22  # of the config of a target, which may list its quantised layers
 OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # beside those of the decoder layer
 INSTEAD = (
-    "Draft with an EAGLE-3 or DFlash draft of this target (docs/ready-made.md), or train one (specdecpp train --draft "
-    "eagle3)"
+    "Draft with an EAGLE-3 or DFlash draft of this target (specdecpp drafts lists them), or train one (specdecpp train "
+    "--draft eagle3)"
 )
 # What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM; Step has
 # `transformer.` before some), and what it is called here. Embeddings and LM head there are the target's once more.
@@ -107,7 +107,7 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
         raise ValueError(
             f"The config.json of {source!r} announces multi-token layers ({name}={count}), and its files hold no "
             "tensor of them. They are often left out when a model is quantised, finetuned or saved by transformers. "
-            f"Name the repository of the original model: from_mtp(model, source=ID). {INSTEAD} otherwise."
+            f"Name the repository of the original model: assist(model, 'mtp', source=ID). {INSTEAD} otherwise."
         )
     if not named:
         raise ValueError(f"{source!r} has no multi-token layers: its config.json announces none. {INSTEAD}.")
@@ -178,7 +178,7 @@ def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
         if not tensor.is_floating_point() or tensor.element_size() == 1:
             raise ValueError(
                 f"{source!r}: {name} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
-                "which is not read. Name a repository with them in bfloat16: from_mtp(model, source=ID)."
+                "which is not read. Name a repository with them in bfloat16: assist(model, 'mtp', source=ID)."
             )
 
 
@@ -192,7 +192,7 @@ class MtpFormat(Format):
     )
     is_whole = False
     most_config_bytes = MOST_BYTES
-    cure = "Name a repository that has them: from_mtp(model, source=ID)."
+    cure = "Name a repository that has them: assist(model, 'mtp', source=ID)."
 
     def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> MtpLayers:  # noqa: ARG002
         return read_layers(raw, tensors, source)
@@ -206,7 +206,7 @@ class Mtp(Kind):
     stored = Stored(format=MtpFormat(), is_named=True)
     cannot = {
         "replays": NO_REPLAYS,
-        "training": "multi-token layers are those of the target's checkpoint: take them as they are (from_mtp), or "
+        "training": "multi-token layers are those of the target's checkpoint: take them as they are (assist), or "
         "train with draft: eagle3",
     }
 
@@ -220,11 +220,12 @@ class Mtp(Kind):
         return drafters[0] if len(drafters) == 1 else MtpDraft(drafters)
 
 
-def repository_of(target: CausalLM, source: str | Path | None = None) -> Repository:
+def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
     """The repository with the multi-token layers of a target's checkpoint.
 
     Args:
         source: that holds them; by default that the target was loaded from.
+        hub_kwargs: for downloads.
 
     Raises:
         ValueError: the target is not from a repository.
@@ -233,6 +234,6 @@ def repository_of(target: CausalLM, source: str | Path | None = None) -> Reposit
     if not name:
         raise ValueError(
             f"This {type(target).__name__} was made in memory, so nothing says where its multi-token layers are. "
-            "Name their repository: from_mtp(model, source=ID_OR_FOLDER)."
+            "Name their repository: assist(model, 'mtp', source=ID_OR_FOLDER)."
         )
-    return Repository(str(name), None if source else commit_of(target))
+    return Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})

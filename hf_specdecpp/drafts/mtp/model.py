@@ -136,7 +136,7 @@ def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, s
         raise ValueError(
             f"A multi-token layer of {source} is not like the layers of {type(decoder).__name__} ({problem.strip()}), "
             "so what it computes is not known. If the files are the target's own, its layers are of a form that "
-            "hf_specdecpp does not know: use another draft (docs/ready-made.md)."
+            "hf_specdecpp does not know: use another draft (specdecpp drafts lists some)."
         )
     return loaded
 

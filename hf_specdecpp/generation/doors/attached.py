@@ -121,6 +121,13 @@ def targets_of(assistant: nn.Module) -> list[CausalLM]:
         return [target for target, found in _attached.items() if assistant in found.assistants]
 
 
+def assistants_of(target: CausalLM) -> list[Any]:
+    """All assistants that are attached to a target."""
+    with _lock:
+        found = _attached.get(target)
+        return [] if found is None else list(found.assistants)
+
+
 @contextmanager
 def paused(assistant: nn.Module) -> Iterator[None]:
     """Within, calls that do not name this default assistant are plain ones, in all threads."""

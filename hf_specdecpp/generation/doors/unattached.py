@@ -9,16 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
     MinNewTokensLengthLogitsProcessor,
-    PreTrainedModel,
     SuppressTokensLogitsProcessor,
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
@@ -31,9 +29,6 @@ from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, eos_ids
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
 from hf_specdecpp.trees.tree import DraftTree
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Families whose prompt is a prefix in which every token sees every other, and those whose token types may say so.
 PREFIX_ATTENTION, PREFIX_BY_TYPES = {"paligemma"}, {"hrm_text"}
@@ -99,56 +94,65 @@ class DraftState:
         """transformers rolls back here; the session rolls itself back when it sees what was emitted."""
 
 
+@dataclass(frozen=True)
+class Round:
+    """What `transformers.generation.AssistedCandidateGenerator` asks for in a round.
+
+    Attributes:
+        input_ids: `[1, length]`, everything emitted so far.
+        processors: the target's logits processors, but for its minimum length.
+        min_new_tokens, max_new_tokens: before a text may end; candidates at most.
+    """
+
+    input_ids: Tensor
+    config: GenerationConfig
+    processors: list[Any]
+    min_new_tokens: int
+    max_new_tokens: int
+
+
 def draft_round(
-    start: Callable[[GenerationConfig, Any, Tensor | None], SpecDecPPCandidateGenerator],
-    input_ids: Tensor,
-    generation_config: GenerationConfig,
-    logits_processor: list[Any] | None,
-    state: DraftState | None,
-    attention_mask: Tensor | None,
-    min_new_tokens: int,
-    max_new_tokens: int,
+    start: Callable[[], SpecDecPPCandidateGenerator], asked: Round, state: DraftState | None
 ) -> DraftOutput:
-    """One round as `transformers.generation.AssistedCandidateGenerator` asks for it.
+    """One round for transformers' loop.
 
     Args:
         start: begins a generation; called in the first round.
-        input_ids: `[1, length]`, everything emitted so far.
         state: what the previous round returned, `None` in the first.
 
     Returns:
         `sequences` `[1, length + k]`, `scores` k tensors `[1, vocab]` that q is the softmax of.
     """
+    input_ids, processors = asked.input_ids, asked.processors
+    length, device = input_ids.shape[1], str(input_ids.device)
     if state is None:
-        generator = start(generation_config, logits_processor, attention_mask)
+        generator = start()
         generator.stats.complete = False
     else:
         generator = state.generator
-        emitted = input_ids.shape[1] - state.length
+        emitted = length - state.length
         generator.update_candidate_strategy(input_ids, None, min(emitted - 1, state.num_drafted))
         generator.stats.generated += emitted
-    processors = list(logits_processor or [])
-    eos = list(eos_ids(generation_config))
-    if min_new_tokens > 0 and eos:
+    eos = list(eos_ids(asked.config))
+    if asked.min_new_tokens > 0 and eos:
         # transformers takes the target's minimum length out of the processors and passes it like this. It comes first
         # again: after top-k it could forbid the only token left.
-        minimum = MinNewTokensLengthLogitsProcessor(input_ids.shape[1], min_new_tokens, eos, str(input_ids.device))
-        processors.insert(0, minimum)
+        processors.insert(0, MinNewTokensLengthLogitsProcessor(length, asked.min_new_tokens, eos, device))
     if state is None and (placeholders := _placeholders()):
         # The loop reads these candidates together with the prompt's images, and would look for one for each.
-        processors.insert(0, SuppressTokensLogitsProcessor(placeholders, str(input_ids.device)))
+        processors.insert(0, SuppressTokensLogitsProcessor(placeholders, device))
         if generator.lookup is not None:
             generator.lookup.text.never |= frozenset(placeholders)
     generator.draft_processing = Processing(processors)
     before = _states(processors)
     with generator.products:
-        chain = generator.propose(input_ids, max_new_tokens)
+        chain = generator.propose(input_ids, asked.max_new_tokens)
     if changed := [name for (name, old), (_, new) in zip(before, _states(processors), strict=True) if old != new]:
         raise ValueError(
             f"{', '.join(changed)}: keeps count of its calls, and transformers' assisted generation calls logits "
             "processors for candidates, too, which would change the output. " + ATTACH
         )
-    state = DraftState(generator, input_ids.shape[1], len(chain))
+    state = DraftState(generator, length, len(chain))
     if not len(chain):  # transformers needs a candidate all the same
         chain = DraftTree.chain([int(input_ids[0, -1])])
     return DraftOutput(
@@ -268,87 +272,3 @@ def _loop_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_name != "_assisted_decoding":
         frame = frame.f_back
     return frame
-
-
-class ModelInterface(PreTrainedModel):
-    """What transformers asks of an assistant as if it were a model: rounds of its own loop, device and dtype, copies.
-
-    The base of `SpecDecPPAssistant`, which brings what is declared here.
-    """
-
-    drafter: Any
-    head: Any
-    speculation: Any
-    ready_drafter: Any
-    start_generation: Any
-
-    def generate(
-        self,
-        input_ids: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: list[Any] | None = None,
-        cache: DraftState | None = None,
-        attention_mask: Tensor | None = None,
-        min_new_tokens: int = 0,
-        max_new_tokens: int | None = None,
-        past_key_values: DraftState | None = None,
-        **_: Any,
-    ) -> DraftOutput:
-        """Draft one round for transformers' assisted generation, which is what calls this.
-
-        Raises:
-            ValueError: the generation cannot be assisted, or this was called directly.
-        """
-        if input_ids is None or generation_config is None or max_new_tokens is None:
-            raise ValueError(
-                "An assistant does not answer by itself. Pass it to its target: "
-                "model.generate(**inputs, assistant_model=assistant)."
-            )
-        start = partial(self.start_generation, None)
-        return draft_round(
-            start, input_ids, generation_config, logits_processor, cache or past_key_values, attention_mask,
-            min_new_tokens, max_new_tokens,
-        )  # fmt: skip
-
-    # A property where models have an attribute: transformers' reading it says that its loop begins.
-    @property
-    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule.
-
-        Raises:
-            ValueError: that loop is being set up for something that it would get wrong.
-        """
-        check_loop(self.ready_drafter)
-        return AssistantGenerationConfig(self.speculation.most_tokens)
-
-    @property
-    def device(self) -> torch.device:
-        if self.drafter is not None:
-            return self.drafter.device
-        return self.head.output.weight.device if self.head is not None else torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.drafter.dtype if self.drafter is not None else torch.float32
-
-    def get_output_embeddings(self) -> None:
-        """None: an assistant is not a causal LM. Read where transformers would sample with another tokenizer.
-
-        Raises:
-            ValueError: in that case.
-        """
-        check_loop(self.ready_drafter)
-
-    def _supports_logits_to_keep(self) -> bool:
-        return True
-
-    # A copy by value would leave the targets behind that this one is attached to. Harnesses copy the arguments of
-    # `generate()`, and mean the same assistant; and a pickle goes to a process where there are no such targets.
-    def __deepcopy__(self, _: Any) -> Self:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "An assistant cannot be pickled: it belongs to the targets that it is attached to. Store it with "
-            "assistant.save_pretrained(folder) and load it there: SpecDecPPAssistant.from_pretrained(folder, target)."
-        )

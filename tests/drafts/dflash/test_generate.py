@@ -213,7 +213,7 @@ def test_on_a_pretended_device(settings: str) -> None:
 def test_together_with_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_for()
     assistant = assisted(target)
-    with pytest.raises(ValueError, match="speculation_type='dflash' is transformers' own.*from_draft"):
+    with pytest.raises(ValueError, match="speculation_type='dflash' is transformers' own.*assist"):
         target.generate(TEXT, assistant_model=assistant, max_new_tokens=4, speculation_type="dflash")
 
 

@@ -112,7 +112,7 @@ def test_relatives_are_known_by_their_tensors(tmp_path: Path) -> None:
 
 def test_an_ordinary_llama_of_one_layer(tmp_path: Path) -> None:
     tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path)
-    refused(tmp_path, r"is of a model of its own, which from_draft\(\.\.\.\) takes")
+    refused(tmp_path, r"is of a model of its own, which assist\(model, \.\.\.\) takes")
 
 
 def test_layers_are_counted_in_the_file(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_demo(target: str, options: tuple[str, ...], note: str) -> None:
     assert f"assistant  multi-token layers of {target}{note}\n" in result.output
     assert "equal: all 8 tokens" in result.output
     assert f"specdecpp bench --target {target} --mtp --quick" in result.output
-    assert "SpecDecPPAssistant.from_mtp(model);" in result.output
+    assert "use it      assist(model, 'mtp'); model.generate(...)" in result.output
 
 
 def test_chat(target: str) -> None:

@@ -113,7 +113,7 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
         layers: Any = [0, 2] if case.draft == "exit some" else 2
         adapter = adapter_of(case.family, case.attention, "exit") if case.draft == "exit lora" else None
         assistant = SpecDecPPAssistant.from_early_exit(
-            target, layers, adapter, head_of(case.head, target), merge=case.seed % 2 == 0, **common
+            target, layers, adapter=adapter, head=head_of(case.head, target), merge=case.seed % 2 == 0, **common
         )
     elif case.draft == "conditioned":
         head = head_of(case.head, target)
@@ -121,12 +121,18 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
     elif case.draft == "eagle3":
         vocab = DRAFT_VOCABS[case.draft_vocab]
         layer = random_layer(target, vocab=None if vocab is None else torch.tensor(vocab))
-        assistant = SpecDecPPAssistant.from_eagle3(target, layer, head_of(case.head, target), speculation)
+        assistant = SpecDecPPAssistant.from_eagle3(
+            target, layer, head=head_of(case.head, target), speculation=speculation
+        )
     else:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
         adapter = adapter_of(case.family, case.attention, "lora") if case.draft == "lora" else None
         assistant = SpecDecPPAssistant.from_draft(
-            draft, target if case.door == "attached" else None, adapter, head_of(case.head, draft), **common
+            draft,
+            target if case.door == "attached" else None,
+            adapter=adapter,
+            head=head_of(case.head, draft),
+            **common,
         )
     if case.door != "attached":
         assistant.detach()  # an early exit keeps its draft

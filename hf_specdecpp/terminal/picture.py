@@ -14,7 +14,7 @@ from itertools import groupby
 
 from rich.cells import cell_len
 
-from hf_specdecpp.showing.told import Said
+from hf_specdecpp.terminal.listener import Token
 
 COLUMNS = 48  # characters a line of an answer
 CELL, LINE, MARGIN, GAP = 7.8, 19.0, 20.0, 28.0  # pixels
@@ -41,7 +41,7 @@ text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",mon
 class Answer:
     """An answer and the seconds that it took, the prompt's pass included."""
 
-    said: Sequence[Said]
+    said: Sequence[Token]
     seconds: float
 
     @property
@@ -108,12 +108,12 @@ def _animation(name: str, answer: Answer, longest: float) -> list[str]:
     ]
 
 
-def _times(said: Sequence[Said]) -> list[float]:
+def _times(said: Sequence[Token]) -> list[float]:
     """The seconds of each pass of the target."""
     return list(dict.fromkeys(each.seconds for each in said))
 
 
-def _passes(said: Sequence[Said], left: float) -> list[str]:
+def _passes(said: Sequence[Token], left: float) -> list[str]:
     """Of each pass of the target the drawing of its tokens, where they stand in the text."""
     text = _text(said)
     owners = [place for place, each in enumerate(said) for _ in _written(each.text)]
@@ -145,7 +145,7 @@ def _label(x: float, y: float, text: str, style: str = "") -> str:
     return f'<text class="{style}" x="{x:g}" y="{y:g}">{_plain(text)}</text>'
 
 
-def _text(said: Sequence[Said]) -> str:
+def _text(said: Sequence[Token]) -> str:
     return "".join(_written(each.text) for each in said)
 
 

@@ -11,10 +11,11 @@ from support.models import tiny
 from support.repos import save_model
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, demo
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.cli import app
 from hf_specdecpp.generation import verification
 from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.terminal import demo
 from hf_specdecpp.throughput.target_passes import TargetPasses
 from hf_specdecpp.trees.drawing import DrawnTree
 
@@ -43,8 +44,7 @@ def test_demo_compares_and_reports(target: str, mode: list[str]) -> None:
     assert result.output.splitlines()[-3:] == [
         f"measure it  specdecpp bench --target {target} --layers 1 --quick",
         f"train one   specdecpp train --target {target} --data FILE --output DIR",
-        "use it      assistant = SpecDecPPAssistant.from_early_exit(model, layers=1); model.generate(..., "
-        "assistant_model=assistant)",
+        "use it      assist(model, SpecDecPPAssistant.from_early_exit(model, layers=1)); model.generate(...)",
     ]
     assert "Loading weights" not in result.output
 
@@ -58,18 +58,19 @@ def test_without_an_assistant_candidates_are_looked_up(target: str, options: lis
     assert f"assistant  text that was seen before{note}\n" in result.output
     assert "prompts    answers that repeat their prompt, which suits lookups; --prompt asks others" in result.output
     assert f"measure it  specdecpp bench --target {target} --lookup --quick" in result.output
-    assert "SpecDecPPAssistant.from_lookup(model);" in result.output
+    assert "use it      assist(model, 'lookup'); model.generate(...)" in result.output
 
 
 def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that were timed at another moment, here a thousand times too fast, do not decide."""
     seen = []
-    monkeypatch.setattr(demo, "_report", lambda stats, seconds, _: seen.append((stats, seconds)))
+    monkeypatch.setattr(demo, "_report", lambda stats, pairs, _: seen.append((stats, pairs)))
     monkeypatch.setattr(TargetPasses, "seconds", lambda *_: (2e-6, 1e-6))
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS])
     assert result.exit_code == 0, result.output
-    [(stats, seconds)] = seen
-    assert stats.speedup == pytest.approx(seconds["plain"] / seconds["assisted"], rel=0.5)  # prompts are left out
+    [(stats, pairs)] = seen
+    plain, assisted = (sum(getattr(each, name).seconds for each in pairs) for name in ("plain", "assisted"))
+    assert stats.speedup == pytest.approx(plain / assisted, rel=0.5)  # prompts are left out
     assert stats.same_pass_seconds == pytest.approx(stats.plain_pass_seconds / 2)
 
 
@@ -145,6 +146,7 @@ def test_demo_draws_the_last_answer(target: str, tmp_path: Path) -> None:
         (["--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
         (["--assistant", "/nowhere/at/all"], "There is no folder '/nowhere/at/all', and it cannot be"),
         (["--svg", "/nowhere/at/all.svg"], "There is no folder '/nowhere/at' for the picture 'all.svg'"),
+        (["--svg", "/"], "The picture '/' cannot be written"),
     ],
 )
 def test_bad_arguments_are_one_line(target: str, arguments: list[str], says: str) -> None:

@@ -1,4 +1,4 @@
-"""Who said each token of an answer, and when. A streamer notes it, so it can be asked of any `generate()` call."""
+"""Who chose each token of an answer, and when (`Listener`): a streamer, so any `generate()` call can be asked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.generation.stats import SpeculationStats
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer.
+
+    Attributes:
+        text: what it adds. Of a character of several tokens the last one adds it, the others nothing.
+        accepted: a candidate that the target accepted; otherwise the target's own choice.
+        seconds: from the beginning of the call to the pass that confirmed or chose it.
+    """
+
+    text: str
+    accepted: bool
+    seconds: float
 
 
 class Listener(BaseStreamer):
@@ -42,42 +57,25 @@ class Listener(BaseStreamer):
         if self.onward is not None:
             self.onward.end()
 
+    def tokens(self, tokenizer: PreTrainedTokenizerBase, stats: SpeculationStats | None = None) -> list[Token]:
+        """Each token of the answer, or of what there is of it while it is being written.
 
-@dataclass(frozen=True)
-class Said:
-    """A token of an answer.
+        Args:
+            stats: the assistant's of the call, once it has ended; `None` without one.
 
-    Attributes:
-        text: what it adds. Of a character of several tokens the last one adds it, the others nothing.
-        accepted: a candidate that the target accepted; otherwise the target's own choice.
-        seconds: from the beginning of the call to the pass that confirmed or chose it.
-    """
-
-    text: str
-    accepted: bool
-    seconds: float
-
-
-def told(listener: Listener, tokenizer: PreTrainedTokenizerBase, stats: SpeculationStats | None = None) -> list[Said]:
-    """Each token of an answer, or of what there is of it while it is being written.
-
-    Args:
-        listener: of the call.
-        stats: the assistant's of that call, once it has ended; `None` without one.
-
-    The target adds a token of its own to the candidates that it accepts, so the last token of a pass is its own, but
-    for a text that ends with a candidate. The counts tell: one more token would then have been generated.
-    Example: passes of 1, 3 and 2 tokens are 0 + 1, 2 + 1 and 1 + 1, or at such an end 0 + 1, 2 + 1 and 2 + 0.
-    """
-    passes = list(listener.passes)  # another thread may write
-    ends_inside = stats is not None and stats.accepted + stats.target_passes > stats.generated
-    whose: list[tuple[bool, float]] = []
-    for seconds, tokens in passes:
-        whose += [(place < len(tokens) - 1, seconds) for place in range(len(tokens))]
-    if whose and ends_inside:
-        whose[-1] = (True, whose[-1][1])
-    texts = _texts(tokenizer, [token for _, tokens in passes for token in tokens])
-    return [Said(text, *of) for text, of in zip(texts, whose, strict=True)]
+        The target adds a token of its own to the candidates that it accepts, so the last token of a pass is its own,
+        but for a text that ends with a candidate. The counts tell: one more token would then have been generated.
+        Example: passes of 1, 3 and 2 tokens are 0 + 1, 2 + 1 and 1 + 1, or at such an end 0 + 1, 2 + 1 and 2 + 0.
+        """
+        passes = list(self.passes)  # another thread may write
+        ends_inside = stats is not None and stats.accepted + stats.target_passes > stats.generated
+        whose: list[tuple[bool, float]] = []
+        for seconds, tokens in passes:
+            whose += [(place < len(tokens) - 1, seconds) for place in range(len(tokens))]
+        if whose and ends_inside:
+            whose[-1] = (True, whose[-1][1])
+        texts = _texts(tokenizer, [token for _, tokens in passes for token in tokens])
+        return [Token(text, *of) for text, of in zip(texts, whose, strict=True)]
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:

@@ -12,19 +12,19 @@ import pytest
 from rich.cells import cell_len
 from support.browser import page
 
-from hf_specdecpp.showing.picture import COLUMNS, MARGIN, PAUSE, WIDTH, Answer, picture
-from hf_specdecpp.showing.told import Said
+from hf_specdecpp.terminal.listener import Token
+from hf_specdecpp.terminal.picture import COLUMNS, MARGIN, PAUSE, WIDTH, Answer, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 TEXT = ["The", " sky", " is", " blue", ".\n", "\n", "It ", "scatters", " light"]
 
 
-def said(texts: Sequence[str], accepted: Sequence[int] = (), step: float = 0.5) -> list[Said]:
+def said(texts: Sequence[str], accepted: Sequence[int] = (), step: float = 0.5) -> list[Token]:
     """Two tokens a pass where the first of them is accepted."""
     seconds, found = 0.0, []
     for place, text in enumerate(texts):
         seconds += step if place - 1 not in accepted else 0.0
-        found.append(Said(text, place in accepted, seconds))
+        found.append(Token(text, place in accepted, seconds))
     return found
 
 
@@ -155,7 +155,7 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_in_a_browser(motion: str, tmp_path: Path) -> None:
     """It is written in time, and stands there at once for those who want no motion."""
-    answer = [Said("now", False, 0.001), Said(" later", True, 1.5)]
+    answer = [Token("now", False, 0.001), Token(" later", True, 1.5)]
     file = tmp_path / "answer.svg"
     file.write_text(picture("?", Answer(answer, 1.5), Answer(answer, 1.5)), encoding="utf-8")
     with page(reduced_motion=motion) as tab:

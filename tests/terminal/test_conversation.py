@@ -13,9 +13,9 @@ from support.repos import chat_tokenizer
 from support.zoo import tiny_of
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.chat import conversation as conversations
-from hf_specdecpp.chat.conversation import Conversation, Stop
-from hf_specdecpp.chat.terminal import first_interrupt
+from hf_specdecpp.terminal import conversation as conversations
+from hf_specdecpp.terminal.chat import first_interrupt
+from hf_specdecpp.terminal.conversation import Conversation, Stop
 
 MESSAGES = ["w1 w2 w3", "w4 w5 w6 w7", "w8", "w9 w1 w2"]
 FIXED = SpeculationConfig("fixed", num_tokens=3)

@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.chat.conversation import Answer, Conversation, Stop
-from hf_specdecpp.cli_options import check_mtp
+from hf_specdecpp.choosing import as_told
 from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.loading import load_model, load_tokenizer
+from hf_specdecpp.terminal.conversation import Answer, Conversation, Stop
+from hf_specdecpp.terminal.settings import ChatConfig
 
 HELP = """A line is a message. Commands:
 /reset  begin a new conversation
@@ -28,55 +28,30 @@ HELP = """A line is a message. Commands:
 Ctrl-C stops an answer; what was said by then stays in the conversation."""
 
 
-def run(
-    target: str,
-    assistant: str | None,
-    tree: bool,
-    max_new_tokens: int,
-    temperature: float | None,
-    system: str | None,
-    device: str | None,
-    console: Console,
-    mtp: bool = False,
-) -> None:
+def run(config: ChatConfig, console: Console) -> None:
     """Load the target and its assistant, and talk until the messages end.
-
-    Args:
-        target: Hub id or folder.
-        assistant: Hub id or folder of an assistant; by default candidates are looked up in the conversation.
-        tree: draft token trees.
-        max_new_tokens, temperature, system: as in `Conversation`.
-        device: of the target; by default an accelerator if there is one.
-        mtp: the target's own multi-token layers draft, in the place of an assistant.
 
     Raises:
         ValueError, OSError: something cannot be loaded, or does not fit.
     """
-    check_mtp(mtp, assistant)
-    with console.status(f"loading {target}"):
+    with console.status(f"loading {config.target}"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        model, tokenizer = load_model(target, device=device or accelerator or "cpu"), load_tokenizer(target)
-        if mtp:
-            helper = SpecDecPPAssistant.from_mtp(model, default=True)
-        elif assistant is None:
-            helper = SpecDecPPAssistant.from_lookup(model, default=True)
-        else:
-            helper = SpecDecPPAssistant.from_pretrained(assistant, target=model, default=True)
-        if tree and helper.speculation.tree is None:
-            helper.speculation.tree = "dyspec"
-        conversation = Conversation(model, tokenizer, helper, max_new_tokens, temperature, system)
+        model = load_model(config.target, device=config.device or accelerator or "cpu")
+        tokenizer = load_tokenizer(config.target)
+        helper = as_told(model, config, default=True)
+        limits = config.max_new_tokens, config.temperature, config.system
+        conversation = Conversation(model, tokenizer, helper, *limits)
         conversation.warm_up()
     chat = Chat(conversation, console)
-    chat.say("target   ", f"  {target} ({str(model.dtype)[6:]} on {model.device})")
-    chat.say("assistant", f"  {assistant or describe(helper.config)}")
+    chat.say("target   ", f"  {config.target} ({str(model.dtype)[6:]} on {model.device})")
+    chat.say("assistant", f"  {config.assistant or describe(helper.config)}")
     if helper.stats.refusal is not None:
         chat.say("note     ", f"  Answers are plain ones, without the assistant: {helper.stats.refusal}")
     if tokenizer.chat_template is None:
         chat.say("note     ", "  This model has no chat template: it continues what is typed.")
     chat.say("", "Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat.")
     chat.talk()
-    ours = f"--assistant {assistant}" if assistant else "--mtp" if mtp else "--lookup"
-    chat.close(f"specdecpp bench --target {target} {ours} --quick")
+    chat.close(f"specdecpp bench --target {config.target} {config.flags(helper.kind.name)} --quick")
 
 
 class Chat:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.showing.told import Listener, Said, told
+from hf_specdecpp.terminal.listener import Listener, Token
 
 MOST = 24
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
@@ -49,12 +49,12 @@ def by_rounds(accepted: Sequence[int], length: int) -> list[bool]:
 
 def generate(
     target: Any, assistant: Any = None, words: Any = None, **options: Any
-) -> tuple[torch.Tensor, Listener, list[Said]]:
+) -> tuple[torch.Tensor, Listener, list[Token]]:
     listener, words = Listener(), words or tokenizer()
     options = {"max_new_tokens": MOST, "do_sample": False, **options}
     output = target.generate(PROMPT, assistant_model=assistant, streamer=listener, **options)
     stats = None if assistant is None else assistant.stats
-    return output[0, PROMPT.shape[1] :], listener, told(listener, words, stats)
+    return output[0, PROMPT.shape[1] :], listener, listener.tokens(words, stats)
 
 
 def informed(target: Any, speculation: SpeculationConfig) -> SpecDecPPAssistant:
@@ -94,7 +94,7 @@ def test_a_text_may_end_with_a_candidate(speculation: SpeculationConfig, accepte
         assert tokens.tolist() == plain[: end + 1]
         assert [each.accepted for each in said] == by_rounds(accepted, end + 1)
         last.append(said[-1].accepted)
-        mutants += told(listener, tokenizer()) != said
+        mutants += listener.tokens(tokenizer()) != said
         assistant.detach()
     assert set(last) == {False, True}
     assert mutants == sum(last) > 0
@@ -154,10 +154,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def test_characters_of_several_tokens(text: str) -> None:
     words, listener = byte_tokenizer(), Listener()
     listener.passes = [(float(place), [token]) for place, token in enumerate(words.encode(text))]
-    said = told(listener, words)
+    said = listener.tokens(words)
     assert len(said) == len(text.encode())
     assert "".join(each.text for each in said) == text
     assert "\ufffd" in text or all(len(each.text) < 2 for each in said)
     half = Listener()
     half.passes = listener.passes[:1]  # of a text that is being written
-    assert len(told(half, words)) == 1
+    assert len(half.tokens(words)) == 1

@@ -1,0 +1,377 @@
+"""An assistant at work (`AssistantModel`): its parts, its targets, and what transformers asks of it as of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.drafts.kind import Loading
+from hf_specdecpp.drafts.known import describe, draft_name, kind_of
+from hf_specdecpp.drafts.stored import Parts
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.captured.rehearsal import warm_up
+from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.generation.doors.unattached import (
+    AssistantGenerationConfig,
+    DraftOutput,
+    DraftState,
+    Round,
+    check_loop,
+    draft_round,
+)
+from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
+from hf_specdecpp.models.int8_products import quantise
+from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
+from hf_specdecpp.provenance import warn_of_drift
+from hf_specdecpp.throughput.memory import Memory
+from hf_specdecpp.trees.drawing import DrawnTree
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class AssistantModel(PreTrainedModel):
+    """An assistant of given parts. `SpecDecPPAssistant` adds the ways to make and store one.
+
+    Attributes:
+        stats: `SpeculationStats` of the latest `generate()`.
+        head: the acceptance head, or `None`.
+        memory: what was learned of targets while generating, and earlier answers if lookups search them
+            (`memory.answers`); `memory.clear()` forgets both.
+        drafter: the draft, or `None` for one made of a target that it has not met yet.
+        kind: what kind of draft that is.
+    """
+
+    config: SpecDecPPConfig
+    config_class = SpecDecPPConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    def __init__(
+        self,
+        config: SpecDecPPConfig,
+        drafter: Draft | None = None,
+        head: AcceptanceHead | None = None,
+        parts: Parts | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.kind = kind_of(config)
+        self.parts, self.head = parts or Parts(), head
+        self.drafter: Any = drafter
+        self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
+        self.stats = SpeculationStats()
+        self.memory = Memory(config.calibration)
+        self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
+        if head is not None and isinstance(drafter, Drafter):
+            check_head(head, drafter, draft_name(config))
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """The settings of a run; change them at any time between two calls."""
+        return self._speculation
+
+    @speculation.setter
+    def speculation(self, value: SpeculationConfig) -> None:
+        if not isinstance(value, SpeculationConfig):
+            raise TypeError(
+                f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
+            )
+        self._speculation = value
+
+    @property
+    def estimator(self) -> Estimator:
+        """What judges candidates: the head, or without one the draft's own probability."""
+        return self.head or DraftProbability()
+
+    @property
+    def last_tree(self) -> DrawnTree | None:
+        """The tree of the latest round that drafted one, with its accepted path; `str()` draws it."""
+        return self.stats.last_tree
+
+    # Using one -------------------------------------------------------------------------------------------------------
+
+    def attach(self, target: CausalLM, default: bool = False) -> None:
+        """Make `target.generate(assistant_model=self)` use our decoding loop. May be called for several targets.
+
+        Nothing else about the target changes, and `detach` restores it exactly.
+
+        Args:
+            target: the model to draft for.
+            default: whether `target.generate()` without an assistant uses it, too. A call that it cannot help with is
+                a plain one, and says so once, with the reason (`stats.refusal`). The target keeps its default assistant
+                alive. Attaching again changes this, and the latest default of a target is its only one.
+
+        Raises:
+            TypeError: the target is no model.
+            ValueError: it cannot be assisted, or speaks other tokens than the draft.
+        """
+        target = causal_lm.base_model(target)
+        check_hash(target, self.config.vocab_hash, self.config.target_id)
+        warn_of_drift(target, self.config.target_id, self.config.target_revision)
+        if self.kind.rests_on == "target":
+            with self._made_for(target):
+                self._draft_with(target)
+        elif (model := self.ready_drafter().model) is not None:
+            check_same_tokenizer(target, model)
+        attached.attach(self, target)
+        attached.set_default(self, target, default)
+        self.config.note_target(target)
+
+    def detach(self, target: CausalLM | None = None) -> None:
+        """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
+        targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
+        for model in targets:
+            if attached.is_attached(self, model):
+                attached.detach(self, model)
+                self.packed.clear()
+                self.int8.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, calls without an assistant are plain ones, though this is a target's default assistant.
+
+        `assistant_model=None` says nothing to transformers, so a single call cannot leave its default out.
+        """
+        with attached.paused(self):
+            yield
+
+    @contextmanager
+    def as_default(self, target: CausalLM) -> Iterator[None]:
+        """Within, calls of `target` in this thread that name no assistant use this one, which is attached to it.
+
+        The target's default assistant stays what it is: for other threads, and afterwards.
+        """
+        with attached.as_default(self, causal_lm.base_model(target)):
+            yield
+
+    def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
+        """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it.
+
+        A text is generated that makes what texts may make: a pass of the target of each width that `speculation` may
+        lead to, the draft's steps, in a cache of each size; with `rule="throughput"` costs are measured if they are
+        not known. Nothing is learned of it: statistics, estimates, known costs and torch's generators stay as they
+        are. Afterwards `generate()` captures nothing for texts of up to that length, with these options and settings.
+
+        Args:
+            max_length (tokens): of prompt and answer together, at most.
+            target: an attached one, where there are several.
+            options: of `generate()`, as later calls will have them, such as `do_sample`.
+
+        Returns:
+            Seconds that it took.
+
+        Raises:
+            ValueError: nothing can be captured here, the length makes no sense, or the target is not attached.
+        """
+        targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
+        if len(targets) != 1 or not attached.is_attached(self, targets[0]):
+            raise ValueError(
+                f"This assistant is attached to {len(attached.targets_of(self))} targets, so it is not known whose "
+                "passes to capture. Attach it, assistant.attach(model), and pass target=model where there are several."
+            )
+        return warm_up(self.setup(), targets[0], max_length, options)
+
+    def __repr__(self) -> str:
+        """Such as "SpecDecPPAssistant(text that was seen before, rule='throughput', default of org/model)"."""
+        in_memory = self.kind.rests_on == "draft" and self.config.draft_id is None
+        draft = type(self.ready_drafter().model).__name__ if in_memory else describe(self.config)
+        head = ", with a head" if self.head is not None else ""
+        tree = f", tree={self.speculation.tree!r}" if self.speculation.tree is not None else ""
+        targets = [
+            f"{'default of' if attached.is_default(self, each) else 'attached to'} "
+            f"{each.config.name_or_path or type(each).__name__}"
+            for each in attached.targets_of(self)
+        ]
+        where = ", ".join(targets) or "not attached"
+        return f"{type(self).__name__}({draft}{head}, rule={self.speculation.rule!r}{tree}, {where})"
+
+    @contextmanager
+    def _made_for(self, target: CausalLM) -> Iterator[None]:
+        """What does not fit a target within is said together with whose assistant it is."""
+        made_for, name = self.config.target_id, target.config.name_or_path
+        try:
+            yield
+        except ValueError as error:
+            if made_for in (None, name):
+                raise
+            raise ValueError(f"{error} This assistant was made for {made_for!r}, and the target is {name!r}.") from None
+
+    def _draft_with(self, target: CausalLM) -> None:
+        """Make the draft of this target."""
+        if attached.is_attached(self, target):
+            return
+        if attached.targets_of(self):
+            raise ValueError(
+                "This assistant drafts with the layers of the target that it is attached to. Call detach() first, or "
+                "make a new one for this target."
+            )
+        self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
+        TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
+        if self.head is not None:
+            self.head.to(self.drafter.device)
+            check_head(self.head, self.drafter, draft_name(self.config))
+
+    # What a generation asks for --------------------------------------------------------------------------------------
+
+    def ready_drafter(self) -> Any:
+        """The drafter.
+
+        Raises:
+            ValueError: an assistant that drafts with its target's layers has not met the target.
+        """
+        if self.drafter is None:
+            raise ValueError(
+                f"This assistant drafts with {draft_name(self.config)}, so it must be attached to it: "
+                "assist(model, repo), or assistant.attach(model). In a pipeline pass the assistant object made in this "
+                "way, not its name."
+            )
+        return self.drafter
+
+    def setup(self) -> DraftSetup:
+        """What a generation needs of this assistant.
+
+        Raises:
+            ValueError: an assistant that drafts with its target's layers has not met the target, or the target has been
+                moved since.
+        """
+        drafter = self.ready_drafter()
+        drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
+        drafter.renew()
+        drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
+        return DraftSetup(
+            drafter=drafter,
+            head=self.head,
+            speculation=self.speculation,
+            memory=self.memory,
+            packed=self.packed,
+            int8=self.int8,
+            rates=self.config.acceptance_by_rank,
+            vocab_size=self.config.vocab_size,
+            trainable=self._trainable(),
+        )
+
+    def _trainable(self) -> frozenset[str]:
+        """`DraftSetup.trainable`."""
+        if self.kind.trainable is None:
+            return frozenset()
+        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
+        return frozenset(name for name, is_missing in lacks.items() if is_missing)
+
+    def start_generation(
+        self,
+        target: CausalLM | None,
+        config: GenerationConfig,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        attention_mask: Tensor | None = None,
+        rows: int = 1,
+        products: FasterProducts | None = None,
+    ) -> SpecDecPPCandidateGenerator:
+        """Begin one `generate()` call of `target`, or of a target that this assistant is not attached to (`None`).
+
+        Args:
+            rows: how many sequences the call has; each is begun by itself.
+            products: those of the rows begun before, which all share.
+
+        Raises:
+            ValueError: the generation cannot be assisted.
+        """
+        setup = replace(self.setup(), rows=rows)
+        generator = SpecDecPPCandidateGenerator(
+            setup, config, logits_processor, attention_mask, target=target, products=products
+        )
+        self.stats = generator.stats
+        return generator
+
+    # What transformers asks of a model -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        max_new_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> DraftOutput:
+        """Draft one round for transformers' assisted generation, which is what calls this.
+
+        Raises:
+            ValueError: the generation cannot be assisted, or this was called directly.
+        """
+        if input_ids is None or generation_config is None or max_new_tokens is None:
+            raise ValueError(
+                "An assistant does not answer by itself. Pass it to its target: "
+                "model.generate(**inputs, assistant_model=assistant)."
+            )
+        state: DraftState | None = kwargs.get("cache") or kwargs.get("past_key_values")
+        given, mask = kwargs.get("logits_processor"), kwargs.get("attention_mask")
+        start = partial(self.start_generation, None, generation_config, given, mask)
+        least = kwargs.get("min_new_tokens", 0)
+        return draft_round(start, Round(input_ids, generation_config, list(given or []), least, max_new_tokens), state)
+
+    # A property where models have an attribute: transformers' reading it says that its loop begins.
+    @property
+    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
+        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule.
+
+        Raises:
+            ValueError: that loop is being set up for something that it would get wrong.
+        """
+        check_loop(self.ready_drafter)
+        return AssistantGenerationConfig(self.speculation.most_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        if self.drafter is not None:
+            return self.drafter.device
+        return self.head.output.weight.device if self.head is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.drafter.dtype if self.drafter is not None else torch.float32
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        """The draft model's own forward, for measuring it."""
+        return self.ready_drafter().model(input_ids, **kwargs)
+
+    def get_output_embeddings(self) -> None:
+        """None: an assistant is not a causal LM. Read where transformers would sample with another tokenizer.
+
+        Raises:
+            ValueError: in that case.
+        """
+        check_loop(self.ready_drafter)
+
+    def _supports_logits_to_keep(self) -> bool:
+        return True
+
+    # A copy by value would leave the targets behind that this one is attached to. Harnesses copy the arguments of
+    # `generate()`, and mean the same assistant; and a pickle goes to a process where there are no such targets.
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "An assistant cannot be pickled: it belongs to the targets that it is attached to. Store it with "
+            "assistant.save_pretrained(folder) and load it there: SpecDecPPAssistant.from_pretrained(folder, target)."
+        )

@@ -1,1 +1,0 @@
-"""`specdecpp chat`: a conversation in the terminal, with an assistant."""

@@ -1,0 +1,131 @@
+"""`assist`: the one line that makes `model.generate()` faster, with whatever drafts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, overload
+
+from torch import nn
+from transformers.utils import logging
+
+from hf_specdecpp.assistant import LoadingOptions, SpecDecPPAssistant, TrainedOptions
+from hf_specdecpp.cli_options import DraftChoice
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.known import LOOKUP, MTP, recognise
+from hf_specdecpp.drafts.stored import raw_config
+from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.hub.published import advice
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CausalLM
+
+logger = logging.get_logger("hf_specdecpp")
+
+AUTO = "auto"
+SETTINGS = {each.name for each in fields(SpeculationConfig)}
+KNOWN = SETTINGS | {"source", *TrainedOptions.__annotations__, *LoadingOptions.__annotations__}
+
+
+@overload
+def assist(
+    model: CausalLM, draft: str | Path | nn.Module = AUTO, default: bool = True, **options: Any
+) -> SpecDecPPAssistant: ...
+
+
+@overload
+def assist(model: CausalLM, draft: None) -> None: ...
+
+
+def assist(model: CausalLM, draft: Any = AUTO, default: bool = True, **options: Any) -> SpecDecPPAssistant | None:
+    """Make `model.generate()` faster from now on, with the same output.
+
+        assist(model)                                                    # with what is there, nothing is downloaded
+        assist(model, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", tree="dyspec")
+        assist(model, None)                                              # as if nothing had been
+
+    Args:
+        model: the model to speed up, on the device where it will be used.
+        draft: what guesses tokens ahead:
+            `"auto"`: the multi-token layers that the model's own checkpoint has, or where it has none lookups;
+            `"mtp"`: these layers; `"lookup"`: what followed the same tokens earlier in the text;
+            a Hub id (`org/repo`, or `org/repo/folder`), a folder or a model object: an assistant of this package, an
+            EAGLE-3 or DFlash draft that others trained, a Gemma 4 assistant, or a smaller model with the same
+            tokenizer;
+            a `SpecDecPPAssistant`, which is attached;
+            `None`: nothing. Every assistant of the model is detached.
+        default: whether calls use it that do not name an assistant (`assistant_model=`).
+        options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, in the place of what a repository
+            says; and for a draft given by name, those of `SpecDecPPAssistant.from_pretrained`, such as `revision`.
+
+    Returns:
+        The assistant, whose `stats` say after each `generate()` whether it paid.
+
+    Raises:
+        ValueError: the model cannot be assisted, or the draft does not fit it.
+        TypeError: an option is not known.
+        OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+    """
+    model = causal_lm.base_model(model)
+    if draft is None:
+        for each in attached.assistants_of(model):
+            each.detach(model)
+        return None
+    for unknown in options.keys() - KNOWN:
+        near = get_close_matches(unknown, KNOWN, 1)
+        raise TypeError(f"There is no option {unknown}.{f' Did you mean {near[0]}?' if near else ''}")
+    settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
+    assistant = _made(model, draft, options)
+    if settings:
+        assistant.speculation = replace(assistant.speculation, **settings)
+    assistant.attach(model, default)
+    return assistant
+
+
+def as_told(model: CausalLM, choice: DraftChoice, default: bool = False) -> SpecDecPPAssistant:
+    """The assistant that a command was told to use, attached; errors as of `assist`."""
+    named: Any = choice.assistant or (MTP.name if choice.mtp else LOOKUP.name if choice.lookup else AUTO)
+    if named == AUTO and choice.layers is not None:
+        named = SpecDecPPAssistant.from_early_exit(model, choice.layers)
+    assistant = assist(model, named, default)
+    assistant.speculation.lookup = choice.lookup or assistant.speculation.lookup
+    if choice.tree and assistant.speculation.tree is None:
+        assistant.speculation.tree = "dyspec"
+    return assistant
+
+
+def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssistant:
+    """The assistant that drafts with what was named."""
+    if isinstance(draft, SpecDecPPAssistant):
+        if options:
+            raise TypeError(f"{', '.join(options)}: this assistant was made already, only its settings can be changed.")
+        return draft
+    if draft == AUTO:
+        return _by_itself(model, options)
+    if draft == MTP.name:
+        return SpecDecPPAssistant.from_mtp(model, **options)
+    if draft == LOOKUP.name:
+        return SpecDecPPAssistant.from_lookup(model, **options)
+    if isinstance(draft, str | Path) and not _is_plain_model(draft):
+        return SpecDecPPAssistant.from_pretrained(draft, model, **options)
+    return SpecDecPPAssistant.from_draft(draft, model, **options)
+
+
+def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
+    """With the model's own multi-token layers, or where none can be read with lookups; nothing is downloaded."""
+    try:
+        return SpecDecPPAssistant.from_mtp(model, local_files_only=True, **options)
+    except (ValueError, OSError):
+        assistant = SpecDecPPAssistant.from_lookup(model, **options)
+    if (better := advice(model.config.name_or_path)) is not None:
+        logger.warning_once(better)
+    return assistant
+
+
+def _is_plain_model(name: str | Path) -> bool:
+    """Whether a repository holds an ordinary causal LM, by its `config.json`."""
+    raw = raw_config(name)
+    if raw is None or recognise(raw) is not None:
+        return False
+    return raw.get("model_type") not in (None, SpecDecPPConfig.model_type)

@@ -1,1 +1,0 @@
-"""What is captured before the first text."""

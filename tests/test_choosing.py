@@ -1,0 +1,213 @@
+"""`assist`: one line, and `model.generate()` is faster with the same output; whatever drafts is recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import gemma4_files, mtp_files
+from support.dflash_files import VARIANTS
+from support.dflash_files import target_for as dflash_target
+from support.hub_server import HubServer, point_client_at
+from support.models import partly_agreeing, prompt, random_layer, tiny
+from support.repos import save_model
+
+import hf_specdecpp
+from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.hub.published import advice, published, table
+from hf_specdecpp.models.causal_lm import CausalLM
+
+
+@pytest.fixture
+def target() -> Iterator[CausalLM]:
+    model = tiny("llama").float()
+    yield model
+    assist(model, None)
+
+
+def text(model: CausalLM, **arguments: Any) -> list[int]:
+    tokens: list[int] = model.generate(1 + prompt(9) % 11, max_new_tokens=12, do_sample=False, **arguments)[0].tolist()
+    return tokens
+
+
+def test_one_line(target: CausalLM) -> None:
+    plain = text(target)
+    assistant = hf_specdecpp.assist(target)
+    assert text(target) == plain
+    assert assistant.kind.name == "lookup"
+    assert assistant.stats.generated == 12
+
+
+def test_none_takes_every_assistant_away(target: CausalLM) -> None:
+    methods = dict(vars(type(target)))
+    kept = [assist(target), assist(target, partly_agreeing(target), default=False)]
+    assert assist(target, None) is None
+    assert dict(vars(type(target))) == methods
+    text(target)
+    assert [each.stats.generated for each in kept] == [0, 0]
+
+
+def test_settings_replace_those_of_a_draft(target: CausalLM, tmp_path: Path) -> None:
+    assistant = assist(target, partly_agreeing(target), rule="fixed", num_tokens=3, tree="dyspec")
+    assert (assistant.speculation.rule, assistant.speculation.num_tokens) == ("fixed", 3)
+    stored = assist(target, SpecDecPPAssistant.from_early_exit(target, 1), rule="fixed", num_tokens=4)
+    stored.save_pretrained(tmp_path)
+    again = assist(target, tmp_path, num_tokens=2)
+    assert (again.speculation.rule, again.speculation.num_tokens) == ("fixed", 2)
+
+
+def test_only_calls_that_name_it(target: CausalLM) -> None:
+    assistant = assist(target, partly_agreeing(target), default=False)
+    text(target)
+    assert assistant.stats.generated == 0
+    text(target, assistant_model=assistant)
+    assert assistant.stats.generated == 12
+
+
+# What drafts ---------------------------------------------------------------------------------------------------------
+
+Made = tuple[CausalLM, Any]  # a target, and what is named as its draft
+
+
+def assistant_of_ours(folder: Path) -> Made:
+    target = tiny("llama").float()
+    SpecDecPPAssistant.from_early_exit(target, 1).save_pretrained(folder)
+    return tiny("llama").float(), folder
+
+
+def smaller_model(folder: Path) -> Made:
+    return tiny("llama").float(), save_model(partly_agreeing(tiny("llama").float()), folder)
+
+
+def model_object(_: Path) -> Made:
+    target = tiny("llama").float()
+    return target, partly_agreeing(target)
+
+
+def assistant_object(_: Path) -> Made:
+    target = tiny("llama").float()
+    return target, SpecDecPPAssistant.from_eagle3(target, random_layer(target).float())
+
+
+def dflash(folder: Path) -> Made:
+    VARIANTS["plain"].save(folder)
+    return dflash_target(), str(folder)
+
+
+def gemma4(_: Path) -> Made:
+    return gemma4_files.target_for(), gemma4_files.VARIANTS["plain"].theirs()
+
+
+def own_layers(folder: Path) -> Made:
+    dense = {"first_k_dense_replace": mtp_files.DEPTH}
+    return mtp_files.Files("glm4_moe", 1, seed=7, overrides=dense).load(folder), "mtp"
+
+
+def own_layers_by_default(folder: Path) -> Made:
+    return own_layers(folder)[0], "auto"
+
+
+def lookups(_: Path) -> Made:
+    return tiny("llama").float(), "lookup"
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (assistant_of_ours, "early_exit"), (smaller_model, "independent"), (model_object, "independent"),
+        (assistant_object, "eagle3"), (dflash, "dflash"), (gemma4, "gemma4"), (own_layers, "mtp"),
+        (own_layers_by_default, "mtp"), (lookups, "lookup"),
+    ],
+)  # fmt: skip
+def test_whatever_is_named_drafts(make: Callable[[Path], Made], kind: str, tmp_path: Path) -> None:
+    target, draft = make(tmp_path)
+    plain = text(target)
+    assistant = assist(target, draft)
+    assert text(target) == plain
+    assert assistant.kind.name == kind
+    assert assistant.stats.generated == 12
+    assist(target, None)
+
+
+def test_a_folder_of_a_hub_repository(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, folder = assistant_of_ours(tmp_path / "assistant")
+    point_client_at(monkeypatch, hub, tmp_path / "cache")
+    files = {f"drafts/small/{file.name}": file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    hub.commit("org/drafts", files)
+    assert assist(target, "org/drafts/drafts/small").kind.name == "early_exit"
+
+
+def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_client_at(monkeypatch, hub, tmp_path / "cache")
+    target = tiny("llama").float()
+    target.config._name_or_path = "org/target"
+    assert assist(target).kind.name == "lookup"
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "says"),
+    [
+        ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
+        ("lookup", {"revision": "v1"}, "revision: no such option"),
+        ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
+        ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),
+    ],
+)
+def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError, OSError), match=says):
+        assist(target, draft, **options)
+    assert "_sample" not in vars(type(target)) or type(vars(type(target))["_sample"]).__name__ != "Method"
+
+
+def test_an_assistant_says_what_it_is(target: CausalLM) -> None:
+    draft = partly_agreeing(target)
+    target.config._name_or_path = "org/target"
+    assistant = assist(target, "lookup")
+    assert repr(assistant) == (
+        "SpecDecPPAssistant(text that was seen before, rule='throughput', default of org/target)"
+    )
+    other = assist(target, draft, default=False, rule="fixed", tree="dyspec")
+    assert repr(other) == "SpecDecPPAssistant(LlamaForCausalLM, rule='fixed', tree='dyspec', attached to org/target)"
+    assist(target, None)
+    assert repr(assistant).endswith("rule='throughput', not attached)")
+
+
+# Drafts that others have published -----------------------------------------------------------------------------------
+
+
+def test_the_table_has_one_form() -> None:
+    for each in table():
+        for name in (each.target, each.draft):
+            assert len(name.split("/")) == 2
+        assert each.form in ("EAGLE-3 draft", "DFlash draft", "Gemma 4 assistant")
+        assert each.source.startswith("https://")
+        assert each.file in ("safetensors", "pickle")
+        assert (each.tokens_per_pass is None) == (each.measured_on is None)
+        assert each.tokens_per_pass is None or 1.0 < each.tokens_per_pass < 16.0
+    assert len({(each.target, each.draft) for each in table()}) == len(table()) > 50
+    order = [each.target for each in table()]
+    assert order == sorted(order, key=order.index), "drafts of a target stand together"
+
+
+def test_drafts_are_found_by_the_name_of_a_model_or_its_folder() -> None:
+    found = [each.draft for each in published("Qwen/Qwen3-8B")]
+    assert found[0] == "z-lab/Qwen3-8B-DFlash-b16"
+    assert found == [each.draft for each in published("/models/Qwen3-8B/")]
+    assert published("Qwen/Qwen3-8B-Base") == []
+    assert published("") == []
+
+
+def test_the_first_that_loads_is_named_once(target: CausalLM, caplog: pytest.LogCaptureFixture) -> None:
+    target.config._name_or_path = "meta-llama/Llama-3.1-8B-Instruct"
+    line = (
+        "meta-llama/Llama-3.1-8B-Instruct has a published EAGLE-3 draft: "
+        "assist(model, 'lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge')"
+    )
+    assert advice(target.config.name_or_path) == line
+    for _ in range(2):
+        assist(target)
+    assert caplog.messages.count(line) == 1
+    assert advice("lmsys/vicuna-13b-v1.3") is None  # a pickle only
