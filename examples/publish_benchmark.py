@@ -21,6 +21,9 @@ from hf_specdecpp.hub import card as cards
 
 SPEED = re.compile(r"## Speed\n.*?(?=(?:{% endif %}\n)?## Training\n)", re.DOTALL)
 OPENING = re.compile(r"(?<=\n\n)(Makes|Did not make|Drafts for) `generate\(\)`.*?(?=\n\n)", re.DOTALL)
+ABOUT = re.compile(r"^target (?:\S+/)?(\S+) \((\w+), .*?\), draft: (?:\S+/)?(.*)$")
+SPEED_OF = r"([\d.]+ \([^)]*\)) times"
+FASTEST = re.compile(rf"the fastest, (.*?), runs at {SPEED_OF}(?:.*?generate\(\) and at {SPEED_OF})?")
 BEGIN, END = "<!-- reports: begin -->", "<!-- reports: end -->"
 
 
@@ -32,7 +35,7 @@ def publish(folders: list[Path], page: Path) -> None:
     _, mark, after = rest.partition(END)
     if not mark:
         raise SystemExit(f"{page} lacks the marks {BEGIN} and {END}, so there is no place for the list.")
-    lines = ["| report | target and draft | what it says |", "|---|---|---|"]
+    lines = ["| report | target; draft | fastest contestant, x plain (95 %) |", "|---|---|---|"]
     lines += [_line(report, page) for report in sorted(reports.glob("*/report.md"))]
     page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}", encoding="utf-8")
 
@@ -47,13 +50,15 @@ def _copy(folder: Path, published: Path) -> None:
 
 
 def _line(report: Path, page: Path) -> str:
-    """The row of a report: its link, its first paragraph, and the verdicts that follow its headings."""
+    """The row of a report: its link, target and draft, and the fastest of each of its verdicts with its speeds."""
     text = report.read_text(encoding="utf-8")
-    about = text.split("\n\n")[1]
-    verdicts = [f"{mode}: {verdict}" for mode, verdict in re.findall(r"^## (.*), measured\n\n(.*)", text, re.MULTILINE)]
-    replayed = "rules compared on recorded texts" if ", replayed" in text else ""
-    said = "<br>".join(filter(None, [*verdicts, replayed]))
-    return f"| [{report.parent.name}]({report.relative_to(page.parent)}) | {about} | {said} |"
+    about = ABOUT.sub(r"\1, \2; \3", text.split("\n\n")[1])
+    said = []
+    for mode, verdict in re.findall(r"^## (.*), measured\n\n(.*)", text, re.MULTILINE):
+        name, plain, same = FASTEST.search(verdict).groups()
+        said.append(f"{mode}: {name}, {plain}" + (f", same passes {same}" if same else ""))
+    said = said or (["rules compared on recorded texts"] if ", replayed" in text else [])
+    return f"| [{report.parent.name}]({report.relative_to(page.parent)}) | {about} | {'<br>'.join(said)} |"
 
 
 def renew_card(folder: Path, card: Path) -> None:

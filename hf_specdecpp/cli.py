@@ -96,11 +96,9 @@ def train(
 @options_of(BenchmarkConfig)
 def bench(**options: Any) -> None:
     """Time plain generation, its rivals and every rule on the same prompts (exit code 1 if a text is wrong)."""
-    try:
-        from hf_specdecpp.benchmark.command import run
-        from hf_specdecpp.models.loading import quiet_loading
-    except ImportError as error:
-        _fail(f"The benchmark needs {error.name}. Install the extra: pip install 'hf-specdecpp[bench]'.")
+    from hf_specdecpp.benchmark.command import run
+    from hf_specdecpp.models.loading import quiet_loading
+
     with _failing(), quiet_loading():
         lossless = run(settings_from(BenchmarkConfig, options), _console())
     if not lossless:

@@ -375,10 +375,31 @@ def remember(kind: str, of: dict[str, Any], value: Any) -> None:
 def forget(kind: str) -> None:
     """Drop all that was kept of a kind, so that it is measured again."""
     with contextlib.suppress(OSError, ValueError):
-        for path in cached_assets_path("hf_specdecpp", kind).glob("*.json"):
+        for path in _measured_folder(kind).glob("*.json"):
             path.unlink()
+
+
+@contextlib.contextmanager
+def measured_in(folder: Path) -> Iterator[None]:
+    """Within, what is measured is kept in a folder, and what was measured before is not known."""
+    global _measured
+    before, _measured = _measured, folder
+    try:
+        yield
+    finally:
+        _measured = before
+
+
+_measured: Path | None = None
+
+
+def _measured_folder(kind: str) -> Path:
+    if _measured is None:
+        return cached_assets_path("hf_specdecpp", kind)
+    (_measured / kind).mkdir(parents=True, exist_ok=True)
+    return _measured / kind
 
 
 def _measured_path(kind: str, of: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]
-    return cached_assets_path("hf_specdecpp", kind) / f"{digest}.json"
+    return _measured_folder(kind) / f"{digest}.json"

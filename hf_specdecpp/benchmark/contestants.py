@@ -14,7 +14,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig, Tree
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.memory import Memory
 
@@ -22,21 +22,16 @@ LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 BUDGETS = (4, 8, 16, 32, 64)  # nodes of the dynamic trees
 EXACT_BUDGET = 16
-SHAPES = (
-    (2, 1, 1),
-    (4, 1, 1, 1),
-    (2, 2, 1, 1),
-    (4, 3, 2, 1),
-    (4, 2, 2, 1, 1),
-)  # children by depth: 6, 16, 14, 64, 60 nodes
-STOCK_LENGTHS = (2, 3, 5, 10)
-PASSES = (
-    "cpu_products",
-    "pack_weights",
-    "int8_draft",
-)  # fields of `SpeculationConfig` that say how passes compute, not what is drafted
-PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 10}
-HEURISTIC_START = 5  # candidates in the first round of transformers' "heuristic" schedule
+# Children by depth: 6, 16, 14, 64 and 60 nodes.
+SHAPES = ((2, 1, 1), (4, 1, 1, 1), (2, 2, 1, 1), (4, 3, 2, 1), (4, 2, 2, 1, 1))
+# Of transformers' assisted generation: most candidates, schedule, and the confidence below which it stops.
+STOCK = {
+    "default": (20, "constant", 0.4),
+    **{f"constant {count}": (count, "constant", 0.0) for count in (2, 3, 5, 10)},
+    "heuristic": (5, "heuristic", 0.0),
+}
+# Fields of `SpeculationConfig` that say how passes compute, not what is drafted.
+PASSES = ("cpu_products", "pack_weights", "int8_draft")
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,9 @@ class Contestant:
         family: contestants of one family differ in one setting.
         speculation: ours: the settings of the assistant, but for its passes, which are as the assistant has them.
         with_head: ours: whether the head judges, or the draft's own probability.
+        alone: ours: without the draft, so that all candidates are looked up.
         stock: transformers' assisted generation: what the draft's generation config says.
         lookup: transformers' prompt lookup: its arguments of `generate()`.
-        alone: ours: without the draft, so that all candidates are looked up.
         same_passes: plain generation on the CPU products and packed weights that ours runs on.
         memory: ours: what was learned as this contestant.
     """
@@ -59,9 +54,9 @@ class Contestant:
     family: str
     speculation: SpeculationConfig | None = None
     with_head: bool = True
+    alone: bool = False
     stock: dict[str, Any] | None = None
     lookup: dict[str, int] | None = None
-    alone: bool = False
     same_passes: bool = False
     memory: Memory = field(default_factory=Memory, compare=False, repr=False)
     _without_draft: list[SpecDecPPAssistant] = field(default_factory=list, compare=False, repr=False)  # one, once made
@@ -69,6 +64,11 @@ class Contestant:
     @property
     def ours(self) -> bool:
         return self.speculation is not None
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether it can answer several prompts at once: plain generation and chains of ours can."""
+        return self in BASELINES or (self.speculation is not None and self.speculation.tree is None)
 
     @property
     def is_constant(self) -> bool:
@@ -89,41 +89,47 @@ class Contestant:
                 yield {}
         elif self.stock is not None:
             draft = assistant.ready_drafter().model
-            own, draft.generation_config = draft.generation_config, GenerationConfig(**self.stock)
-            try:
+            with changed(draft, generation_config=GenerationConfig(**self.stock)):
                 yield {"assistant_model": draft}
-            finally:
-                draft.generation_config = own
         elif self.speculation is not None:
-            passes = {name: getattr(assistant.speculation, name) for name in PASSES}
-            speculation = replace(self.speculation, **passes)
+            speculation = replace(self.speculation, **{name: getattr(assistant.speculation, name) for name in PASSES})
             if self.alone:
-                with self._alone(assistant, target, speculation) as helper:
-                    yield {"assistant_model": helper}
+                yield {"assistant_model": (helper := self._helper(assistant, target, speculation))}
+                assistant.stats = helper.stats
                 return
-            before = assistant.speculation, assistant.head, assistant.memory
-            assistant.speculation, assistant.memory = speculation, self.memory
-            assistant.head = assistant.head if self.with_head else None
-            try:
+            head = assistant.head if self.with_head else None
+            with changed(assistant, speculation=speculation, memory=self.memory, head=head):
                 yield {"assistant_model": assistant}
-            finally:
-                assistant.speculation, assistant.head, assistant.memory = before
         else:
             yield self.lookup or {}
 
-    @contextmanager
-    def _alone(
+    def _helper(
         self, assistant: SpecDecPPAssistant, target: CausalLM, speculation: SpeculationConfig
-    ) -> Iterator[SpecDecPPAssistant]:
-        """An assistant without a draft that shares the packed weights of this one, which is left its statistics."""
+    ) -> SpecDecPPAssistant:
+        """An assistant without a draft that shares the packed weights of the other one."""
         if not self._without_draft:
             self._without_draft.append(SpecDecPPAssistant.from_lookup(target))
         helper = self._without_draft[0]
         helper.speculation, helper.packed = replace(speculation, int8_draft=False), assistant.packed
-        try:
-            yield helper
-        finally:
-            assistant.stats = helper.stats
+        return helper
+
+    def forget(self) -> None:
+        """Forget what was learned as this contestant."""
+        for memory in (self.memory, *(helper.memory for helper in self._without_draft)):
+            memory.clear()
+
+
+@contextmanager
+def changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Within, the attributes have these values."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 PLAIN = Contestant("plain", "plain")
@@ -139,61 +145,73 @@ def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = Fal
         can_tree: whether target and draft can read trees.
         has_rates: whether the assistant's repository has rates of acceptance for the best static shapes.
     """
-    trees = _trees(has_head, has_rates) if can_tree else []
-    return [*BASELINES, *_transformers(), *_chains(has_head), *trees, *_lookups(has_head, can_tree)]
+    judges = ("head", "q") if has_head else ("q",)
+    fields = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    assisted = [
+        Contestant(f"transformers {name}", "transformers", stock=dict(zip(fields, values, strict=True)))
+        for name, values in STOCK.items()
+    ]
+    *baselines_and_lookups, lookup = without_draft()
+    trees = _trees(judges, has_rates) if can_tree else []
+    found = [*baselines_and_lookups, *assisted, *_chains(judges), *trees, lookup]
+    for kind in ("draft", "trees") if can_tree else ("draft",):
+        both = SpeculationConfig(rule="throughput", lookup=True, tree="dyspec" if kind == "trees" else None)
+        found.append(Contestant(f"lookup + {kind} ({judges[0]})", f"lookup + {kind}", both, has_head))
+    return found
 
 
 def quick_contestants(has_head: bool) -> list[Contestant]:
     """A few that answer whether it pays at all."""
     judge = "head" if has_head else "q"
-    names = ["transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge} online)", f"throughput ({judge})"]
-    by_name = {contestant.name: contestant for contestant in all_contestants(has_head)}
-    return [*BASELINES, *(by_name[name] for name in names)]
-
-
-def _chains(has_head: bool) -> list[Contestant]:
-    """Ours, without trees."""
-    fixed = [
-        Contestant(f"fixed {length}", "fixed", SpeculationConfig(rule="fixed", num_tokens=length), has_head)
-        for length in LENGTHS
-    ]
-    judged = []
-    for with_head, judge in _judges(has_head):
-        for adapt, how in ((False, judge), (True, f"{judge} online")):
-            judged += [
-                Contestant(
-                    f"threshold {h:g} ({how})",
-                    f"threshold ({how})",
-                    SpeculationConfig(rule="threshold", threshold=h, adapt=adapt),
-                    with_head,
-                )
-                for h in THRESHOLDS
-            ]
-        name = f"throughput ({judge})"
-        judged.append(Contestant(name, name, SpeculationConfig(rule="throughput"), with_head))
-    return [*fixed, *judged]
+    names = {"transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge} online)", f"throughput ({judge})"}
+    return [*BASELINES, *(each for each in all_contestants(has_head) if each.name in names)]
 
 
 def without_draft() -> list[Contestant]:
-    """Those that need no draft."""
-    prompt_lookups = [each for each in _transformers() if each.lookup is not None]
-    return [*BASELINES, *prompt_lookups, _lookup()]
-
-
-def _lookups(has_head: bool, can_tree: bool) -> list[Contestant]:
-    """Ours, with candidates that are looked up."""
-    judge = "head" if has_head else "q"
-    both = SpeculationConfig(rule="throughput", lookup=True)
-    beside = [Contestant(f"lookup + draft ({judge})", "lookup + draft", both, has_head)]
-    if can_tree:
-        beside.append(Contestant(f"lookup + trees ({judge})", "lookup + trees", replace(both, tree="dyspec"), has_head))
-    return [_lookup(), *beside]
-
-
-def _lookup() -> Contestant:
-    """Made anew, since it keeps an assistant of the target that it was used with."""
+    """Those that need no draft. `lookup` is made anew: it keeps an assistant of the target that it was used with."""
+    options = ({"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": size} for size in (2, 3))
+    theirs = [
+        Contestant(f"prompt lookup {each['max_matching_ngram_size']}", "prompt lookup", lookup=each) for each in options
+    ]
     settings = SpeculationConfig(rule="throughput", lookup=True)
-    return Contestant("lookup", "lookup", settings, with_head=False, alone=True)
+    return [*BASELINES, *theirs, Contestant("lookup", "lookup", settings, with_head=False, alone=True)]
+
+
+def _judged(family: str, setting: Any, judge: str, **settings: Any) -> Contestant:
+    """Ours, with candidates or slots judged by `"head"`, `"q"`, `"head online"` or `"q online"`."""
+    name = family if setting is None else f"{family} {setting:g}"
+    speculation = SpeculationConfig(**{"adapt": judge.endswith("online"), **settings})
+    return Contestant(f"{name} ({judge})", f"{family} ({judge})", speculation, judge.startswith("head"))
+
+
+def _chains(judges: Sequence[str]) -> list[Contestant]:
+    """Ours, without trees."""
+    lengths = ((f"fixed {length}", SpeculationConfig(rule="fixed", num_tokens=length)) for length in LENGTHS)
+    found = [Contestant(name, "fixed", settings, "head" in judges) for name, settings in lengths]
+    for judge in judges:
+        for how in (judge, f"{judge} online"):
+            found += [_judged("threshold", h, how, rule="threshold", threshold=h) for h in THRESHOLDS]
+        found.append(_judged("throughput", None, judge, rule="throughput", adapt=True))
+    return found
+
+
+def _trees(judges: Sequence[str], has_rates: bool) -> list[Contestant]:
+    sizes = [("dyspec", size, "") for size in BUDGETS]
+    sizes += [("dyspec", max(BUDGETS), " online"), ("dyspec-exact", EXACT_BUDGET, "")]
+    found = [
+        _judged(tree, size, judge + online, tree=tree, tree_budget=size)
+        for tree, size, online in sizes
+        for judge in judges
+    ]
+    for judge in judges:
+        found.append(_judged("dyspec throughput", None, judge, rule="throughput", tree="dyspec", adapt=True))
+    shapes: dict[str, dict[str, Any]] = {"-".join(map(str, shape)): {"tree_shape": list(shape)} for shape in SHAPES}
+    if has_rates:
+        shapes |= {f"best {budget}": {"tree_budget": budget} for budget in BUDGETS}
+    for name, settings in shapes.items():
+        speculation = SpeculationConfig(tree="static", **settings)
+        found.append(Contestant(f"static {name}", "static tree", speculation, "head" in judges))
+    return found
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
@@ -202,83 +220,16 @@ def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[C
     Raises:
         ValueError: a pattern matches none.
     """
+
+    def matches(contestant: Contestant, pattern: str) -> bool:
+        return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)
+
     for pattern in patterns:
         if not any(matches(contestant, pattern) for contestant in contestants):
             known = ", ".join(contestant.name for contestant in contestants)
             raise ValueError(f"No contestant is called {pattern!r}. There are: {known}.")
     return [
-        c for c in contestants if c in BASELINES or not patterns or any(matches(c, pattern) for pattern in patterns)
+        each
+        for each in contestants
+        if each in BASELINES or not patterns or any(matches(each, pattern) for pattern in patterns)
     ]
-
-
-def matches(contestant: Contestant, pattern: str) -> bool:
-    """Whether its name or family is as a pattern such as `fixed*`."""
-    return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)
-
-
-def _judges(has_head: bool) -> list[tuple[bool, str]]:
-    return [(True, "head"), (False, "q")] if has_head else [(False, "q")]
-
-
-def _transformers() -> list[Contestant]:
-    def contestant(name: str, count: int, schedule: str, confidence: float) -> Contestant:
-        stock = {
-            "num_assistant_tokens": count,
-            "num_assistant_tokens_schedule": schedule,
-            "assistant_confidence_threshold": confidence,
-        }
-        return Contestant(f"transformers {name}", "transformers", stock=stock)
-
-    lookups = [
-        Contestant(f"prompt lookup {size}", "prompt lookup", lookup={**PROMPT_LOOKUP, "max_matching_ngram_size": size})
-        for size in (2, 3)
-    ]
-    return [
-        contestant("default", 20, "constant", 0.4),
-        *(contestant(f"constant {count}", count, "constant", 0.0) for count in STOCK_LENGTHS),
-        contestant("heuristic", HEURISTIC_START, "heuristic", 0.0),
-        *lookups,
-    ]
-
-
-def _trees(has_head: bool, has_rates: bool) -> list[Contestant]:
-    def dynamic(tree: Tree, budgets: Sequence[int], adapt: bool = False) -> list[Contestant]:
-        online = " online" if adapt else ""
-        return [
-            Contestant(
-                f"{tree} {budget} ({judge}{online})",
-                f"{tree} ({judge}{online})",
-                SpeculationConfig(tree=tree, tree_budget=budget, adapt=adapt),
-                with_head,
-            )
-            for with_head, judge in _judges(has_head)
-            for budget in budgets
-        ]
-
-    as_large_as_pays = [
-        Contestant(
-            f"dyspec throughput ({judge})",
-            f"dyspec throughput ({judge})",
-            SpeculationConfig(rule="throughput", tree="dyspec"),
-            with_head,
-        )
-        for with_head, judge in _judges(has_head)
-    ]
-    static = [
-        Contestant(
-            f"static {'-'.join(map(str, shape))}",
-            "static tree",
-            SpeculationConfig(tree="static", tree_shape=list(shape)),
-            has_head,
-        )
-        for shape in SHAPES
-    ]
-    best = [
-        Contestant(
-            f"static best {budget}", "static tree", SpeculationConfig(tree="static", tree_budget=budget), has_head
-        )
-        for budget in (BUDGETS if has_rates else ())
-    ]
-    online = dynamic("dyspec", [max(BUDGETS)], adapt=True)
-    exact = dynamic("dyspec-exact", [EXACT_BUDGET])
-    return [*dynamic("dyspec", BUDGETS), *online, *as_large_as_pays, *exact, *static, *best]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hf_specdecpp.files import differences, read_json, save_text
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.version import __version__
 
-RUNS, ROUNDS, BATCHES = "runs.jsonl", "rounds.jsonl", "batches.jsonl"
+RUNS, ROUNDS, TEXTS, RECORDS = "runs.jsonl", "rounds.jsonl", "texts.jsonl", "records.jsonl"
 SETTINGS, RESULTS = "settings.json", "results.json"
 
 
@@ -37,7 +38,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 class RunLog:
-    """The generations so far: one line each in `runs.jsonl`, written when it is finished.
+    """The generations so far, or what was made of them: one line each, written when it is finished.
 
     A run that is killed loses the generation that it was at. The next run with the same settings goes on, as another
     session: speeds are only compared within one.
@@ -53,10 +54,28 @@ class RunLog:
 
     def __init__(self, folder: Path, settings: dict[str, Any], name: str = RUNS) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / name
-        check_settings(folder, settings)
-        self.rows = self._read()
+        self.path, known = folder / name, folder / SETTINGS
+        if not known.is_file():
+            save_text(json.dumps(settings, indent=2) + "\n", known)
+        elif different := differences(read_json(known), settings):
+            raise ValueError(
+                f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: go on "
+                "with the earlier settings, choose another --output, or delete the folder."
+            )
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
+        if lines[-1]:  # killed within a line
+            save_text("".join(line + "\n" for line in lines[:-1]), self.path)
+        self.rows = [json.loads(line) for line in lines[:-1]]
+        self._known: dict[tuple[Any, ...], dict[str, Any]] | None = None
         self.session = 1 + max((row["session"] for row in self.rows), default=0)
+
+    def once(self, where: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """The row with the values `where`, of the same fields in all calls; made if it is not there yet."""
+        if self._known is None:
+            self._known = {tuple(row[name] for name in where): row for row in self.rows}
+        if (key := tuple(where.values())) not in self._known:
+            self._known[key] = self.add({**where, **make()})
+        return self._known[key]
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         """Keep a row, which is returned with its session."""
@@ -67,26 +86,3 @@ class RunLog:
             file.flush()
             os.fsync(file.fileno())
         return row
-
-    def _read(self) -> list[dict[str, Any]]:
-        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
-        if lines[-1]:  # killed within a line
-            save_text("".join(line + "\n" for line in lines[:-1]), self.path)
-        return [json.loads(line) for line in lines[:-1]]
-
-
-def check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write down the settings, or compare them with those of an earlier run.
-
-    Raises:
-        ValueError: they differ.
-    """
-    path = folder / SETTINGS
-    if not path.is_file():
-        save_text(json.dumps(settings, indent=2) + "\n", path)
-        return
-    if different := differences(read_json(path), settings):
-        raise ValueError(
-            f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: go on with "
-            "the earlier settings, choose another --output, or delete the folder."
-        )

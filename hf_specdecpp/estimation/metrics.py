@@ -6,8 +6,6 @@ weight 1 - P, so no coin needs to be thrown.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -30,19 +28,6 @@ def ece(estimate: Tensor, label: Tensor, bins: int = 15) -> float:
     """Expected calibration error: mean |estimate - label| over equally wide bins, by their share. Both `[n]`."""
     _, estimates, labels, counts = reliability(estimate, label, bins)
     return float(((estimates - labels).abs() * counts).sum() / counts.sum())
-
-
-def ece_by_chance(estimate: Tensor, label: Tensor, bins: int = 15) -> float:
-    """What `ece` comes to, about, with so few candidates where the estimates are right: both `[n]`.
-
-    The mean of n labels with standard deviation s is off by s sqrt(2 / (pi n)) on average. Example: 400 candidates in
-    one bin, half of them accepted: 0.5 * 0.8 / 20 = 0.02.
-    """
-    which = (estimate.double() * bins).long().clamp(0, bins - 1)
-    found = 0.0
-    for labels in (label.double()[which == number] for number in which.unique()):
-        found += len(labels) * float(labels.std(correction=0)) * math.sqrt(2.0 / (math.pi * len(labels)))
-    return found / len(label)
 
 
 def reliability(estimate: Tensor, label: Tensor, bins: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:

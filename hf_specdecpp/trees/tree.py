@@ -138,11 +138,15 @@ class DraftTree:
 
     def path(self, node: int) -> list[int]:
         """Tokens from below the root down to `node`."""
-        tokens = []
+        return [self.tokens[each] for each in self.nodes_to(node)]
+
+    def nodes_to(self, node: int) -> list[int]:
+        """The nodes from below the root down to `node`."""
+        nodes = []
         while node > 0:
-            tokens.append(self.tokens[node])
+            nodes.append(node)
             node = self.parents[node]
-        return tokens[::-1]
+        return nodes[::-1]
 
     def depth_first(self) -> list[int]:
         """All nodes, parents before children and each subtree in one piece: the order in which the target reads them.

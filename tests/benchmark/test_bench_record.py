@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_specdecpp.benchmark.replay import record
 from hf_specdecpp.benchmark.replay.baselines import BASELINES
 from hf_specdecpp.benchmark.replay.chains import ChainReplay
-from hf_specdecpp.benchmark.replay.record import Candidates, Record, Text
+from hf_specdecpp.benchmark.replay.record import Record, Text
 from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.features import scalar_features
@@ -63,7 +63,8 @@ def replayed_distribution(models: Models, generation: Generation, coupling: Coup
             chance = weight
             for probability, _ in branches:
                 chance *= probability
-            replay = ChainReplay(as_record(models, text, [chain for _, chain in branches]))
+            where = Text(list(text), 0, LENGTH, frozenset(models.eos))
+            replay = ChainReplay(where, as_record(models, text, [chain for _, chain in branches]))
             rounds = replay.rounds(generation.new_rule())
             counts = [number for drafted, accepted, _ in rounds for number in (drafted, accepted)]
             found[(*text, -1, *counts)] += chance
@@ -95,18 +96,16 @@ def as_record(models: Models, text: Tokens, chains: list[list[int] | None]) -> R
     on = [(text[:place], text[place]) for place in range(1, len(text))]
     leaving = [((*text[:place],), chain) for place, chain in enumerate(chains, 1) if chain is not None]
     off = [((*prefix, *chain[:i]), chain[i]) for prefix, chain in leaving for i in range(MOST)]
-    stands = torch.tensor([chain is None for chain in chains], dtype=torch.bool)
     off_text = candidates(models, off)
-    shaped = {name: value.reshape(len(leaving), MOST, *value.shape[1:]) for name, value in vars(off_text).items()}
-    where = Text(list(text), 0, LENGTH, frozenset(models.eos))
-    return Record(where, False, stands.double(), stands, candidates(models, on), Candidates(**shaped))
+    left = [off_text[i * MOST : (i + 1) * MOST] for i in range(len(leaving))]
+    return Record(stands=[chain is None for chain in chains], on_text=candidates(models, on), off_text=left)
 
 
-def candidates(models: Models, where: list[tuple[Tokens, int]]) -> Candidates:
+def candidates(models: Models, where: list[tuple[Tokens, int]]) -> list[list[float]]:
     tokens = torch.tensor([token for _, token in where], dtype=torch.long)
     q = torch.stack([models.q(prefix) for prefix, _ in where]) if where else torch.zeros(0, models.vocab)
     zeros = torch.zeros(len(where))
-    return Candidates(tokens, scalar_features(q, tokens), zeros, zeros)
+    return record.known_of(tokens, scalar_features(q, tokens), zeros, zeros).tolist()
 
 
 def largest_difference(a: Probs, b: Probs) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdecpp.estimation.metrics import auc, binary_kl, ece, ece_by_chance
+from hf_specdecpp.estimation.metrics import auc, binary_kl, ece
 
 
 def some(seed: int, n: int = 40) -> tuple[Tensor, Tensor]:
@@ -63,15 +63,3 @@ def test_weights_count_as_repetition() -> None:
     for metric in (auc, binary_kl):
         repeated = metric(estimate.repeat_interleave(twice), label.repeat_interleave(twice))
         assert metric(estimate, label, weight) == pytest.approx(repeated)
-
-
-def test_the_calibration_error_of_right_estimates() -> None:
-    """Against drawn outcomes of chances that are known."""
-    torch.manual_seed(0)
-    found = []
-    for _ in range(50):
-        chance = torch.rand(600, dtype=torch.float64)
-        label = (torch.rand(600, dtype=torch.float64) < chance).double()
-        found.append([ece(chance, label), ece_by_chance(chance, label)])
-    measured, expected = torch.tensor(found).mean(0).tolist()
-    assert measured == pytest.approx(expected, rel=0.1)

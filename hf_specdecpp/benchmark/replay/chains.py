@@ -8,29 +8,33 @@ decisions fall as the record's coins and tokens say.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from hf_specdecpp.benchmark.replay.record import Candidates, Record
+from hf_specdecpp.benchmark.replay.record import Record, Text
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.intervals import Floats
 
+MakeRule = Callable[[], StoppingRule]
+Round = tuple[int, int, int]  # candidates, how many stood, and how many tokens the draft had to read before
+
 
 @dataclass(slots=True)
 class Seen:
-    """A recorded candidate; to rules and estimators it looks like a `DraftStep`, with plain numbers."""
+    """A recorded candidate (`record.KNOWN`); to rules and estimators it looks like a `DraftStep` of plain numbers."""
 
-    token: int
+    token: float
     q_of_token: float
     entropy: float
     label: float
     log_odds: float
-    index: int = 0
+    index: int = field(default=0, init=False)
 
 
 @dataclass(slots=True)
@@ -82,14 +86,20 @@ class ChainReplay:
         off_text: by place (0 is `text.first`), the chain out of the text where the candidate does not stand.
     """
 
-    def __init__(self, record: Record) -> None:
-        self.text, self.greedy = record.text, record.greedy
-        self.on_text = _seen(record.on_text)
-        places = (~record.stands).nonzero()[:, 0].tolist()
-        self.off_text = dict(zip(places, _chains(record.off_text), strict=True))
+    def __init__(self, text: Text, record: Record) -> None:
+        self.text = text
+        self.on_text = [Seen(*row) for row in record["on_text"]]
+        places = (place for place, stands in enumerate(record["stands"]) if not stands)
+        chains = ([Seen(*row) for row in chain] for chain in record["off_text"])
+        self.off_text = dict(zip(places, chains, strict=True))
 
-    def rounds(self, rule: StoppingRule) -> list[tuple[int, int, int]]:
-        """The rounds: candidates, how many stood, and how many tokens the draft had to read before."""
+    @property
+    def generated(self) -> int:
+        """Tokens of the text that rounds emit."""
+        return len(self.text.ids) - self.text.first
+
+    def rounds(self, rule: StoppingRule) -> list[Round]:
+        """What a rule does along the text."""
         rounds, start, unread = [], self.text.first, self.text.first
         while start < len(self.text.ids):
             drafted, accepted = self.round(rule, start, unread)
@@ -103,20 +113,20 @@ class ChainReplay:
         """A round whose first candidate is for place `start` of the text: candidates, and how many stood."""
         rule.begin_round()
         limit = min(self.text.max_length - start - 1, rule.max_tokens) if rule.starts(unread) else 0
-        chain: list[Seen] | None = None
-        left = start
-        for index in range(limit):
-            place = start + index - self.text.first
-            if chain is None and place in self.off_text:
-                chain, left = self.off_text[place], place
-            seen = self.on_text[place] if chain is None else chain[place - left]
-            seen.index = index
-            signal = rule.signal(seen)  # type: ignore[arg-type]
-            stops = rule.stops(signal)  # type: ignore[arg-type]
-            if seen.token in self.text.eos or (stops and index + 1 >= rule.min_tokens):
-                limit = index + 1
+        drafted = 0
+        for seen in islice(self._candidates(start - self.text.first), limit):
+            seen.index, drafted = drafted, drafted + 1
+            stops = rule.stops(rule.signal(seen))  # type: ignore[arg-type]
+            if seen.token in self.text.eos or (stops and drafted >= rule.min_tokens):
                 break
-        return limit, limit if chain is None else left - (start - self.text.first)
+        return drafted, min(drafted, self.run_of(start))
+
+    def _candidates(self, place: int) -> Iterator[Seen]:
+        """What the draft says from a place on: along the text, and then out of it."""
+        while place not in self.off_text:
+            yield self.on_text[place]
+            place += 1
+        yield from self.off_text[place]
 
     def run_of(self, start: int) -> int:
         """How many candidates from place `start` on would stand, if a round were to draft as many."""
@@ -125,85 +135,68 @@ class ChainReplay:
         return max(min(end - place, self.text.max_length - start - 1), 0)
 
 
-@dataclass
 class Outcomes:
     """What a rule did on many texts.
 
-    Attributes:
-        lengths: for each text, how many rounds had 0, 1, 2, ... candidates.
-        accepted, generated, read: for each text: candidates that stood, tokens, and tokens that the draft caught up on
-            after pauses.
+    Args:
+        texts: the rounds of each.
+        generated: tokens of each.
     """
 
-    lengths: list[list[int]] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    generated: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
-
-    def add(self, rounds: list[tuple[int, int, int]], generated: int) -> None:
-        """Count a text."""
-        lengths = [0] * (max((drafted for drafted, _, _ in rounds), default=0) + 1)
-        for drafted, _, _ in rounds:
-            lengths[drafted] += 1
-        self.lengths.append(lengths)
-        self.accepted.append(sum(accepted for _, accepted, _ in rounds))
-        self.generated.append(generated)
-        # The prompt has to be read in any case, and two tokens are new after a round that stood as a whole.
-        late = [
-            unread
-            for before, (drafted, _, unread) in zip(rounds, rounds[1:], strict=False)
-            if drafted and not before[0]
-        ]
-        self.read.append(sum(late))
+    def __init__(self, texts: Iterable[list[Round]], generated: Iterable[int]) -> None:
+        self.texts, self.generated = [np.array(rounds) for rounds in texts], sum(generated)
+        self.rounds = sum(map(len, self.texts))
+        self.drafted, self.accepted, _ = (int(total) for total in np.concatenate(self.texts).sum(0))
 
     def seconds(self, costs: Costs) -> Floats:
-        """`[texts]`, the time of the rounds; the pass over the prompt is left out."""
-        longest = max(map(len, self.lengths), default=1)
-        counts = np.array([lengths + [0] * (longest - len(lengths)) for lengths in self.lengths], dtype=float)
-        return counts @ costs.round_seconds(longest - 1) + costs.read * np.array(self.read, dtype=float)
+        """`[texts]`, the time of the rounds; the pass over the prompt is left out.
 
-    @property
-    def rounds(self) -> int:
-        return sum(map(sum, self.lengths))
-
-    @property
-    def drafted(self) -> int:
-        return sum(length * count for lengths in self.lengths for length, count in enumerate(lengths))
-
-    @property
-    def discard_rate(self) -> float:
-        return (self.drafted - sum(self.accepted)) / max(sum(self.generated), 1)
-
-    @property
-    def verification_rate(self) -> float:
-        return self.rounds / max(sum(self.generated), 1)
+        Tokens that the draft catches up on after a pause are counted: not the prompt, which it has to read in any case.
+        """
+        price = costs.round_seconds(max(int(text[:, 0].max()) for text in self.texts))
+        resumes = [np.flatnonzero((text[1:, 0] > 0) & (text[:-1, 0] == 0)) + 1 for text in self.texts]
+        pairs = zip(self.texts, resumes, strict=True)
+        return np.array([price[text[:, 0]].sum() + costs.read * text[late, 2].sum() for text, late in pairs])
 
     def speed(self, costs: Costs) -> float:
         """Tokens a second."""
-        return sum(self.generated) / float(self.seconds(costs).sum())
+        return self.generated / float(self.seconds(costs).sum())
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Discarded candidates and target passes a token."""
+        discarded = self.drafted - self.accepted
+        return {"discard_rate": discarded / self.generated, "verification_rate": self.rounds / self.generated}
 
 
-def replay_all(replays: list[ChainReplay], make_rule: Callable[[], StoppingRule]) -> Outcomes:
+def replay_all(replays: list[ChainReplay], make_rule: MakeRule) -> Outcomes:
     """A rule on all texts, made anew for each as for each generation."""
-    outcomes = Outcomes()
-    for replay in replays:
-        outcomes.add(replay.rounds(make_rule()), len(replay.text.ids) - replay.text.first)
-    return outcomes
+    return Outcomes([replay.rounds(make_rule()) for replay in replays], (replay.generated for replay in replays))
 
 
-def _seen(candidates: Candidates) -> list[Seen]:
-    columns = (
-        candidates.tokens,
-        candidates.scalars[..., 0].double().exp(),
-        candidates.scalars[..., 1].double(),
-        candidates.label,
-        candidates.log_odds.double(),
-    )
-    return [Seen(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+def oracle(replays: list[ChainReplay], costs: Costs) -> Outcomes:
+    """The hindsight oracle: it knows what will be accepted, drafts no other candidate, and spends the least time.
+
+    No rule can be faster on these records: any round can be cut back to the candidates that stand without changing what
+    it emits. Where a draft step costs less than a target pass and passes cost the same whatever their length, it drafts
+    exactly what will be accepted, as in the paper (Lemma 2.1); it is not bound by a rule's most candidates.
+    """
+    return Outcomes([_fastest(replay, costs) for replay in replays], (replay.generated for replay in replays))
 
 
-def _chains(candidates: Candidates) -> list[list[Seen]]:
-    count, length = candidates.tokens.shape
-    flat = Candidates(**{name: value.flatten(0, 1) for name, value in vars(candidates).items()})
-    seen = _seen(flat)
-    return [seen[i * length : (i + 1) * length] for i in range(count)]
+def _fastest(replay: ChainReplay, costs: Costs) -> list[Round]:
+    """Rounds of least total time, found from the end of the text backwards."""
+    first, end = replay.text.first, len(replay.text.ids)
+    runs = {start: replay.run_of(start) for start in range(first, end)}
+    seconds = costs.round_seconds(max(runs.values(), default=0)).tolist()
+    least: dict[int, float] = {}
+    choice: dict[int, int] = {}
+    for start in reversed(range(first, end)):
+        totals = [seconds[count] + least.get(start + count + 1, 0.0) for count in range(runs[start] + 1)]
+        choice[start] = min(range(len(totals)), key=totals.__getitem__)
+        least[start] = totals[choice[start]]
+    rounds, start = [], first
+    while start < end:
+        rounds.append((choice[start], choice[start], 1))
+        start += choice[start] + 1
+    return rounds

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.benchmark.replay.baselines import BASELINES
-from hf_specdecpp.benchmark.replay.chains import ChainReplay, Outcomes, recorded_estimator, replay_all
-from hf_specdecpp.benchmark.replay.oracle import oracle
+from hf_specdecpp.benchmark.replay.chains import ChainReplay, MakeRule, Outcomes, oracle, recorded_estimator, replay_all
 from hf_specdecpp.benchmark.replay.record import MAX_TOKENS
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json
 from hf_specdecpp.generation.setup import make_rule, plan_for
@@ -52,7 +52,9 @@ def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str,
     return costs
 
 
-def sweep(replays: list[ChainReplay], head: AcceptanceHead | None, costs: Mapping[str, Costs]) -> dict[str, Any]:
+def sweep(
+    replays: list[ChainReplay], head: AcceptanceHead | None, greedy: bool, costs: Mapping[str, Costs]
+) -> dict[str, Any]:
     """Every rule on the records of one set and temperature.
 
     Returns:
@@ -60,88 +62,58 @@ def sweep(replays: list[ChainReplay], head: AcceptanceHead | None, costs: Mappin
         `best`: for each of the costs, the best setting of each family, with its gain over the best fixed length and its
         share of the bounds' speeds. Settings are chosen on the very texts that they are shown for.
     """
-    outcomes = dict(_outcomes(replays, head, costs))
+    outcomes = {key: replay_all(replays, rule) for key, rule in _rules(head, greedy, costs)}
+    outcomes |= {(ORACLE, None, name): oracle(replays, each) for name, each in costs.items()}
     rows = [
-        {
-            "family": family, "setting": setting, "discard_rate": found.discard_rate,
-            "verification_rate": found.verification_rate, "drafted_per_round": found.drafted / max(found.rounds, 1),
-            "speeds": {name: found.speed(each) for name, each in costs.items() if only in (None, name)},
-        }
+        {"family": family, "setting": setting, **found.rates,
+         "speeds": {name: found.speed(each) for name, each in costs.items() if only in (None, name)}}
         for (family, setting, only), found in outcomes.items()
     ]  # fmt: skip
     best = {name: _best(name, each, outcomes) for name, each in costs.items()}
-    generated = sum(len(replay.text.ids) - replay.text.first for replay in replays)
-    return {"texts": len(replays), "tokens": generated, "rows": rows, "best": best}
+    return {"texts": len(replays), "tokens": sum(replay.generated for replay in replays), "rows": rows, "best": best}
 
 
 Key = tuple[str, "float | None", "str | None"]  # family, setting, the costs that it is for (all by default)
 
 
-def _outcomes(
-    replays: list[ChainReplay], head: AcceptanceHead | None, costs: Mapping[str, Costs]
-) -> Iterator[tuple[Key, Outcomes]]:
-    greedy = replays[0].greedy
+def _rules(head: AcceptanceHead | None, greedy: bool, costs: Mapping[str, Costs]) -> Iterator[tuple[Key, MakeRule]]:
+    """Every rule with every setting; what an assistant learns goes on from text to text."""
     for length in LENGTHS:
         config = SpeculationConfig(rule="fixed", num_tokens=length)
-        yield (
-            (FIXED, length, None),
-            replay_all(replays, partial(make_rule, config, recorded_estimator("q", None, greedy))),
-        )
-    for family, by, adapts in _families(head):
-        for setting in THRESHOLDS:
-            config = SpeculationConfig(rule="threshold", threshold=setting, max_tokens=MAX_TOKENS)
-            rates = AcceptanceRates() if adapts else None  # one for all texts, as an assistant has it
-            make = partial(make_rule, config, recorded_estimator(by, head, greedy), rates=rates)
-            yield (family, setting, None), replay_all(replays, make)
+        yield (FIXED, length, None), partial(make_rule, config, DraftProbability())
     for family, baseline in BASELINES.items():
-        for setting in THRESHOLDS:
-            yield (family, setting, None), replay_all(replays, partial(baseline, setting, MAX_TOKENS))
-    for name, each in costs.items():
-        yield (ORACLE, None, name), oracle(replays, each)
-        for by in (*_judges(head), "truth"):
-            yield (f"throughput ({by})", None, name), replay_all(replays, _throughput(each, by, head, greedy))
-
-
-def _families(head: AcceptanceHead | None) -> list[tuple[str, str, bool]]:
-    """Of the threshold rule: name, who judges, and whether estimates are calibrated while running."""
-    judged = [
-        (f"threshold ({by}{' online' if adapts else ''})", by, adapts)
-        for by in _judges(head)
-        for adapts in (False, True)
-    ]
-    return [*judged, (INFORMED, "truth", False)]
-
-
-def _judges(head: AcceptanceHead | None) -> Sequence[str]:
-    return ("q",) if head is None else ("head", "q")
-
-
-def _throughput(costs: Costs, by: str, head: AcceptanceHead | None, greedy: bool) -> Callable[[], StoppingRule]:
-    """The rule with a memory from text to text, as an assistant has it."""
-    config = SpeculationConfig(rule="throughput", max_tokens=MAX_TOKENS, costs=costs.to_dict())
-    estimator = recorded_estimator(by, head, greedy)
-    return partial(make_rule, config, estimator, plan_for(config, estimator))
+        for bound in THRESHOLDS:
+            yield (family, bound, None), partial(baseline, bound, MAX_TOKENS)
+    for by in ("q", "truth") if head is None else ("head", "q", "truth"):
+        estimator = recorded_estimator(by, head, greedy)
+        families = {f"threshold ({by})": False, f"threshold ({by} online)": True}
+        if by == "truth":
+            families = {INFORMED: False}
+        for (family, adapts), h in product(families.items(), THRESHOLDS):
+            config = SpeculationConfig(rule="threshold", threshold=h, max_tokens=MAX_TOKENS)
+            rates = AcceptanceRates() if adapts else None
+            yield (family, h, None), partial(make_rule, config, estimator, rates=rates)
+        for name, each in costs.items():
+            config = SpeculationConfig(rule="throughput", max_tokens=MAX_TOKENS, costs=each.to_dict())
+            plan = plan_for(config, estimator)
+            yield (f"throughput ({by})", None, name), partial(make_rule, config, estimator, plan)
 
 
 def _best(name: str, costs: Costs, outcomes: Mapping[Key, Outcomes]) -> list[dict[str, Any]]:
     """The best setting of each family at these costs, fastest first."""
-    chosen: dict[str, tuple[float | None, Outcomes]] = {}
+    families: dict[str, list[tuple[float | None, Outcomes]]] = {}
     for (family, setting, only), found in outcomes.items():
-        faster = family not in chosen or found.speed(costs) > chosen[family][1].speed(costs)
-        if only in (None, name) and faster:
-            chosen[family] = setting, found
-    plain = 1.0 / float(costs.round_seconds(0)[0])
+        if only in (None, name):
+            families.setdefault(family, []).append((setting, found))
+    chosen = {family: max(each, key=lambda one: one[1].speed(costs)) for family, each in families.items()}
     seconds = {family: found.seconds(costs) for family, (_, found) in chosen.items()}
     rows = []
     for family, (setting, found) in chosen.items():
         gain, low, high = ratio_of_sums(seconds[FIXED].tolist(), seconds[family].tolist())
-        rows.append(
-            {
-                "family": family, "setting": setting, "tokens_per_second": found.speed(costs),
-                "speedup": found.speed(costs) / plain,
-                "gain_over_fixed": gain - 1.0, "interval": [low - 1.0, high - 1.0],
-                "discard_rate": found.discard_rate, "verification_rate": found.verification_rate,
-                **{f"of_{bound.split()[0]}": float(seconds[bound].sum() / seconds[family].sum()) for bound in BOUNDS},
-            }
-        )  # fmt: skip
+        rows.append({
+            "family": family, "setting": setting, **found.rates, "tokens_per_second": found.speed(costs),
+            "speedup": found.speed(costs) * float(costs.round_seconds(0)[0]),
+            "gain_over_fixed": gain - 1.0, "interval": [low - 1.0, high - 1.0],
+            **{f"of_{bound.split()[0]}": float(seconds[bound].sum() / seconds[family].sum()) for bound in BOUNDS},
+        })  # fmt: skip
     return sorted(rows, key=lambda row: -row["tokens_per_second"])

@@ -1,1 +1,0 @@
-"""Generations, timed."""

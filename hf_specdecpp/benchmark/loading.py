@@ -1,0 +1,201 @@
+"""What a benchmark runs on: the target, its assistant, who takes part, and the prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.benchmark.contestants import (
+    PASSES,
+    Contestant,
+    all_contestants,
+    choose,
+    quick_contestants,
+    without_draft,
+)
+from hf_specdecpp.benchmark.run_log import environment
+from hf_specdecpp.benchmark.settings import BenchmarkConfig
+from hf_specdecpp.choosing import as_told
+from hf_specdecpp.cli_options import DraftChoice
+from hf_specdecpp.drafts.known import describe, kind_of
+from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import load_model
+from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.texts.encoding import Codec
+from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
+from hf_specdecpp.trees.checks import check_tree
+
+logger = logging.get_logger("hf_specdecpp")
+
+QUICK_PROMPTS, QUICK_TOKENS = 3, 48
+
+
+@dataclass
+class Question:
+    """What one `generate()` is asked.
+
+    Attributes:
+        set, prompt: where it is from.
+        ids: the prompt's tokens; of a batch those of several prompts.
+        batch: number of prompts in a batch; 0 for a prompt alone.
+    """
+
+    set: str
+    prompt: str
+    ids: list[list[int]]
+    batch: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.set, self.prompt
+
+
+@dataclass
+class Benchmark:
+    """A benchmark that is ready to run.
+
+    Attributes:
+        config: its options.
+        target, assistant: the assistant is attached to the target.
+        contestants: who takes part.
+        questions: single prompts.
+    """
+
+    config: BenchmarkConfig
+    target: CausalLM
+    assistant: SpecDecPPAssistant
+    contestants: list[Contestant]
+    questions: list[Question]
+
+    @classmethod
+    def load(cls, config: BenchmarkConfig) -> Benchmark:
+        """Load what the options name.
+
+        Raises:
+            ValueError, OSError: an option makes no sense, or a file or model is missing.
+        """
+        if config.quick:
+            config = replace(
+                config, max_prompts=min(config.max_prompts or QUICK_PROMPTS, QUICK_PROMPTS), temperatures=[0.0],
+                max_new_tokens=min(config.max_new_tokens, QUICK_TOKENS), replay=False, attempts=1,
+            )  # fmt: skip
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        target = load_model(config.target, dtype=config.dtype, device=config.device or accelerator or "cpu")
+        assistant = _assistant(config, target)
+        reason = kind_of(assistant.config).cannot.get("replays")
+        if config.replay and reason is not None:
+            logger.warning(f"--replay does nothing: {reason}. --replay_rounds does.")
+            config = replace(config, replay=False)
+        contestants = choose(_contestants(config, target, assistant), config.contestants)
+        return cls(config, target, assistant, contestants, _questions(config))
+
+    @property
+    def asked(self) -> list[Question]:
+        """The questions whose answers are timed: prompts alone, then in batches.
+
+        Raises:
+            ValueError: there are fewer prompts than a batch has rows.
+        """
+        return [*(self.questions if self.config.live else []), *in_batches(self.questions, self.config.batch_size)]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What the generations depend on. Further contestants and temperatures may join later."""
+        config, assistant = self.config, self.assistant
+        prompts = json.dumps([[each.set, each.prompt, each.ids[0]] for each in self.questions])
+        return {
+            "target": config.target,
+            "target_revision": commit_of(self.target),
+            "assistant": config.assistant,
+            "draft_name": describe(assistant.config),
+            "assistant_contents": _digest(assistant),
+            "prompts": f"{len(self.questions)} with hash {hashlib.sha256(prompts.encode()).hexdigest()[:16]}",
+            "max_new_tokens": config.max_new_tokens,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "seed": config.seed,
+            **{name: getattr(assistant.speculation, name) for name in PASSES},
+            **environment(self.target.device),
+        }
+
+
+def in_batches(questions: list[Question], sizes: list[int]) -> list[Question]:
+    """The questions in whole batches, a set for each size.
+
+    Raises:
+        ValueError: there are fewer prompts than a batch has rows.
+    """
+    found = []
+    for size in sizes:
+        if size > len(questions):
+            raise ValueError(f"batch_size={size}, and there are {len(questions)} prompts: not enough for one batch.")
+        for begin in range(0, len(questions) - size + 1, size):
+            ids = [row for each in questions[begin : begin + size] for row in each.ids]
+            found.append(Question(f"batches of {size}", f"batch {begin // size + 1}", ids, size))
+    return found
+
+
+def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
+    """The assistant, its passes as its repository has them unless the command says otherwise."""
+    if config.assistant is None or config.lookup:
+        assistant = as_told(target, DraftChoice(config.target, None, config.layers, config.lookup, config.mtp))
+    else:
+        assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
+    told = {name: value for name in PASSES if (value := getattr(config, name)) is not None}
+    assistant.speculation = replace(assistant.speculation, **told)
+    return assistant
+
+
+def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPPAssistant) -> list[Contestant]:
+    drafter, has_head = assistant.ready_drafter(), assistant.head is not None
+    if drafter.model is None:
+        return without_draft()
+    if config.quick:
+        contestants = quick_contestants(has_head)
+    else:
+        can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
+        contestants = all_contestants(has_head, can_tree, has_rates)
+    # What cannot draft unattached transformers' own loop cannot draft with either.
+    return [each for each in contestants if each.stock is None or "unattached" not in drafter.cannot]
+
+
+def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
+    try:
+        check_tree(target)
+        assistant.ready_drafter().check_tree()
+    except ValueError as error:
+        logger.warning(f"No trees take part: {error}")
+        return False
+    return True
+
+
+def _questions(config: BenchmarkConfig) -> list[Question]:
+    codec = Codec.from_pretrained(config.target)
+    sets = {Path(source).stem: read_prompts(source) for source in config.data}
+    if not sets:
+        messages = ([{"role": "user", "content": text}] for text in EXAMPLES)
+        sets = {"demo": [Prompt(f"demo-{number}", "demo", each) for number, each in enumerate(messages, 1)]}
+    return [
+        Question(name, item.prompt.id, [item.input_ids])
+        for name, prompts in sets.items()
+        for item in codec.encode_all(sample_prompts(prompts, config.max_prompts, config.seed))
+    ]
+
+
+def _digest(assistant: SpecDecPPAssistant) -> str:
+    """Of config, adapter and head, which change with every training."""
+    digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
+    if assistant.parts.adapter is not None:
+        digest.update((assistant.parts.adapter / ADAPTER_FILES[1]).read_bytes())
+    for part in (assistant.head, assistant.parts.module):
+        for name, tensor in part.state_dict().items() if part is not None else ():
+            digest.update(name.encode() + tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

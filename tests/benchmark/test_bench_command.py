@@ -1,0 +1,220 @@
+"""`specdecpp bench` from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import tiny
+from support.repos import TEXT, save_model, tokenizer
+from support.training_files import training_run
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.benchmark.contestants import all_contestants, choose
+from hf_specdecpp.benchmark.run_log import RECORDS, TEXTS
+from hf_specdecpp.cli import app
+from hf_specdecpp.generation import verification
+
+SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
+
+
+def run_command(target: PreTrainedModel, folder: Path, *options: str) -> Any:
+    data = folder / "questions.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")))
+    arguments = ["bench", "--target", str(target.config.name_or_path), "--layers", "1", "--data", str(data), *options]
+    return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
+
+
+def test_without_an_assistant_and_matplotlib(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates are looked up, and the report has no pictures."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    data = tmp_path / "questions.jsonl"
+    data.write_text(json.dumps({"prompt": TEXT}))
+    arguments = [
+        "bench",
+        "--target",
+        str(target.config.name_or_path),
+        "--data",
+        str(data),
+        "--quick",
+        "--device",
+        "cpu",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "bench"), "--max_new_tokens", "8"])
+    assert result.exit_code == 0, result.output
+    assert "Without --assistant or --layers the draft is text that was seen before." in result.output
+    assert "cheaper draft" not in result.output
+    assert "report.md, no pictures, which need matplotlib." in " ".join(result.output.split())
+    assert "![" not in (tmp_path / "bench/report.md").read_text()
+    assert re.search(r"\nnext      (assistant = |plain generate\(\), or a draft for this target: )", result.output)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """One benchmark, single prompts and batches, replayed: its folder, with the speeds for a card, and its result."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), folder / "target"))
+    options = ("--max_new_tokens", "16", "--contestants", ",".join(SOME), "--card", str(folder / "bench/speeds.json"))
+    result = run_command(target, folder, *options, "--temperatures", "0,0.7", "--batch_size", "2")
+    return folder / "bench", result
+
+
+def test_the_output(ran: tuple[Path, Any]) -> None:
+    _, result = ran
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 100 or "Written to" in result.output
+    for said in (
+        "> ",
+        "Speculation",
+        "greedy, batches of 2: 1",
+        "contestant ",
+        "best setting of each kind of contestant",
+    ):
+        assert said in result.output
+    assert re.search(r"\nnext      (assistant\.speculation = SpeculationConfig\(|specdecpp train )", result.output)
+    for noise in ("Loading weights", "[transformers]", "is deprecated", "…"):
+        assert noise not in result.output
+
+
+def test_the_results(ran: tuple[Path, Any]) -> None:
+    folder, _ = ran
+    results = json.loads((folder / "results.json").read_text())
+    assert results["environment"]["threads"] == 1
+    assert not results["mismatches"]
+    assert {(each["set"], each["temperature"]) for each in results["replays"]} == {
+        ("questions", 0.0),
+        ("questions", 0.7),
+    }
+    assert set(results["costs"]) == {"measured", "paper"}
+    batches = [row for row in results["summary"] if row["batch"]]
+    chains = ("plain", "plain, same passes", "fixed 3", "threshold 0.5 (q)")  # trees and others' take single texts
+    assert {(row["set"], row["temperature"], row["contestant"]) for row in batches} == {
+        ("batches of 2", temperature, name) for temperature in (0.0, 0.7) for name in chains
+    }
+    for row in batches:
+        assert row["prompts"] == 1
+        if row["contestant"] == "plain":
+            assert row["plain"][0] == row["tokens_per_pass"] == 1.0
+        elif row["contestant"] == "fixed 3":
+            assert row["tokens_per_pass"] > 1.0
+
+
+def test_the_speeds_of_a_card(ran: tuple[Path, Any]) -> None:
+    folder, _ = ran
+    speeds = json.loads((folder / "speeds.json").read_text())
+    assert {"command", "device", "dtype", "rows"} == set(speeds)
+    fields = {"set", "temperature", "contestant", "tokens_per_second", "speedup", "interval", "same_passes",
+              "same_passes_interval", "tokens_per_pass", "prompts"}  # fmt: skip
+    assert all(set(row) == fields for row in speeds["rows"])
+    assert len(speeds["rows"]) == 2 * len(choose(all_contestants(has_head=False), SOME))
+    assert {row["prompts"] for row in speeds["rows"]} == {2}
+
+
+def test_the_report(ran: tuple[Path, Any]) -> None:
+    folder, _ = ran
+    report = (folder / "report.md").read_text()
+    pictures = [line.partition("(")[2][:-1] for line in report.splitlines() if line.startswith("![")]
+    assert len(pictures) == 2 * 4
+    assert all((folder / picture).is_file() for picture in pictures)
+    assert "| oracle |" in report
+    assert "| batches of 2 | " in report
+    assert re.search(r"- \d+ greedy texts were compared with those of plain generate\(\); 0 of ours differ.", report)
+
+
+def test_batches_go_on(target: PreTrainedModel, tmp_path: Path) -> None:
+    options = ("--max_new_tokens", "8", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay", "--no-live")
+    for _ in range(2):
+        result = run_command(target, tmp_path, *options, "--batch_size", "1,2")
+        assert result.exit_code == 0, result.output
+        lines = (tmp_path / "bench/runs.jsonl").read_text().splitlines()
+        assert len(lines) == 3 * (2 + 1), "nothing is timed again"
+    result = run_command(target, tmp_path, *options, "--batch_size", "9")
+    assert result.exit_code == 1, result.output
+    assert "batch_size=9, and there are 2 prompts" in result.output
+
+
+def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
+    reading = AutoModelForCausalLM.from_pretrained(str(target.config.name_or_path))
+    SpecDecPPAssistant.from_conditioned(reading, [0]).save_pretrained(tmp_path / "assistant")
+    options = ("--assistant", str(tmp_path / "assistant"), "--dtype", "bfloat16", "--temperatures", "0")
+    result = run_command(
+        target, tmp_path, *options, "--max_new_tokens", "4", "--contestants", "fixed 2", "--costs", "0.1"
+    )
+    assert result.exit_code == 0, result.output
+    assert "bfloat16" in (tmp_path / "bench/report.md").read_text()
+
+
+def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = lambda candidates, scores: (len(candidates), int(scores[-1].argmax()))  # noqa: E731
+    monkeypatch.setattr(verification, "verify_greedy", everything)
+    options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")
+    result = run_command(target, tmp_path, *options)
+    assert result.exit_code == 1
+    assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
+    assert "FAILED: not the texts of plain generate()" in result.output
+
+
+def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
+    options = ("--max_new_tokens", "12", "--no-live", "--temperatures", "0,1", "--draws", "2", "--costs", "0.1")
+    result = run_command(target, tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert results["costs"]["0.1"]["verify"] == [1.0]
+    assert [(each["temperature"], each["texts"]) for each in results["replays"]] == [(0.0, 2), (1.0, 4)]
+    files = [tmp_path / "bench" / name for name in (TEXTS, RECORDS)]
+    made = [path.read_text() for path in files]
+    assert [text.count("\n") for text in made] == [2 + 2, 2 + 4]
+    run_command(target, tmp_path, *options)
+    assert [path.read_text() for path in files] == made, "nothing is written or recorded again"
+
+
+def test_replays_of_rollouts(tmp_path: Path) -> None:
+    training = training_run(tmp_path, tests=("sums", "tales"), temperatures=(1.0, 0.0))
+    record = training.work / "rollouts/rollouts.json"
+    record.write_text(json.dumps({"complete": True, "settings": {"top_k": 0, "max_new_tokens": 24}}))
+    target = AutoModelForCausalLM.from_pretrained(training.target)
+    tokenizer().save_pretrained(training.target)
+    result = run_command(target, tmp_path, "--no-live", "--rollouts", str(training.work), "--costs", "paper")
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    found = {(each["set"], each["temperature"]): each["texts"] for each in results["replays"]}
+    assert found == {("sums", 0.0): 2, ("tales", 0.0): 2, ("sums", 1.0): 4, ("tales", 1.0): 4}
+    report = (tmp_path / "bench/report.md").read_text()
+    assert "texts of the rollouts" in report
+    assert "same passes" not in report, "nothing was timed"
+    assert "greedy texts were compared" not in report, "nothing was generated"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--temperatures", "hot"), "must be numbers such as"),
+        (("--contestants", "nobody"), "No contestant is called"),
+        (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
+        (("--rollouts", "nowhere"), "has no folder `rollouts`"),
+    ],
+)
+def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    result = run_command(target, tmp_path, "--max_new_tokens", "4", *options)
+    assert result.exit_code == 1
+    assert says in " ".join(result.output.split())
+
+
+def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
+    head = AcceptanceHead(32, num_blocks=1, inputs="before", rank=4)
+    SpecDecPPAssistant.from_draft(draft, target, head=head).save_pretrained(tmp_path / "assistant")
+    some = "transformers default,threshold 0.5*,throughput*"
+    options = ("--max_new_tokens", "12", "--contestants", some, "--temperatures", "0", "--costs", "paper")
+    result = run_command(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"))
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "bench/results.json").read_text())
+    assert {"threshold (head)", "threshold (q)", "transformers"} <= {row["family"] for row in results["summary"]}
+    assert {"threshold (head)", "threshold (q)"} <= {row["family"] for row in results["replays"][0]["rows"]}

@@ -1,0 +1,170 @@
+"""From rows of generations to speeds and a verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from support.models import tiny
+from support.repos import head_for
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.benchmark.contestants import (
+    Contestant,
+    all_contestants,
+    choose,
+    quick_contestants,
+    without_draft,
+)
+from hf_specdecpp.benchmark.summary import comparable, summarise
+from hf_specdecpp.benchmark.verdict import next_step, verdict
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import Parts
+
+
+def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> dict[str, Any]:
+    row = {
+        "contestant": contestant,
+        "plain": [speedup, speedup - 0.05, speedup + 0.05],
+        "same_passes": [same, same - 0.05, same + 0.05],
+        "ours": True,
+        "tokens_per_pass": 2.0,
+        "tokens_per_second": 10 * speedup,
+    }
+    return row | {"disturbed": 0, "prompts": 9} | fields
+
+
+@pytest.mark.parametrize(
+    ("row", "passes", "says"),
+    [
+        (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
+        (summary_row("x", 2.1, 1.3), 1.6, "Speculation pays here"),
+        (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
+        (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
+        (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: even the fastest, x, runs at 0.70"),
+        (summary_row("x", 0.7, 1.2), 0.6, "take plain generate() to 0.60: turn them off (cpu_products)."),
+        (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
+        (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell, so take more prompts"),
+        (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "pays here is too close to tell"),
+        (summary_row("x", 1.0, 1.0, same_passes=[1.0, 0.9, 1.5]), 1.0, "neither pays nor costs here"),
+        (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
+        (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
+        (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
+        (summary_row("x", 0.8, 0.8, tokens_per_pass=1.0), 1.0, "does not pay here: even the fastest, x"),
+        (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
+    ],
+)
+def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
+    """What speculation gains is the ratio to plain generation with the same passes; faster passes are named as such."""
+    found = verdict([row, summary_row("plain, same passes", passes, 1.0)])
+    assert says in found
+    assert ("same passes" in found) == row["ours"]
+    assert "quiet machine" not in found
+    assert "quiet machine" in verdict([{**row, "disturbed": 1}])
+
+
+def test_the_next_step_is_the_fastest_of_ours() -> None:
+    """Also where somebody else is faster, as it may be kept; not where even it is slower than plain generation."""
+    target = tiny("llama")
+    settings = SpeculationConfig(pack_weights=True)
+    assistant: Any = SpecDecPPAssistant.from_early_exit(target, 1, speculation=settings, head=head_for(target))
+    contestants = [
+        Contestant("theirs", "theirs"),
+        Contestant("looked up", "lookup", SpeculationConfig(lookup=True), alone=True),
+        Contestant("q", "q", SpeculationConfig("threshold", threshold=0.5), with_head=False),
+        Contestant("fixed 3", "fixed", SpeculationConfig("fixed", num_tokens=3)),
+    ]
+    rows = [summary_row(each.name, 1.9 - 0.2 * place, 1.2) for place, each in enumerate(contestants)]
+    assert next_step(rows, contestants, assistant) == "assistant = SpecDecPPAssistant.from_lookup(model)"
+    says = "assistant.speculation = SpeculationConfig(threshold=0.5, pack_weights=True); assistant.head = None"
+    assert next_step([rows[0], *rows[2:]], contestants, assistant) == says
+    fixed = "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=3, pack_weights=True)"
+    assert next_step(rows[3:], contestants, assistant) == fixed
+    assistant.parts = Parts(adapter=Mock())
+    for slow in ([], rows[:1], [summary_row("fixed 3", 1.0, 1.0)]):
+        says = "plain generate(), or another draft for this target"
+        assert next_step(slow, contestants, assistant) == says, "lookups took part"
+        says = "plain generate(), lookups (--lookup) or another draft for this target"
+        assert next_step(slow, [contestants[0], *contestants[2:]], assistant) == says
+
+
+@pytest.mark.parametrize("kind", ["lookup", "untrained"])
+def test_what_did_not_pay_is_not_advised_again(kind: str) -> None:
+    """Nor a cheaper draft where nothing drafts, which the verdict left to the next step."""
+    target = tiny("llama")
+    make = SpecDecPPAssistant
+    assistant: Any = make.from_lookup(target) if kind == "lookup" else make.from_early_exit(target, 1)
+    assistant.config.target_id = "org/target"
+    contestants = without_draft() if kind == "lookup" else quick_contestants(has_head=False)
+    rows = [summary_row(contestants[-1].name, 0.9, 0.9), summary_row("plain", 1.0, 1.0)]
+    says = {
+        "lookup": "plain generate(), or a draft for this target: --assistant REPO, or specdecpp train",
+        "untrained": "specdecpp train --target org/target --data FILE --output DIR, a draft for this target",
+    }
+    assert next_step(rows, contestants, assistant) == says[kind]
+    assert "cheaper draft" not in verdict(rows)
+
+
+def test_what_overlaps_is_too_close_to_tell() -> None:
+    assistant: Any = SpecDecPPAssistant.from_early_exit(tiny("llama"), 1)
+    contestants = quick_contestants(has_head=False)
+    fixed = summary_row("fixed 5", 1.65, 1.65, plain=[1.65, 0.94, 2.90], tokens_per_second=40.0)
+    throughput = summary_row("throughput (q)", 1.56, 1.56, plain=[1.56, 1.28, 2.11], tokens_per_second=45.0)
+    plain = summary_row("plain", 1.0, 1.0, plain=[1.0, 1.0, 1.0])
+    said = next_step([fixed, throughput, plain], contestants, assistant)
+    assert said == (
+        "assistant.speculation = SpeculationConfig(rule='throughput')  # throughput (q), too close to tell from fixed "
+        "5: take more prompts (--data FILE)"
+    )
+    said = next_step([{**fixed, "tokens_per_second": 50.0}, throughput, plain], contestants, assistant)
+    assert "# fixed 5, too close to tell from throughput (q), plain generate(): take" in said
+    assert "Too close to tell from it: throughput (q), plain" not in verdict([fixed, throughput, plain])
+    assert "Too close to tell from it: throughput (q)." in verdict([fixed, throughput, plain])
+    others = [summary_row(f"fixed {length}", 1.6, 1.6) for length in (2, 3, 4, 5)]
+    assert "Too close to tell from it: fixed 3, fixed 4 and 1 more." in verdict([*others, plain])
+    assert "Too close" not in verdict([summary_row("fixed 5", 1.65, 1.65), summary_row("throughput (q)", 1.5, 1.5)])
+
+
+def timed(seconds: dict[str, list[float]], **fields: Any) -> list[dict[str, Any]]:
+    """Rows of 8 tokens, by the seconds of each contestant for each prompt."""
+    row = {"set": "s", "batch": 0, "temperature": 0.0, "session": 1, "tokens": 8, "passes": 8, "drafting": 0,
+           "drafted": 0, "accepted": 0, "earlier": 0, "split": [0.0] * 3,
+           "disturbed": False}  # fmt: skip
+    return [
+        {**row, "contestant": name, "prompt": number, "seconds": each, **fields}
+        for name, times in seconds.items()
+        for number, each in enumerate(times)
+    ]
+
+
+def test_ratios_are_paired_by_prompt() -> None:
+    rows = timed({"plain": [4.0, 8.0], "plain, same passes": [2.0, 8.0], "fixed 3": [1.0, 2.0]})
+    rows[-1]["earlier"] = 5
+    found = {row["contestant"]: row for row in summarise(rows, choose(all_contestants(False), ["fixed 3"]))}
+    assert (found["fixed 3"]["plain"][0], found["fixed 3"]["same_passes"][0]) == (4.0, 3.0)  # medians of 4, 4 and 2, 4
+    assert found["fixed 3"]["same_passes"][1:] == [2.0, 4.0]
+    assert (found["plain, same passes"]["plain"][0], found["plain, same passes"]["same_passes"][0]) == (1.5, 1.0)
+    assert (found["plain"]["plain"][0], found["plain"]["same_passes"][0]) == (1.0, 0.75)
+    assert comparable(rows[:2] + rows[4:]) == []
+    first = {"plain": [2.0] * 7, "plain, same passes": [2.0] * 7, "fixed 3": [2.0] * 5 + [1.0] * 2}
+    rows = [{**row, "earlier": row["prompt"]} for row in timed(first)]
+    [ours] = [row for row in summarise(rows, choose(all_contestants(False), ["fixed 3"])) if row["ours"]]
+    assert ours["first"] == [1.0, 1.0, 1.0], "five texts, of which none was faster"
+
+
+def test_speeds_over_the_best_constant_length() -> None:
+    """The one with the largest median gain over all prompts of all sets, whatever is the best of one of them."""
+    seconds: dict[str, list[float]] = {
+        "plain": [4.0] * 4, "plain, same passes": [4.0] * 4, "fixed 3": [2.0, 2.0, 2.0, 8.0], "fixed 9": [1.0] * 4,
+        "threshold 0.5 (q)": [2.5, 2.5, 2.5, 2.5], "throughput (q)": [1.0, 2.0, 4.0, 4.0],
+    }  # fmt: skip
+    rows = [{**row, "set": "ab"[row["prompt"] // 2]} for row in timed(seconds)]
+    contestants = choose(all_contestants(False), ["fixed 3", "fixed 9", "threshold 0.5 (q)", "throughput (q)"])
+    found = {(row["set"], row["contestant"]): row["constant"] for row in summarise(rows, contestants)}
+    assert found["all", "throughput (q)"][0] == 1.5, "the median of 2, 1, 0.5 and 2"
+    assert found["b", "throughput (q)"][0] == 1.25
+    assert found["b", "threshold 0.5 (q)"][0] == pytest.approx((2.0 / 2.5 + 8.0 / 2.5) / 2.0)
+    assert found["all", "fixed 3"] == [1.0, 1.0, 1.0]
+    only = summarise([row for row in rows if str(row["contestant"]).startswith("plain")], contestants)
+    assert {row["constant"] for row in only} == {None}
