@@ -328,6 +328,7 @@ def save_text(text: str, path: Path) -> None:
 
 
 UNFINISHED = "*.*.[0-9]*.tmp"  # names of what `replacing` leaves when it is killed
+_folders: list[Path] = []  # in the place of the assets cache (`measured_in`)
 
 
 @contextmanager
@@ -359,9 +360,7 @@ def recall(kind: str, of: dict[str, Any]) -> Any:
 
 
 def remember(kind: str, of: dict[str, Any], value: Any) -> None:
-    """Keep what was measured in Hugging Face's assets cache.
-
-    Where that cannot be written (a read-only home), it is measured again in the next process.
+    """Keep what was measured in Hugging Face's assets cache. Where that is read-only, the next process measures again.
 
     Args:
         kind: of measurement, also the name of its folder.
@@ -382,22 +381,17 @@ def forget(kind: str) -> None:
 @contextlib.contextmanager
 def measured_in(folder: Path) -> Iterator[None]:
     """Within, what is measured is kept in a folder, and what was measured before is not known."""
-    global _measured
-    before, _measured = _measured, folder
+    _folders.append(folder)
     try:
         yield
     finally:
-        _measured = before
-
-
-_measured: Path | None = None
+        _folders.pop()
 
 
 def _measured_folder(kind: str) -> Path:
-    if _measured is None:
-        return cached_assets_path("hf_specdecpp", kind)
-    (_measured / kind).mkdir(parents=True, exist_ok=True)
-    return _measured / kind
+    folder = _folders[-1] / kind if _folders else cached_assets_path("hf_specdecpp", kind)
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _measured_path(kind: str, of: dict[str, Any]) -> Path:
