@@ -6,7 +6,7 @@ code that transformers would fetch and run, as `attn_implementation` can: fields
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from transformers.activations import ACT2FN
@@ -64,12 +64,12 @@ LAYER: dict[str, Bounds] = {
     "rope_parameters": ROPE,
 }
 KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
-NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads")
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 CURE = "Correct config.json, or download or save the repository again."
 
 
-def check_fields(values: Any, known: Mapping[str, Bounds], path: str = "") -> None:
-    """Raise `ValueError` naming the first field that is not known, or whose value is out of bounds.
+def check_fields(values: Any, known: Mapping[str, Bounds], path: str = "", needed: Iterable[str] = ()) -> None:
+    """Raise `ValueError` naming the first field that is not known, out of bounds, or needed and missing.
 
     Args:
         values: by name; `None` is as if left out.
@@ -77,6 +77,8 @@ def check_fields(values: Any, known: Mapping[str, Bounds], path: str = "") -> No
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{path.rstrip('.')}={shown(values)} must be a mapping. {CURE}")
+    if missing := [name for name in needed if values.get(name) is None]:
+        raise ValueError(f"{path}{missing[0]} is missing, so the draft's tensors cannot be checked. {CURE}")
     for name, value in values.items():
         if name not in known:
             raise ValueError(
@@ -91,9 +93,7 @@ def check_fields(values: Any, known: Mapping[str, Bounds], path: str = "") -> No
 
 def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Mapping[str, Bounds] = LAYER) -> None:
     """The same of a draft's layers, whose numbers must also go together."""
-    check_fields(layer, known, path)
-    if missing := [name for name in (*NEEDED, "num_hidden_layers") if layer.get(name) is None]:
-        raise ValueError(f"{path}{missing[0]} is missing, so the draft's tensors cannot be checked. {CURE}")
+    check_fields(layer, known, path, NEEDED)
     heads, differing = layer["num_attention_heads"], layer.get("per_layer_config") or {}
     for name, keys in [(name, each.get(name)) for each in (layer, *differing.values()) for name in KEY_HEADS]:
         if heads % (keys or heads):

@@ -12,7 +12,6 @@ from transformers import Qwen3Config
 from hf_specdecpp.config.bounds import (
     BLOCK,
     CURE,
-    LAYER,
     OF_TARGET,
     POSITIVE,
     TOKENS,
@@ -38,11 +37,11 @@ COPIED = (
     "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "layer_types",
     "sliding_window", "use_sliding_window", "max_window_layers",
 )  # fmt: skip
-NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NUMBERS = {
     **{name: BOUNDS[name] for name in ("block_size", "mask_token_id", "output_multiplier", "num_target_layers")},
     **dict.fromkeys(("input_embedding_scale", "final_logit_softcapping"), NOT_NEGATIVE),
 }
+SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # what is here what
 OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
 SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
 INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of this package (specdecpp train)"
@@ -134,16 +133,9 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     layers = mapping(raw, "transformer_layer_config") if is_nested else raw
     own = mapping(raw, "dflash_config")
     said = {**raw, **own}
-    check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS)
+    check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS, needed=("block_size", "mask_token_id"))
     layer, has_other_windows = _layer(layers, said, is_theirs)
     ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
-    for name, value in {"block_size": said.get("block_size"), "mask_token_id": said.get("mask_token_id"),
-                        **{name: layers.get(name) for name in NEEDED}}.items():  # fmt: skip
-        if type(value) is not int:
-            raise ValueError(
-                f"The config.json of this DFlash draft has {name}={value!r}, which must be a whole number. Download it "
-                "again, or ask who made it."
-            )
     if ids is None and not is_nested:
         ids = usual_reads(said.get("num_target_layers"), layers["num_hidden_layers"])
     if not isinstance(ids, list) or not ids or any(type(each) is not int or each < is_nested for each in ids):
@@ -161,9 +153,8 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         reads=[each - is_nested for each in ids],
         block_size=said["block_size"],
         mask_token_id=said["mask_token_id"],
-        embedding_scale=_number(said, "input_embedding_scale", 1.0),
-        output_multiplier=_number(said, "output_multiplier", 1.0),
-        logit_cap=_number(said, "final_logit_softcapping", 0.0) or None,
+        **{field: said[name] for name, field in SCALES.items() if said.get(name) is not None},
+        logit_cap=said.get("final_logit_softcapping") or None,
         scales_as_target=is_theirs,
         is_causal=causal,
         includes_window=is_theirs,
@@ -183,11 +174,6 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
     if num_layers == 1:
         return [depth // 2]
     return [round(1 + i * (depth - 4) / (num_layers - 1)) for i in range(num_layers)]
-
-
-def _number(said: Mapping[str, Any], name: str, default: float) -> float:
-    value = said.get(name)
-    return default if value is None else float(value)
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
@@ -236,7 +222,7 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
     if size is not None and (all_have or some_have):
         layer["sliding_window"] = size
     layer["rope_parameters"] = rotary_parameters(layers, f"{INSTEAD}.")
-    check_fields(layer, LAYER)
+    check_layers(layer, "")
     return layer, all_have
 
 

@@ -37,6 +37,7 @@ COPIED = (
 )  # fmt: skip
 COPIED_OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+ABOVE: dict[str, Bounds] = {"target_hidden_size": SIZE, "draft_vocab_size": TOKENS}  # beside the layers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
@@ -173,7 +174,9 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
     eagle = mapping(raw, "eagle_config")
     _refuse_relatives(raw, inner, eagle)
-    _check_sizes(raw, inner, "its transformer_layer_config" if is_nested else "it")
+    place = "transformer_layer_config." if is_nested else ""
+    check_fields({name: inner.get(name) for name in NEEDED}, LAYER, place, NEEDED)
+    check_fields({name: raw.get(name) for name in ABOVE}, ABOVE)
     said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
     flags = {name: said.get(name) or False for name in FLAGS}
     if wrong := [f"{name}={value!r}" for name, value in flags.items() if type(value) is not bool]:
@@ -225,18 +228,6 @@ def check_overrides(overrides: Any) -> Mapping[str, Any]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value else []
-
-
-def _check_sizes(raw: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> None:
-    """Raise `ValueError` for sizes that are missing or out of bounds."""
-    if missing := [name for name in NEEDED if inner.get(name) is None]:
-        raise ValueError(
-            f"The config.json is of an EAGLE-3 draft, but {where} lacks {', '.join(missing)}, so its tensors cannot be "
-            "checked. Download it again."
-        )
-    check_fields({name: inner.get(name) for name in NEEDED}, LAYER)
-    bounds = {"target_hidden_size": SIZE, "draft_vocab_size": TOKENS}
-    check_fields({name: raw.get(name) for name in bounds}, bounds)
 
 
 def _layer_type(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str:

@@ -85,7 +85,7 @@ RELATIVES: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash2 of speculators": ({"speculators_model_type": "dflash2"}, "holds DFlash2"),
     "another layer": ({"model_type": "glm4"}, "layers of type 'glm4'"),
     "a part of each head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id=None, which must be a whole number"),
+    "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is missing"),
     "text": ({"block_size": "16"}, "block_size='16'"),
     "no layers": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, "reads layers \\[\\]"),
     "a block of one": ({"block_size": 1}, "block_size=1.*proposes\\s+nothing"),

@@ -28,10 +28,9 @@ def test_a_config_that_lacks_numbers(tmp_path: Path, dialect: str, name: str) ->
     folder = PLAIN.save(tmp_path, dialect)
     config = json.loads((folder / "config.json").read_text())
     inner = config.get("transformer_layer_config", config)
-    where = "it" if inner is config else "its transformer_layer_config"
     inner[name] = None
     (folder / "config.json").write_text(json.dumps(config))
-    refused(folder, f"of an EAGLE-3 draft, but {where} lacks {name}")
+    refused(folder, f"{name} is missing, so the draft's tensors cannot be checked")
     inner[name] = "many"
     (folder / "config.json").write_text(json.dumps(config))
     refused(folder, f"{name}='many' must be a whole number from 1 to ")
