@@ -16,11 +16,14 @@ from support.models import assistant_of, partly_agreeing, prompt, tiny
 from support.pretend_devices import on_device, pretend_devices
 from support.repos import save_model
 from support.snapshots import hash_of, hooks_of
+from support.stand_ins import BlockDraft, LookupDraft
 from support.watchers import Collector, tokenizer
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
@@ -108,13 +111,23 @@ MAKERS: dict[str, Callable[[Path], Pair]] = {
     "mtp": partial(mtp, 1),
     "mtp, several layers": partial(mtp, 3),
 }
-NEVER_RIGHT = {"lookup", "eagle3 of others"}  # nothing is drawn; random weights among many tokens
+STAND_INS: dict[str, Callable[[CausalLM], Draft]] = {  # drafts that are not a model a step
+    "a block": lambda target: BlockDraft(target),
+    "a lookup": lambda _: LookupDraft(),
+}
+NEVER_RIGHT = {"lookup", "eagle3 of others", "a lookup"}  # nothing is drawn; random weights among many tokens
 ALL = pytest.mark.parametrize("name", MAKERS)
+EVERY = pytest.mark.parametrize("name", [*MAKERS, *STAND_INS])
 
 
 def made(name: str, folder: Path, **settings: Any) -> Pair:
     """An assistant, and the target that it is attached to."""
-    assistant, target = MAKERS[name](folder)
+    if name in STAND_INS:
+        target = tiny("llama")
+        assistant = SpecDecPPAssistant(SpecDecPPConfig(), STAND_INS[name](target))
+        assistant.attach(target)
+    else:
+        assistant, target = MAKERS[name](folder)
     chosen: dict[str, Any] = {**(settings or FIXED), "lookup": assistant.speculation.lookup}
     assistant.speculation = SpeculationConfig(**chosen)
     return assistant, target
@@ -128,8 +141,9 @@ def check_text(assistant: SpecDecPPAssistant, target: CausalLM, **options: Any) 
         how["eos_token_id"] = max(text, key=text.index)
     expected = target.generate(**how)
     assert torch.equal(target.generate(assistant_model=assistant, **how), expected)
-    if assistant.ready_drafter().places:
-        assert assistant.stats.drafted > 0
+    draft, stats = assistant.ready_drafter(), assistant.stats
+    assert len(stats.drafted_at) <= draft.places or assistant.speculation.lookup
+    assert stats.drafted > 0 or not draft.places or isinstance(draft, LookupDraft)
 
 
 def test_every_kind_is_here(tmp_path: Path) -> None:
@@ -139,7 +153,7 @@ def test_every_kind_is_here(tmp_path: Path) -> None:
 # Generations. ---------------------------------------------------------------------------------------------------------
 
 
-@ALL
+@EVERY
 @pytest.mark.parametrize("settings", [*CHAINS, *TREES])
 @pytest.mark.every(2)
 def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path) -> None:
@@ -153,7 +167,7 @@ def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path) ->
             target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
 
 
-@ALL
+@EVERY
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.every(3)
 def test_with_every_option(options: str, name: str, tmp_path: Path) -> None:
@@ -162,7 +176,7 @@ def test_with_every_option(options: str, name: str, tmp_path: Path) -> None:
     check_text(assistant, target)
 
 
-@ALL
+@EVERY
 def test_sampled_text_has_its_length(name: str, tmp_path: Path) -> None:
     """Its distribution is enumerated in `tests/exactness`."""
     assistant, target = made(name, tmp_path)
@@ -172,7 +186,7 @@ def test_sampled_text_has_its_length(name: str, tmp_path: Path) -> None:
     assert 0 < assistant.stats.accepted < assistant.stats.drafted or name in NEVER_RIGHT
 
 
-@ALL
+@EVERY
 def test_a_cache_that_is_carried_on(name: str, tmp_path: Path) -> None:
     """Of the turn before a draft that reads the target's states has none."""
     assistant, target = made(name, tmp_path)
@@ -184,7 +198,7 @@ def test_a_cache_that_is_carried_on(name: str, tmp_path: Path) -> None:
     assert torch.equal(second.sequences, target.generate(further, **how).sequences)
 
 
-@ALL
+@EVERY
 def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
     ids = torch.cat((TEXT, PADDED))
@@ -197,7 +211,7 @@ def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
         assert assistant.stats.accepted > 0 or name in NEVER_RIGHT
 
 
-@ALL
+@EVERY
 def test_a_lookup_beside_it(name: str, tmp_path: Path) -> None:
     """Rounds in which nothing is drafted, and candidates that the draft has not read."""
     assistant, target = made(name, tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import prompt, tiny
+from support.models import tiny
 from support.stand_ins import BLOCK, BlockDraft, LookupDraft
 from torch import Tensor
 
@@ -181,63 +181,12 @@ def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
 # Drafts that are not a model a step. ----------------------------------------------------------------------------------
 
 REPEATING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
-SETTINGS: dict[str, dict[str, Any]] = {
-    "fixed": {"rule": "fixed", "num_tokens": 5},
-    "threshold": {"rule": "threshold", "threshold": 0.9},
-    "throughput": {"rule": "throughput", "costs": {"draft": 0.1, "branch": 0.0, "block": 3, "verify": [1.0]}},
-    "dyspec": {"tree": "dyspec", "tree_budget": 6},
-    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6},
-    "static": {"tree": "static", "tree_shape": [2, 1, 1, 1, 1]},
-    "dyspec throughput": {
-        "tree": "dyspec",
-        "rule": "throughput",
-        "costs": {"draft": 0.1, "branch": 0.0, "block": 3, "verify": [1.0]},
-    },
-}
 
 
 def assisted_by(draft: Draft, target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
     assistant = SpecDecPPAssistant(SpecDecPPConfig(), draft, speculation=SpeculationConfig(**settings))
     assistant.attach(target)
     return assistant
-
-
-def stand_in(name: str, target: CausalLM) -> Draft:
-    return BlockDraft(target) if name == "block" else LookupDraft()
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ["block", "lookup"])
-def test_they_draft_chains_and_trees(name: str, settings: str, sampled: bool) -> None:
-    target = tiny("llama")
-    draft = stand_in(name, target)
-    assistant = assisted_by(draft, target, **SETTINGS[settings])
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled, "top_k": 3 if sampled else None}
-    torch.manual_seed(0)
-    text = target.generate(REPEATING, assistant_model=assistant, **options)
-    stats = assistant.stats
-    if not sampled:
-        assert torch.equal(text, target.generate(REPEATING, **options))
-    assert stats.drafted > 0
-    assert len(stats.drafted_at) <= draft.places, "no path is longer than the draft has places"
-    if name == "block":
-        assert stats.accepted > 0
-        assert stats.draft_passes == stats.rounds - stats.idle_rounds, "a pass a round"
-    else:
-        assert stats.draft_passes == 0
-
-
-@pytest.mark.parametrize("name", ["block", "lookup"])
-def test_rows_of_a_batch_draft_by_themselves(name: str) -> None:
-    target = tiny("llama")
-    assistant = assisted_by(stand_in(name, target), target, rule="fixed", num_tokens=3)
-    ids = torch.cat([REPEATING, prompt(8)])
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    options["attention_mask"] = torch.ones_like(ids)
-    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
-    assert assistant.stats.drafted > 0
 
 
 def test_a_block_is_one_price() -> None:
