@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
+from support.formulas import states_of
 from support.models import prompt
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet, read_model
 from hf_specdecpp.drafts.dflash.model import DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import TargetStates
 
 TEXTS = 1 + torch.cat((prompt(17), prompt(17, 5))) % (VOCAB - 1)
 ANCHORS = torch.tensor([[3, 9, 10, 16], [12, 1, 4, 11]])
@@ -26,13 +26,6 @@ def drafting(checkpoint: Checkpoint) -> tuple[DFlashDraft, CausalLM]:
     model = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
     meet(model, target, "The draft")
     return DFlashDraft(model, target), target
-
-
-@torch.no_grad()
-def states_of(target: CausalLM, draft: DFlashDraft, texts: Tensor) -> Any:
-    with TargetStates(target, draft.reads) as caught:
-        target(texts)
-        return caught.take()
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ import transformers
 from support.dflash_files import (
     DEPTH,
     DIALECTS,
-    EPSILON,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
@@ -26,6 +25,7 @@ from support.dflash_files import (
     Checkpoint,
     target_for,
 )  # fmt: skip
+from support.formulas import rms, rotated, states_of
 from support.models import prompt
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,7 +33,6 @@ from torch.nn import functional as F
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument
-from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
@@ -52,15 +51,6 @@ def loaded(checkpoint: Checkpoint, folder: Path, dialect: str, **options: Any) -
     return assistant.ready_drafter(), target
 
 
-@torch.no_grad()
-def states_of(target: CausalLM, draft: Any, text: Tensor) -> Tensor:
-    with TargetStates(target, draft.reads) as caught:
-        target(text)
-        states = caught.take()
-    assert states is not None
-    return states
-
-
 def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
     """A session that has drafted at these lengths of the text but for the last, where a round has begun."""
     session: Reading = draft.chain_session(VOCAB)
@@ -74,21 +64,6 @@ def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
 
 
 # The formulas. --------------------------------------------------------------------------------------------------------
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """As Qwen3's: in float32, the weight after that."""
-    single = x.float()
-    return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x)
-
-
-def rotated(x: Tensor, places: Tensor, theta: float) -> Tensor:
-    """`x` is `[rows, heads, size]`."""
-    frequencies = theta ** -(torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
-    angles = places[:, None].float() * frequencies
-    cos, sin = (torch.cat((turn, turn), -1).to(x)[:, None] for turn in (angles.cos(), angles.sin()))
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle3_files import DRAFT_VOCAB, EPSILON, HEADS, HIDDEN, KV_HEADS, READS, VARIANTS, Checkpoint
+from support.eagle3_files import DRAFT_VOCAB, HEADS, HIDDEN, KV_HEADS, READS, VARIANTS, Checkpoint
+from support.formulas import rms, rotated, states_of
 from support.models import prompt, tiny
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.tree import DraftTree
 
 STEPS = 3
@@ -36,31 +36,7 @@ def loaded(checkpoint: Checkpoint, folder: Path, dialect: str = "original", **op
     return assistant.ready_drafter(), target
 
 
-def states_of(target: CausalLM, drafter: Any, text: Tensor) -> Tensor:
-    with torch.no_grad(), TargetStates(target, drafter.fusion) as caught:
-        target(text)
-        states = caught.take()
-    assert states is not None
-    return states
-
-
 # The formulas. --------------------------------------------------------------------------------------------------------
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """As Llama's: in float32, the weight after that."""
-    single = x.float()
-    return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x)
-
-
-def rotated(x: Tensor, places: Tensor, theta: float) -> Tensor:
-    """`x` is `[rows, heads, size]`."""
-    size = x.shape[-1]
-    frequencies = theta ** -(torch.arange(0, size, 2).float() / size)
-    angles = places[:, None].float() * frequencies
-    cos, sin = (torch.cat((turn, turn), -1).to(x)[:, None] for turn in (angles.cos(), angles.sin()))
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
 
 
 class Formulas:

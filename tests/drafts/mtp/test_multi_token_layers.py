@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.formulas import states_of
 from support.models import prompt
 from support.mtp_files import FAMILIES, HYBRID, VOCAB, Files
 from torch import Tensor
@@ -15,7 +16,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
-from hf_specdecpp.models.target_states import TargetStates
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 CANDIDATES = [3, 7, 1, 4]
@@ -33,19 +33,10 @@ def fixed(target: CausalLM, count: int = 4) -> SpecDecPPAssistant:
 
 
 @torch.no_grad()
-def states_of(target: CausalLM, draft: Any, text: Tensor) -> Tensor:
-    """The target's states at all tokens of a text but the last."""
-    with TargetStates(target, draft.reads) as caught:
-        target(text[:, :-1])
-        states: Any = caught.take()
-    return states
-
-
-@torch.no_grad()
 def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tensor:
     """Logits `[len(path) + 1, VOCAB]` after a text and along the candidates of a path, in a round that reads all."""
     session = draft.chain_session(VOCAB)
-    session.begin_round(text, 0, states_of(target, draft, text))
+    session.begin_round(text, 0, states_of(target, draft, text[:, :-1]))
     candidates = [torch.tensor(token) for token in path]
     return torch.stack([session.step(candidates[:place])[0] for place in range(len(path) + 1)])
 
@@ -173,7 +164,7 @@ def test_qwens_layer_is_what_its_formula_says(tmp_path: Path) -> None:
     files = Files("qwen3_5_text")
     target = files.load(tmp_path)
     draft = fixed(target).ready_drafter()
-    expected = WrittenOut(target, files.layers[0]).logits(TEXT, states_of(target, draft, TEXT), CANDIDATES)
+    expected = WrittenOut(target, files.layers[0]).logits(TEXT, states_of(target, draft, TEXT[:, :-1]), CANDIDATES)
     torch.testing.assert_close(drafted(target, draft, TEXT, CANDIDATES).double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -194,7 +185,7 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(
             formula, "inputs", lambda e, h: WrittenOut.inputs(formula, e, h if len(h) > 1 else h * 0 + 1)
         )
-    expected = formula.logits(TEXT, states_of(target, draft, TEXT), CANDIDATES)
+    expected = formula.logits(TEXT, states_of(target, draft, TEXT[:, :-1]), CANDIDATES)
     assert float((drafted(target, draft, TEXT, CANDIDATES).double() - expected).abs().max()) > 1e-2
 
 
@@ -207,7 +198,7 @@ def test_a_layer_of_inkling_with_a_window_is_what_its_mask_says(tmp_path: Path) 
     )
     target = files.load(tmp_path)
     draft: Any = fixed(target).ready_drafter()
-    decoder, states = inner_decoder(draft.model), states_of(target, draft, TEXT)
+    decoder, states = inner_decoder(draft.model), states_of(target, draft, TEXT[:, :-1])
     assert decoder.config.layer_types == ["hybrid_sliding"]
     distance = torch.arange(states.shape[1])[:, None] - torch.arange(states.shape[1])
     for shown, same in ((window, True), (window - 1, False)):
@@ -234,7 +225,7 @@ def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Pat
     text, known, accepted = TEXT, 0, 0
     generator = torch.Generator().manual_seed(0)
     for drafts, stands in [(5, 0), (1, 1), (0, 0), (4, 2), (5, 5), (2, 0), (0, 0), (0, 0), (3, 1), (1, 0), (5, 3)]:
-        states = states_of(target, draft, text)
+        states = states_of(target, draft, text[:, :-1])
         session.begin_round(text[:, known:], accepted, states[:, max(known - 1, 0) :])
         path = torch.randint(VOCAB, (5,), generator=generator).tolist()
         candidates = [torch.tensor(token) for token in path]

@@ -1,0 +1,38 @@
+"""Parts of formulas on plain tensors, and the states that drafts read of a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import TargetStates
+
+EPSILON = 1e-6  # of all norms
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    """As Llama's and Qwen3's: in float32, the weight after that."""
+    single = x.float()
+    return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x)
+
+
+def rotated(x: Tensor, places: Tensor, theta: float) -> Tensor:
+    """`x` is `[rows, heads, size]`."""
+    frequencies = theta ** -(torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
+    angles = places[:, None].float() * frequencies
+    cos, sin = (torch.cat((turn, turn), -1).to(x)[:, None] for turn in (angles.cos(), angles.sin()))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@torch.no_grad()
+def states_of(target: CausalLM, draft: Any, text: Tensor) -> Tensor:
+    """What a draft reads of a target along a text, `[batch, n, width]`."""
+    with TargetStates(target, draft.reads) as caught:
+        target(text)
+        states = caught.take()
+    assert states is not None
+    return states
