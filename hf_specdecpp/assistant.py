@@ -356,7 +356,10 @@ class SpecDecPPAssistant(AssistantModel):
 
         Raises:
             ValueError: an independent draft has neither a Hub id nor a folder to load it from again.
+            NotADirectoryError: `folder` is a file.
         """
+        if Path(folder).is_file():
+            raise NotADirectoryError(f"{str(folder)!r} is a file, and an assistant is stored in a folder. Name one.")
         publishing.save(self.contents(calibration), Path(folder))
 
     def push_to_hub(self, repo_id: str, calibration: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]

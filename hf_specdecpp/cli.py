@@ -155,10 +155,8 @@ def inspect(
         _show_readings(found, _console())
     if not report.sound:
         raise typer.Exit(1)
-    place = {"revision": repository.revision, "subfolder": repository.subfolder}
-    further = "".join(f", {name}={value!r}" for name, value in place.items() if value)
-    use = f"SpecDecPPAssistant.from_pretrained({repository.name!r}, target=model{further})"
-    _console().print(_text(f"next      {use}"))
+    at = f", revision={repository.revision!r}" if repository.revision else ""
+    _console().print(_text(f"next      assist(model, {repository.full_name!r}{at})"), soft_wrap=True)  # to be copied
 
 
 @app.command()

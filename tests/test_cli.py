@@ -80,7 +80,7 @@ def test_sound(folder: Path) -> None:
         "rule=threshold",
         f"hf_specdecpp {__version__}, transformers",
         "All files are sound.",
-        "next SpecDecPPAssistant.from_pretrained(",
+        "next assist(model, ",
     ):
         assert fact in output
     for name in FILES:

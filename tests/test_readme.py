@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,43 @@ from hf_specdecpp.version import REPOSITORY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+[FIRST] = re.findall(r"```python\n(from transformers.*?)```", README, flags=re.DOTALL)
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_the_first_block_runs_and_says_whether_it_paid(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As it stands, with a folder in the place of the Hub id."""
-    [program] = re.findall(r"```python\n(from transformers.*?)```", README, flags=re.DOTALL)
-    assert len(program.strip().splitlines()) <= 8
+    assert len(FIRST.strip().splitlines()) <= 8
     folder = save_chat_model(tmp_path / "target")
     names: dict[str, Any] = {}
-    exec(program.replace("HuggingFaceTB/SmolLM2-135M-Instruct", folder), names)  # noqa: S102
+    exec(FIRST.replace(MODEL, folder), names)  # noqa: S102
     *_, verdict = capsys.readouterr().out.strip().splitlines()
     assert verdict == names["assistant"].stats.verdict
     assert names["assistant"].stats.generated > 0
     assist(names["write"].model, None)
+
+
+@pytest.mark.slow  # builds a wheel, and imports torch again
+def test_the_first_block_runs_from_a_wheel_without_a_clone(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "hf_specdecpp", copy / "hf_specdecpp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "LICENSE", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, copy / name)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy]
+    subprocess.run(build, check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    folder = save_chat_model(tmp_path / "target")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{FIRST.replace(MODEL, folder)}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "plain generate()" in done.stdout or "drafted" in done.stdout
+    listed = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+         "from hf_specdecpp.cli import app; app(['drafts', 'Qwen/Qwen3-8B'])"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "z-lab/Qwen3-8B-DFlash-b16" in listed.stdout
 
 
 def test_a_stranger_sees_a_number_in_the_first_25_lines() -> None:

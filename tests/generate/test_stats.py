@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,16 @@ def test_what_is_slower_than_plain_does_not_pay() -> None:
     assert stats.verdict.startswith("It does not pay: about 0.95 times the speed of plain generate(). A round costs")
     stats = made(same_pass_seconds=1.1 * 1.4 / 30, plain_pass_seconds=1.02 * 1.4 / 30)
     assert stats.verdict.startswith("It does not pay: about as fast as plain generate(). The CPU products alone run at")
+
+
+def test_it_pays_is_said_of_nothing_that_is_slower_than_plain() -> None:
+    """Whatever was measured of speculation, of the products and of a batch, whose rows have shares of its passes."""
+    for gain, passes, rows in product((0.6, 0.9, 1.0, 1.1, 1.6, 3.0), (0.5, 0.9, 1.0, 1.04, 1.5), (1, 3)):
+        one = made(same_pass_seconds=gain * 1.4 / 30, plain_pass_seconds=passes * gain * 1.4 / 30)
+        stats = one if rows == 1 else SpeculationStats.of_batch([replace(one) for _ in range(rows)])
+        assert stats.speedup == pytest.approx(gain * passes)
+        pays, loses = stats.verdict.startswith("It pays"), stats.verdict.startswith("It does not pay")
+        assert pays is (min(gain, gain * passes) >= 1.03) is not loses
 
 
 BAD, SLOW, WIDE = {"accepted": 4, "generated": 15}, {"draft_seconds": 4.0}, {"target_seconds": 4.0}
