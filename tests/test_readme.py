@@ -43,8 +43,8 @@ def test_the_first_block_runs_from_a_wheel_without_a_clone(tmp_path: Path) -> No
     shutil.copytree(ROOT / "hf_specdecpp", copy / "hf_specdecpp", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "LICENSE", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, copy / name)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy]
-    subprocess.run(build, check=True)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(copy)], check=True)
     [wheel] = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     folder = save_chat_model(tmp_path / "target")
