@@ -13,9 +13,8 @@ from contextlib import nullcontext
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part
-from hf_specdecpp.models.int8_products import quantise
-from hf_specdecpp.models.products import Always
+from hf_specdecpp.models.cpu_products import FasterProducts, Part
+from hf_specdecpp.models.products import Always, PackedWeights, quantise
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, TURNS = 64, 7

@@ -36,8 +36,8 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights
-from hf_specdecpp.models.int8_products import quantise
+from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.products import PackedWeights, quantise
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift

@@ -1,4 +1,4 @@
-"""Who sees whom: the masks that models take, by kind of attention layer, and which windows are understood."""
+"""Who sees whom: the masks that models take, by kind of attention layer, and the windows that caches and masks have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.checks import WITHOUT
@@ -121,3 +121,41 @@ def _names(code: CodeType) -> set[str]:
     """Names that a function uses, those of the functions in it included."""
     inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
+
+
+class GrowingTreeLayer(DynamicSlidingWindowLayer):
+    """A sliding-window layer whose tree is fed in several passes.
+
+    transformers' layer shows a pass no more rows than a chain can need: a window of what was fed before. In a tree, the
+    nodes fed before are mostly not on the path, and would push text that the window still reaches out of sight. So this
+    layer shows all that it holds; the mask hides what lies outside the window.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        shown = super().update(key_states, value_states, *args, **kwargs)
+        held: Any = (self.keys, self.values)
+        return held if self.record_past else shown
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = held_rows(self)
+        return held + query_length, self.cumulative_length - held
+
+
+def grow_in(cache: Cache) -> None:
+    """Make the sliding-window layers of `cache` fit for a tree that is fed in several passes."""
+    for layer in cache.layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.__class__ = GrowingTreeLayer
+
+
+def held_rows(layer: Any) -> int:
+    """Rows of keys in a layer: for sliding-window layers fewer than the tokens fed."""
+    return layer.keys.shape[-2] if layer.is_initialized and layer.keys.numel() else 0
+
+
+def shown_rows(layer: Any, num_queries: int) -> int:
+    """Rows of keys that a pass over `num_queries` tokens will see, those of its own tokens included."""
+    rows = held_rows(layer) + num_queries
+    if type(layer) is DynamicSlidingWindowLayer and layer.record_past:
+        return min(rows, layer.sliding_window - 1 + num_queries)
+    return rows

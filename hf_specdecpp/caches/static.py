@@ -1,99 +1,87 @@
-"""Static caches of transformers (`StaticCache`): read in passes of few widths, and taken back in place."""
+"""Static caches of a target: what is refused, and how the cache is made fit for candidates."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-import torch
-from transformers import StaticCache
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from hf_specdecpp.caches.paths import PathRows, move, num_in_place
+from hf_specdecpp.caches.batches import ATTENTION_LAYERS
+from hf_specdecpp.caches.text import room_of, width_of
+from hf_specdecpp.models.causal_lm import CACHE_NAMES, CausalLM, cache_among
+
+WITHOUT = "Leave cache_implementation unset and pass no StaticCache"
 
 
-class StaticRows:
-    """The rows of a static cache while candidates are verified in it.
+def check_static(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig) -> None:
+    """Raise `ValueError` if the cache is a static one that cannot be made fit for candidates."""
+    cache = cache_among(model_kwargs)
+    if not isinstance(cache, StaticCache):
+        return
+    mask = model_kwargs.get("attention_mask")
+    read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
+    # With the text of earlier turns, of which perhaps nothing but the rows in the cache is left.
+    longest = config.max_length + read - input_ids.shape[1]
+    keeps_windows = config.cache_implementation is None
+    if (reason := _unfit(target, input_ids, cache, longest, keeps_windows)) is not None:
+        raise ValueError(f"A static cache cannot be used here: {reason}. {WITHOUT}.")
 
-    A compiled forward may be compiled anew for every number of tokens that it meets, so passes have a power of two of
-    them: those to verify, and after them dummies, which none of them sees and which are forgotten. What is forgotten
-    stays in its rows, hidden by the mask, until something else is written there.
 
-    Example: of 20 rows 11 are held. The last token and 4 candidates are read with 3 dummies, in rows 11 to 18. Two
-    candidates stand, so 14 rows are held. In the 6 that are free the next pass has at most 4 tokens, 3 of them
-    candidates.
-
-    Of a tree the rows of the path that stands move up to the text, in place: after those 11 rows, nodes 0 to 4 and 3
-    dummies lie in rows 11 to 18. For the path [0, 2, 4] nodes 2 and 4 move from rows 13 and 15 to rows 12 and 13.
+def prepare_static(model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int) -> None:
+    """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused.
 
     Args:
-        cache: the target's.
-        longest_text (tokens): that the target has positions for.
-
-    Attributes:
-        held: rows in use, on the host, once the prompt has been read; reading them from the cache waits for the device.
+        most_in_tree: candidates of the largest tree, 0 where chains are drafted. A tree is not cut to the room that the
+            cache has left, so there will be room for one after the longest text.
     """
-
-    def __init__(self, cache: StaticCache, longest_text: float) -> None:
-        self.cache, self.held = cache, 0
-        self.room = int(min(num_rows(cache), longest_text))
-        self._has_prompt = False
-
-    @property
-    def most_candidates(self) -> int:
-        """How many candidates the next pass has room for."""
-        return most_in(max(self.room - self.held, 1))
-
-    def keep(self, count: int, path: PathRows | None = None) -> int:
-        """Keep the first `count` tokens of the pass just made, or of a `path` in it, or all of the prompt's: how many
-        rows are held then."""
-        if self._has_prompt:
-            if path is not None:
-                self._move(path.first(count))
-            self.held += count
-            hold(self.cache, self.held)
-        else:
-            self.held, self._has_prompt = int(self.cache.get_seq_length()), True
-        return self.held
-
-    def _move(self, path: PathRows) -> None:
-        in_place = num_in_place(path.rows)
-        if in_place == len(path.rows):
-            return
-        for layer in _layers(self.cache):
-            indices = path.on_device[in_place:].to(layer.keys.device)
-            for rows in (layer.keys, layer.values):
-                move(rows[..., self.held :, :], indices, in_place)
+    cache = cache_among(model_kwargs)
+    # Else the user's own; made by `generate()` for this text, nobody else uses it.
+    if isinstance(cache, StaticCache) and config.cache_implementation is not None:
+        widen(cache, config.max_length - 1, width_of(most_in_tree + 1) if most_in_tree else 0)
 
 
-def width_of(num_tokens: int) -> int:
-    """The width of a pass over so many tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
-    return 1 << (num_tokens - 1).bit_length()
+def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, keeps_windows: bool) -> str | None:
+    name = type(target).__name__
+    if input_ids.shape[0] > 1:
+        return f"the {input_ids.shape[0]} rows of a batch accept different numbers of candidates, and it has one length"
+    kinds = {type(layer) for layer in cache.layers}
+    if others := kinds - {StaticLayer, StaticSlidingWindowLayer, *ATTENTION_LAYERS}:
+        kept = ", ".join(sorted(kind.__name__ for kind in others))
+        return f"{name} keeps {kept} in it, which cannot be taken back in place when a candidate is rejected"
+    if cache.offloading:
+        return "it is offloaded, with which assistants were never tried"
+    if keeps_windows and StaticSlidingWindowLayer in kinds and room_of(cache) < longest - 1:
+        return (
+            f"{name} has windows of {room_of(cache)} tokens in it, the text may grow to {longest}, and what "
+            "has left a window cannot come back when a candidate is rejected (the cache that "
+            'cache_implementation="static" makes keeps it)'
+        )
+    return None
 
 
-def most_in(num_rows: int) -> int:
-    """How many candidates, with the token before them and dummies, fit into so many rows: 3 into 4 to 7."""
-    return (1 << (num_rows.bit_length() - 1)) - 1
+def as_growing(
+    target: CausalLM, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """With a cache that grows in the place of a static one that `generate()` has made for this text: captured passes
+    have a cache of their own, into which a growing one is copied."""
+    cache = cache_among(model_kwargs)
+    if not isinstance(cache, StaticCache) or cache.offloading or config.cache_implementation is None:
+        return config, model_kwargs
+    config = copy.copy(config)
+    config.cache_implementation = None
+    growing = DynamicCache(config=target.config.get_text_config(decoder=True))
+    return config, {name: growing if name in CACHE_NAMES else each for name, each in model_kwargs.items()}
 
 
-def num_rows(cache: StaticCache) -> int:
-    """How many tokens can be held, and forgotten again, by every layer."""
-    return min(layer.max_cache_len for layer in _layers(cache))
-
-
-def hold(cache: StaticCache, num_tokens: int) -> None:
-    """Hold the first `num_tokens` tokens, in place, wherever a pass was interrupted.
-
-    Example: a pass over 8 tokens after 10 failed in layer 1, so the layers hold 18, 10 and 10; `hold(cache, 10)` leaves
-    10, 10 and 10.
-    """
-    layers = _layers(cache)
-    lengths = [layer.cumulative_length for layer in layers]
-    # Together, since on a GPU each layer's would be a kernel of its own.
-    torch._foreach_zero_(lengths)
-    torch._foreach_add_(lengths, num_tokens)
-    for layer in layers:
-        if isinstance(layer, StaticSlidingWindowLayer):
-            layer.cumulative_length_int = num_tokens
+def as_static(config: GenerationConfig, model_kwargs: dict[str, Any]) -> GenerationConfig:
+    """The config with a static cache's name in it, also where the cache is the user's own."""
+    if isinstance(cache_among(model_kwargs), StaticCache) and config.cache_implementation is None:
+        config = copy.copy(config)
+        config.cache_implementation = "static"
+    return config
 
 
 def widen(cache: StaticCache, num_rows: int, further: int = 0) -> None:
@@ -116,8 +104,3 @@ def _with_room(layer: Any, room: int) -> StaticLayer:
     if layer.is_initialized:  # before a prompt that is read in chunks
         wider.lazy_initialization(layer.keys, layer.values)
     return wider
-
-
-def _layers(cache: StaticCache) -> list[Any]:
-    """Those that hold something: layers that share the keys of others do not."""
-    return [layer for layer in cache.layers if isinstance(layer, StaticLayer)]

@@ -1,7 +1,8 @@
-"""A key-value cache of fixed rooms, as captured passes need it (`RoomCache`)."""
+"""A key-value cache of fixed rooms, as captured passes need it (`RoomCache`), and a text that grows in it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
-from hf_specdecpp.caches.rope import frequency_changes
-from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.caches.text import CachedText, PathRows, width_of
 from hf_specdecpp.captured.graphs import lasting
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import frequency_changes
+from hf_specdecpp.trees.attention import Prompt
 
 LEAST_ROOM = 256  # tokens
 
@@ -73,14 +75,20 @@ class RoomCache(Cache):
         num_layers: of the model.
         room (tokens): the most that it can hold, what is written and not kept included.
         device: of the model.
+        positions: shape of a token's position, where prompts may be padded or have positions of their own.
 
     Attributes:
         length: int64 0-d, on the device: how many tokens are held.
+        prompt: what of the text's prompt is hidden, and where it stands, where `positions` are given.
     """
 
-    def __init__(self, num_layers: int, room: int, device: torch.device) -> None:
+    def __init__(self, num_layers: int, room: int, device: torch.device, positions: torch.Size | None = None) -> None:
         with lasting():
             self.length = torch.zeros((), dtype=torch.long, device=device)
+            self.prompt: Prompt | None = None
+            if positions is not None:
+                shown = torch.ones(room, dtype=torch.bool, device=device)
+                self.prompt = Prompt(shown, torch.zeros(positions, dtype=torch.long, device=device))
         self._rows: list[Tensor] = []
         super().__init__(layers=[RoomLayer(self.length, self._rows, room) for _ in range(num_layers)])
         self.room = room
@@ -101,6 +109,8 @@ class RoomCache(Cache):
     def clear(self) -> None:
         """Hold nothing. What was written is overwritten, since even a hidden row must not be infinite or NaN."""
         self.length.zero_()
+        if self.prompt is not None:
+            self.prompt.shown.fill_(True)
         for layer in self._made():
             layer.keys.zero_()
             layer.values.zero_()
@@ -108,6 +118,9 @@ class RoomCache(Cache):
     def copy_from(self, smaller: RoomCache) -> None:
         """Hold what a smaller cache holds."""
         self.length.copy_(smaller.length)
+        if self.prompt is not None and smaller.prompt is not None:
+            self.prompt.shown[: smaller.room] = smaller.prompt.shown
+            self.prompt.offset.copy_(smaller.prompt.offset)
         held: list[Any] = smaller.layers
         layers: list[Any] = self.layers
         for ours, theirs in zip(layers, held, strict=True):
@@ -143,6 +156,68 @@ class RoomCache(Cache):
                 layer.cumulative_length = num_tokens
             layer.keys = ours.keys[:, :, first:num_tokens].clone()
             layer.values = ours.values[:, :, first:num_tokens].clone()
+
+
+class Rooms:
+    """Caches for one text at a time, each of its room, kept from text to text: graphs read and write them."""
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.num_layers, self.device = num_layers, device
+        self._made: dict[Hashable, RoomCache] = {}
+
+    def empty(self, num_tokens: int, _text: RoomText, positions: torch.Size | None = None) -> RoomCache:
+        """The one for so many tokens, emptied."""
+        key = room_for(num_tokens), positions
+        if key not in self._made:
+            self._made[key] = RoomCache(self.num_layers, key[0], self.device, positions)
+        else:
+            self._made[key].clear()
+        return self._made[key]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        return sum(cache.num_bytes for cache in self._made.values())
+
+
+class RoomText(CachedText):
+    """A text in a room. As it grows, it goes on in a larger one that holds the same.
+
+    Args:
+        empty: gives an empty cache with room for so many tokens, until the text, its second argument, is no more.
+        counts: whether passes hold what they read, so that `keep` takes back the rest; else nothing is held before it.
+
+    Attributes:
+        cache: a `RoomCache`, once there is a room.
+        held (tokens): as `cache.length`, on the host.
+    """
+
+    def __init__(self, empty: Callable[[int, RoomText], RoomCache], counts: bool = False) -> None:
+        self._empty, self._counts = empty, counts
+        self.cache, self.held, self._before = None, 0, 0
+
+    def with_room(self, num_tokens: int) -> RoomCache:
+        """The cache, which has room for so many tokens."""
+        if (smaller := self.cache) is None or smaller.room < num_tokens:
+            self.cache = self._empty(num_tokens, self)
+            if smaller is not None:
+                self.cache.copy_from(smaller)
+        cache: RoomCache = self.cache
+        return cache
+
+    def begin(self) -> None:
+        self._before = self.held
+
+    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:  # noqa: ARG002 - rows were moved before
+        self._hold(self.held + count - (of if self._counts else 0))
+
+    def back(self) -> None:
+        self._hold(self._before)
+
+    def _hold(self, num_tokens: int) -> None:
+        if num_tokens != self.held:
+            self.cache.length.add_(num_tokens - self.held)
+            self.held = num_tokens
 
 
 def room_for(num_tokens: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,13 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.captured.copies import for_capture, for_groups, identity
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting, write_lasting
-from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for
+from hf_specdecpp.captured.rooms import RoomCache, Rooms, RoomText, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
-from hf_specdecpp.trees.attention import Prompt, inputs_in_place
+from hf_specdecpp.trees.attention import inputs_in_place
 
 # Of each target: what its passes were captured of, and the passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
@@ -39,14 +40,6 @@ class Slot:
     outputs: list[Tensor]
 
 
-@dataclass
-class Room:
-    """A cache with its prompt: for one text at a time."""
-
-    cache: RoomCache
-    prompt: Prompt
-
-
 class CapturedTarget:
     """The captured passes of one target, for one text at a time.
 
@@ -64,17 +57,17 @@ class CapturedTarget:
         busy: whether a text is using it.
         why_not: why its passes cannot be captured, once that was seen.
         checked: whether a pass was compared with one of the target's own.
-        held (tokens): of the text, in the cache.
+        text: the one at hand.
     """
 
     def __init__(self, target: CausalLM, fuse: bool = False) -> None:
         self.model = for_capture(target, fuse=fuse)
-        self.device, self.busy, self.checked, self.held = input_device(target), False, False, 0
+        self.device, self.busy, self.checked = input_device(target), False, False
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
         self._cache_argument, self._longest = cache_argument(self.model), longest_text(target)
-        self._num_layers = num_room_layers(target.config.get_text_config(decoder=True)) or 0
-        self._rooms: dict[tuple[int, torch.Size], Room] = {}  # by tokens, and shapes of positions
+        self.rooms = Rooms(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
+        self.text: RoomText
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
@@ -82,17 +75,11 @@ class CapturedTarget:
         # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured.rounds`).
         self.rounds: dict[Any, Any] = {}
         self._positions = torch.Size()
-        self.room: Room  # of the text at hand
 
     @property
     def place(self) -> tuple[int, torch.Size]:
         """Which room the text is in, for the keys of graphs."""
-        return self.room.cache.room, self._positions
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the rooms."""
-        return sum(room.cache.num_bytes for room in self._rooms.values())
+        return self.text.cache.room, self._positions
 
     def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
         """Go on with a text of `num_tokens` in a growing cache.
@@ -101,34 +88,15 @@ class CapturedTarget:
             shown: `[num_tokens]` bool, which of its rows the target sees; `None` for all.
             position: `[..., 1]` of the next token.
         """
-        self.held, self._positions = num_tokens, position.shape
-        self.room = self._room_for(num_tokens + 1)
-        self.room.cache.clear()
-        self.room.cache.read(cache, num_tokens)
-        self.room.prompt.shown.fill_(True)
-        if shown is not None:
-            self.room.prompt.shown[:num_tokens] = shown
-        self.room.prompt.offset.copy_(position - num_tokens)
-
-    def _room_for(self, num_tokens: int) -> Room:
-        key = room_for(num_tokens), self._positions
-        if key not in self._rooms:
-            with lasting():
-                shown = torch.ones(key[0], dtype=torch.bool, device=self.device)
-                offset = torch.zeros(self._positions, dtype=torch.long, device=self.device)
-            self._rooms[key] = Room(RoomCache(self._num_layers, key[0], self.device), Prompt(shown, offset))
-        return self._rooms[key]
-
-    def with_room(self, num_tokens: int) -> Room:
-        """The room, or a larger one that holds the same text, for so many tokens in all."""
-        if num_tokens > self.room.cache.room:
-            smaller, self.room = self.room, self._room_for(num_tokens)
-            self.room.cache.clear()
-            self.room.cache.copy_from(smaller.cache)
-            self.room.prompt.shown.fill_(True)
-            self.room.prompt.shown[: smaller.cache.room] = smaller.prompt.shown
-            self.room.prompt.offset.copy_(smaller.prompt.offset)
-        return self.room
+        self._positions = position.shape
+        self.text = RoomText(partial(self.rooms.empty, positions=position.shape))
+        room = self.text.with_room(num_tokens + 1)
+        room.read(cache, num_tokens)
+        self.text.held = num_tokens
+        if room.prompt is not None:
+            if shown is not None:
+                room.prompt.shown[:num_tokens] = shown
+            room.prompt.offset.copy_(position - num_tokens)
 
     def watch(self, reader: StateReader | None) -> None:
         """Return the states that a draft reads, with the passes of the text that begins."""
@@ -158,7 +126,7 @@ class CapturedTarget:
         """
         count = tokens.shape[1]
         width = width_of(count)
-        room = self.with_room(self.held + width)
+        cache = self.text.with_room(self.text.held + width)
         slot = self._slot(width, tree is not None)
         slot.tokens[:, :count] = tokens
         if tree is not None:
@@ -166,7 +134,7 @@ class CapturedTarget:
             slot.depths.copy_(tree[1])
 
         def run() -> None:
-            write_lasting(slot.outputs, self.forward(room, slot.tokens, slot.ancestors, slot.depths))
+            write_lasting(slot.outputs, self.forward(cache, slot.tokens, slot.ancestors, slot.depths))
 
         self._run(("read", width, *self.place, tree is not None, self._reads), run)
         logits, *states = (each[:, :count] for each in slot.outputs)
@@ -184,18 +152,18 @@ class CapturedTarget:
             self.why_not = f"its pass cannot be captured ({error})"
             return function()
 
-    def forward(self, room: Room, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
+    def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
         """What is captured: the model's pass over `tokens` `[1, width]` after the text; its arguments as in `Slot`.
 
         Returns:
             Logits `[1, width, vocab]`, then the states that are watched.
         """
-        inputs = inputs_in_place(self.model, room.cache.room, ancestors, depths, depths, room.cache.length, room.prompt)
+        inputs = inputs_in_place(self.model, cache.room, ancestors, depths, depths, cache.length, cache.prompt)
         if self._longest < float("inf"):  # of dummies, which may stand behind the last position that there is
             inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self._longest) - 1)
         inputs["attention_mask"] = for_groups(inputs["attention_mask"], self.model)
-        inputs[self._cache_argument] = room.cache
-        room.cache.begin_pass(tokens.shape[1])
+        inputs[self._cache_argument] = cache
+        cache.begin_pass(tokens.shape[1])
         outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
         seen = self._watched.get(self._reads, {})
         return [outputs.logits, *(seen[place] for place in range(len(seen)))]
@@ -213,23 +181,22 @@ class CapturedTarget:
         """Keep the first `count` tokens of the pass, or those of its rows `path` `[count]`, ascending."""
         if path is not None:
             self._move(path)
-        self.room.cache.length.add_(count)
-        self.held += count
+        self.text.keep(count, of=count)
 
     def write(self, cache: Any) -> None:
         """Leave the text in a growing cache."""
-        self.room.cache.write(cache, self.held)
+        self.text.cache.write(cache, self.text.held)
 
     def _move(self, path: Tensor) -> None:
         """Move the rows of a path up to the text."""
-        room, width = self.room, width_of(len(path))
+        cache, width = self.text.cache, width_of(len(path))
         rows = self._path_rows(width)
         key = "path", width, *self.place
 
         def move() -> None:
-            source = room.cache.length + rows
-            goal = room.cache.length + torch.arange(width, device=self.device)
-            layers: list[Any] = room.cache.layers
+            source = cache.length + rows
+            goal = cache.length + torch.arange(width, device=self.device)
+            layers: list[Any] = cache.layers
             for layer in layers:
                 for held in (layer.keys, layer.values):
                     held.index_copy_(2, goal, held.index_select(2, source))

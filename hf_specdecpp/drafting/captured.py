@@ -1,4 +1,4 @@
-"""Draft steps that a GPU runs as one launch each (`CapturedSteps`), and a chain that is drafted with them."""
+"""Draft steps that a GPU runs as one launch each (`CapturedSteps`), and a text that is drafted for with them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from threading import Lock
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.copies import for_capture, for_groups, identity
-from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for, why_not_in_place
+from hf_specdecpp.captured.rooms import RoomCache, RoomText, num_room_layers, room_for, why_not_in_place
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.session import ModelReading
-from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
+from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions, upload
 from hf_specdecpp.trees.attention import inputs_in_place
+from hf_specdecpp.trees.tree import DraftTree, Lineage
 
 logger = logging.get_logger("hf_specdecpp")
 
 SEVERAL = 8  # tokens of the wider of the two captured steps of a chain
+LEAST_WIDTH, LEAST_NODES = 4, 64  # of passes over levels of a tree; that the masks of all of them have room for
 Read = Callable[..., tuple[Tensor, Tensor]]
 _choosing = Lock()
 
@@ -44,6 +48,36 @@ def read(
     return drafter.logits(hidden, vocab_size)[0], hidden[0]
 
 
+def read_level(
+    drafter: DraftModel,
+    cache: RoomCache,
+    tokens: Tensor,
+    states: Tensor | None,
+    ancestors: Tensor,
+    depths: Tensor,
+    counts: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Read nodes of a tree, `tokens` `[1, w]`; dummies after them are not kept.
+
+    Args:
+        cache: holds a text, then the nodes that were read before.
+        states: `[1, w, size]` before each node, for a draft that reads them.
+        ancestors: bool `[w, n]`: which of up to n nodes each sees.
+        depths: `[n + w]`, of all nodes, then of these.
+        counts: `[2]`: how many nodes were read before, and how many of `tokens` are nodes.
+
+    Returns:
+        Logits `[w, vocab_size]` and hidden states `[w, hidden_size]`.
+    """
+    room = ancestors.shape[1]
+    num_prefix = cache.length - counts[0]
+    inputs = inputs_in_place(drafter.model, cache.room, ancestors, depths[:room], depths[room:], num_prefix)
+    hidden = hidden_states(drafter, cache, tokens, states, inputs)
+    cache.length.add_(counts[1])
+    return drafter.logits(hidden, vocab_size), hidden
+
+
 def hidden_states(
     drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
 ) -> Tensor:
@@ -62,8 +96,8 @@ class Slot:
 
 
 class CapturedSteps:
-    """A draft whose steps are captured when they are first taken: one over a token, and one over up to `SEVERAL`. Trees
-    add their levels (`drafting.captured_trees`).
+    """A draft whose steps are captured when they are first taken: one over a token, one over up to `SEVERAL`, and of
+    trees one over a level.
 
     A round begins with the tokens that the last one emitted, filled up with dummies to `SEVERAL`, and goes on token by
     token. Longer pieces, such as the prompt, are read as ever. The caches are kept for later texts: each has room for a
@@ -171,16 +205,11 @@ class CapturedSteps:
         )
 
 
-def _padded(arguments: Sequence[Tensor | None], width: int) -> list[Tensor | None]:
+def _padded(arguments: Sequence[Any], width: int) -> list[Any]:
     """Tokens and states filled up with zeros to the width; the others as they are."""
     tokens, states, *rest = arguments
-    return [_filled_up(tokens, width), _filled_up(states, width), *rest]
-
-
-def _filled_up(tensor: Tensor | None, width: int) -> Tensor | None:
-    if tensor is None:
-        return None
-    return torch.cat((tensor, tensor.new_zeros((1, width - tensor.shape[1], *tensor.shape[2:]))), dim=1)
+    missing = width - tokens.shape[1]
+    return [F.pad(tokens, (0, missing)), None if states is None else F.pad(states, (0, 0, 0, missing)), *rest]
 
 
 def _why_not(drafter: DraftModel) -> str | None:
@@ -196,29 +225,34 @@ def _why_not(drafter: DraftModel) -> str | None:
 
 
 class CapturedSession(ModelReading):
-    """The draft's side of one generation of chains, with captured steps."""
+    """The draft's side of one generation, with captured steps.
+
+    Of a tree the root is read with all that is pending, as in chains, and each level in a pass of its own, filled up
+    with dummies to 4, 8, 16 or another power of two of nodes. After the round all nodes but the root are forgotten:
+    those that were accepted are read again with the next root, in a pass that is made anyway.
+    """
+
+    moves_rows = False
 
     def __init__(self, drafter: DraftModel, vocab_size: int, steps: CapturedSteps) -> None:
         super().__init__(drafter, vocab_size)
         self.steps = steps
-        self.cache: RoomCache | None = None
-        self._length = 0  # as `cache.length`, on the host
+        self.text = RoomText(steps.lease, counts=True)
 
     @property
     def length(self) -> int:
-        return self._length + self.unread
+        return self.text.held + self.unread
 
-    def _forget(self, count: int) -> None:
-        if count and self.cache is not None:
-            self.cache.length.sub_(count)
-            self._length -= count
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:  # noqa: ARG002 - the first ones
+        self.text.keep(count, of)
 
     def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, states = self._take(candidates)
-        cache = self.with_room(self._length + max(tokens.shape[1], SEVERAL))
-        may_pad = self._length + SEVERAL <= self.drafter.max_length
+        held = self.text.held
+        cache = self.text.with_room(held + max(tokens.shape[1], SEVERAL))
+        may_pad = held + SEVERAL <= self.drafter.max_length
         logits, hidden = self.steps.read(cache, tokens, states, self.vocab_size, may_pad)
-        self._length += tokens.shape[1]
+        self.text.held += tokens.shape[1]
         self._own_states = {0: hidden}
         return logits, hidden
 
@@ -226,12 +260,26 @@ class CapturedSession(ModelReading):
         """All tokens `[1, n]` that are still to be read, and the states that are read with them."""
         return self._take([])
 
-    def with_room(self, num_tokens: int) -> RoomCache:
-        """The cache, or a larger one that holds the same, with room for so many tokens."""
-        smaller = self.cache
-        if smaller is not None and smaller.room >= num_tokens:
-            return smaller
-        cache = self.cache = self.steps.lease(num_tokens, self)
-        if smaller is not None:
-            cache.copy_from(smaller)
-        return cache
+    def _expand(
+        self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        count = len(nodes)
+        width = max(width_of(count), LEAST_WIDTH)
+        tokens, ancestors, depths, counts = self._level(lineage, tree, nodes, width)
+        cache = self.text.with_room(self.text.held + width)
+        arguments = [tokens, states, ancestors, depths, counts]
+        logits, hidden = self.steps.call(read_level, width, cache, arguments, self.vocab_size)
+        self.text.held += count
+        return logits[:count], hidden[:count]
+
+    def _level(self, lineage: Lineage, tree: DraftTree, nodes: list[int], width: int) -> list[Tensor]:
+        """What a pass over nodes is told beside the draft's states (`read_level`), with one upload."""
+        before, count = len(lineage.nodes), len(nodes)
+        ancestors, depths = lineage.feed(tree, nodes)
+        room = max(width_of(len(depths)), LEAST_NODES)
+        tokens = torch.tensor([[tree.tokens[node] for node in nodes] + [0] * (width - count)])
+        seen = F.pad(ancestors, (0, room - len(depths), 0, width - count))
+        seen[count:, 0] = True  # dummies see the root, so that none of them sees nothing
+        places = F.pad(depths, (0, room - len(depths))), F.pad(depths[before:], (0, width - count))
+        parts = upload([tokens, seen, torch.cat(places), torch.tensor([before, count])], self.device)
+        return [parts[0] if self.knows_all else self.drafter.known(parts[0]), *parts[1:]]

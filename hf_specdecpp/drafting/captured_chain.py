@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.captured.graphs import lasting
-from hf_specdecpp.captured.rooms import RoomCache, room_for
+from hf_specdecpp.captured.rooms import RoomCache, Rooms, RoomText
 from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession, read
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
@@ -91,37 +91,24 @@ class CapturedChain:
             self.q = None if greedy else torch.zeros((most, self.vocab_size), device=self.device)
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
-        self._rooms: dict[int, RoomCache] = {}
-        self._cache: RoomCache | None = None
-        # As `cache.length` and `last + 1`, on the host.
-        self.held = self.pending = 0
+        # Graphs read and write its caches, so they are kept from text to text.
+        self._rooms = Rooms(session.steps.num_layers or 0, self.device)
+        self.text = RoomText(self._rooms.empty)
+        self.pending = 0  # `last + 1`, on the host
 
-    @property
-    def cache(self) -> RoomCache:
-        """With room for a round: graphs read and write it, so it is kept from text to text."""
-        return self.with_room(self.held + self.tokens.shape[1] + self.most)
-
-    def with_room(self, num_tokens: int) -> RoomCache:
-        room, smaller = room_for(num_tokens), self._cache
-        if smaller is not None and smaller.room >= room:
-            return smaller
-        if room not in self._rooms:
-            self._rooms[room] = RoomCache(self.session.steps.num_layers or 0, room, self.device)
-        self._cache = cache = self._rooms[room]
-        cache.clear()
-        if smaller is not None:
-            cache.copy_from(smaller)
-        return cache
+    def make_room(self) -> RoomCache:
+        """For a round."""
+        return self.text.with_room(self.text.held + self.tokens.shape[1] + self.most)
 
     @property
     def changes(self) -> list[Tensor]:
         """Tensors that a round reads and then changes."""
-        found = [self.tokens, self.last, self.cache.length]
+        found = [self.tokens, self.last, self.text.cache.length]
         return found if self.states is None else [*found, self.states]
 
     def begin(self, session: CapturedSession) -> None:
         """Nothing of a new text has been read."""
-        self.session, self.held, self.pending, self._cache = session, 0, 0, None
+        self.session, self.text, self.pending = session, RoomText(self._rooms.empty), 0
 
     def append(self, tokens: Tensor, states: Tensor | None) -> None:
         """Go on with `tokens` `[1, n]` that were emitted without the draft, the prompt first of all: read all of the
@@ -132,12 +119,12 @@ class CapturedChain:
                 states = torch.cat((self.states[:, : self.pending], states), dim=1)
         now = 1 if self.reads_states else min(2, tokens.shape[1])
         before = tokens.shape[1] - now
-        cache = self.with_room(self.held + before + max(self.tokens.shape[1] + self.most, SEVERAL))
-        at_once = SEVERAL if self.held else READ_AT_ONCE  # the former are captured
+        cache = self.text.with_room(self.text.held + before + max(self.tokens.shape[1] + self.most, SEVERAL))
+        at_once = SEVERAL if self.text.held else READ_AT_ONCE  # the former are captured
         for start in range(0, before, at_once):
             piece = slice(start, min(start + at_once, before))
             known = None if states is None else states[:, piece]
-            if self.held:
+            if self.text.held:
                 self.session.steps.read(cache, tokens[:, piece], known, self.vocab_size)
             else:
                 last = self.last.new_full((1,), piece.stop - piece.start - 1)
@@ -145,15 +132,18 @@ class CapturedChain:
         self.tokens[:, :now] = tokens[:, before:]
         if self.states is not None and states is not None:
             self.states[:, :now] = states[:, before:]
-        self.held, self.pending = self.held + before, now
+        self.text.held += before
+        self.pending = now
         self.last.fill_(now - 1)
 
     def note(self, accepted: int) -> None:
         """On the host, what `take` did."""
         if self.reads_states:
-            self.held, self.pending = self.held + self.pending, accepted + 1
+            self.text.held += self.pending
+            self.pending = accepted + 1
         else:
-            self.held, self.pending = self.held + self.pending - 1 + accepted, 2
+            self.text.held += self.pending - 1 + accepted
+            self.pending = 2
 
     def calibrate(self, rates: AcceptanceRates) -> None:
         """Judge by what rounds have said of estimates."""
@@ -161,7 +151,7 @@ class CapturedChain:
 
     def propose(self, k: int, rules: RoundRules) -> None:
         """What is captured first: k steps, each of which draws a candidate, and the place at which the rule stops."""
-        drafter, cache = self.session.steps.drafter, self.cache
+        drafter, cache = self.session.steps.drafter, self.text.cache
         before = cache.length.clone()
         logits, hidden = read(drafter, cache, self.tokens, self.states, self.last, self.vocab_size)
         alone = torch.zeros_like(self.last)
@@ -216,10 +206,10 @@ class CapturedChain:
             before = torch.cat((self.tokens.gather(1, self.last[None]), self.candidates[None, :k]), dim=1)
             self.tokens[:, 0] = before.gather(1, accepted[None, None])[0]
             self.tokens[:, 1] = token
-            self.cache.length.add_(accepted + self.last[0])
+            self.text.cache.length.add_(accepted + self.last[0])
             self.last.fill_(1)
             return
-        self.cache.length.add_(self.last[0] + 1)
+        self.text.cache.length.add_(self.last[0] + 1)
         self.tokens[:, :k] = self.candidates[:k]
         self.tokens.scatter_(1, accepted[None, None], token[None, None])
         self.states[:, : k + 1] = states.to(self.states)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.caches.rollback import no_way_back
+from hf_specdecpp.caches.states import no_way_back
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
 from hf_specdecpp.models.reader import Reader

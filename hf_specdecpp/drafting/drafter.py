@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_specdecpp.captured import graphs
-from hf_specdecpp.drafting.batch_session import BatchSession, RowSession
 from hf_specdecpp.drafting.captured import CapturedSession, CapturedSteps
-from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
-from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.checks import check_tree
@@ -34,14 +31,9 @@ class Drafter(DraftModel, Draft):
     def reads(self) -> StateReader | None:
         return self.fusion
 
-    def chain_session(self, vocab_size: int) -> Reading:
+    def session(self, vocab_size: int) -> Reading:
         if self.is_captured:
             return CapturedSession(self, vocab_size, self.steps)
-        return DraftSession(self, vocab_size)
-
-    def tree_session(self, vocab_size: int) -> Reading:
-        if self.is_captured:
-            return CapturedTreeSession(self, vocab_size, self.steps)
         return DraftSession(self, vocab_size)
 
     def row_session(self, vocab_size: int) -> RowSession:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.paths import keep_path
-from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows
+from hf_specdecpp.caches.batches import BatchCache
+from hf_specdecpp.caches.text import GrowingText, PathRows, num_rows
+from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.drafting.reading import Reading
-from hf_specdecpp.models.causal_lm import num_embeddings, upload
+from hf_specdecpp.models.causal_lm import inner_decoder, num_embeddings, takes_positions, upload
 from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree, Lineage
@@ -29,7 +30,12 @@ class ModelReading(Reading):
 
     Args:
         vocab_size: width of the target's logits.
+
+    Attributes:
+        moves_rows: whether the rows of a tree's path can be moved up to the text.
     """
+
+    moves_rows = True
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__()
@@ -49,8 +55,8 @@ class ModelReading(Reading):
         """As in `Reading`: a model always has something to propose."""
 
     @abstractmethod
-    def _forget(self, count: int) -> None:
-        """Take the last `count` candidates that were fed out of the cache."""
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+        """Keep in the cache the first `count` of the last `of` tokens that were read, or of a tree these rows."""
 
     @property
     def reads_again(self) -> bool:
@@ -59,7 +65,7 @@ class ModelReading(Reading):
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         keep = 0 if self.reads_again else min(num_accepted, self._fed_candidates)
-        self._forget(self._fed_candidates - keep)
+        self._keep(keep, of=self._fed_candidates)
         new_tokens = new_tokens[:, keep:]
         if states is not None:
             known = min(states.shape[1], new_tokens.shape[1])  # fewer than the tokens where a cache is carried on
@@ -101,6 +107,20 @@ class ModelReading(Reading):
         self._own_states.update(zip(nodes, hidden, strict=True))
         return logits, hidden
 
+    def keep(self, path: list[int]) -> None:
+        """As in `Reading`: of the accepted nodes those stay that were fed, or the root alone if they are read again.
+
+        On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
+        be uploaded.
+        """
+        if self._lineage is None:  # nothing was drafted
+            return
+        again = self.reads_states or not self.moves_rows or waits_for_reads(self.device)
+        places = self._lineage.places
+        rows = [0, *(places[node] for node in path if node in places and not again)]
+        self._keep(len(rows), len(self._lineage.nodes), rows)
+        self._fed_candidates, self._lineage = len(rows) - 1, None
+
     def _expand(
         self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -118,24 +138,21 @@ class DraftSession(ModelReading):
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
+        self.text = GrowingText(self.cache)
         self._recording = False
-        self._mark: Mark | None = None  # of a draft with recurrent layers, before the round's candidates
 
     @property
     def reads_again(self) -> bool:
-        return self.reads_states or self._mark is not None
+        return self.reads_states or self.text.mark is not None
 
     @property
     def length(self) -> int:
         return num_rows(self.cache) + self.unread
 
-    def _forget(self, count: int) -> None:
-        if self._mark is not None:
-            if count:
-                self._mark.back()
-        elif self._recording and not self.unread:  # something was fed in the last round
-            # Also with nothing to remove: sliding-window layers shrink back to their window here.
-            self.cache.crop(-count)
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+        if self._recording and not self.unread:  # something was fed in the last round
+            path = None if rows is None else PathRows(list(rows), torch.tensor(rows))
+            self.text.keep(count, of, path)
 
     def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, states = self._take(candidates)
@@ -146,8 +163,8 @@ class DraftSession(ModelReading):
             # sliding-window layers would keep all of it.
             self.cache.activate_past_recording()
             self._recording = True
-        if not candidates and is_recurrent(self.cache):
-            self._mark = Mark(self.cache)
+        if not candidates:
+            self.text.begin()
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def _expand(
@@ -160,18 +177,108 @@ class DraftSession(ModelReading):
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
-    def keep(self, path: list[int]) -> None:
-        """After a tree: roll back to those of the accepted nodes that were fed; to the root if they are read again.
 
-        On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
-        be uploaded.
+class RowSession(ModelReading):
+    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step finds.
+
+    Attributes:
+        found: logits `[vocab_size]` and hidden state after what was fed last.
+        forgotten: tokens to take out of the row's part of the cache.
+    """
+
+    found: tuple[Tensor, Tensor]
+
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
+        super().__init__(drafter, vocab_size)
+        self.forgotten = 0
+        self._num_read = 0
+
+    @property
+    def length(self) -> int:
+        return self._num_read + self.unread
+
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:  # noqa: ARG002 - no trees
+        self.forgotten += of - count
+        self._num_read -= of - count
+
+    def feed(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The tokens `[1, n]` that the row reads next, and the target's states `[1, n, size]` before them."""
+        tokens, states = self._take(candidates)
+        self._num_read += tokens.shape[1]
+        return tokens, states
+
+    def leave(self, logits: Tensor, hidden: Tensor) -> None:
+        """What the draft said after them."""
+        self.found, self._own_states = (logits, hidden), {0: hidden}
+
+    def step(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """As in `DraftSession`: the batch has run the draft for these candidates."""
+        return self.found
+
+
+class BatchSession:
+    """The draft's cache for all rows of a batch.
+
+    Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
+    dummies stand before the shorter ones; a row that does not draft is fed dummies only.
+
+    Args:
+        rows: of the batch.
+
+    Raises:
+        ValueError: the draft has layers that are not attention.
+    """
+
+    def __init__(self, rows: Sequence[RowSession]) -> None:
+        self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
+        cache = DynamicCache(config=self.drafter.text_config)
+        self.cache = BatchCache(self.drafter.model, cache, len(rows))
+        self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
+
+    def step(self, asking: dict[int, list[Tensor]]) -> None:
+        """Run the draft for the rows that go on: each finds in its session what comes after its candidates.
+
+        Args:
+            asking: their candidates, by place in the batch: none of them has any in a round's first step.
         """
-        if self._lineage is None:  # nothing was drafted
-            return
-        path = [] if self.reads_states or waits_for_reads(self.device) else path
-        fed = [self._lineage.places[node] for node in path if node in self._lineage.places]
-        keep_path(self.cache, self.cache.get_seq_length() - len(self._lineage.nodes), [0, *fed])
-        self._fed_candidates, self._lineage = len(fed), None
+        if not any(asking.values()):
+            self.cache.forget([row.forgotten for row in self.rows])
+            self.cache.close_up()
+            for row in self.rows:
+                row.forgotten = 0
+        fed = {place: self.rows[place].feed(candidates) for place, candidates in asking.items()}
+        hidden = self._read(fed)
+        places = list(fed)
+        logits = self.drafter.logits(hidden[places], self.vocab_size)
+        for place, of_row in zip(places, logits, strict=True):
+            self.rows[place].leave(of_row, hidden[place])
+
+    def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
+        """Feed tokens and states by row: the draft's hidden state after the last of each, `[rows, hidden_size]`."""
+        device, dtype = self.rows[0].device, self.drafter.dtype
+        width = max(tokens.shape[1] for tokens, _ in fed.values())
+        all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)
+        all_states, is_token = None, torch.zeros(len(self.rows), width, dtype=torch.bool)
+        for place, (tokens, states) in fed.items():
+            begin = width - tokens.shape[1]
+            all_tokens[place, begin:] = tokens[0]
+            is_token[place, begin:] = True
+            if states is not None:
+                if all_states is None:
+                    all_states = torch.zeros(len(self.rows), width, states.shape[2], dtype=dtype, device=device)
+                all_states[place, begin:] = states[0]
+        inputs = {"attention_mask": self.cache.mask(is_token)}
+        if self._takes_positions:
+            positions = self.cache.lengths[:, None] + is_token.cumsum(dim=1) - 1
+            inputs["position_ids"] = positions.where(is_token, 0).to(device)
+        hidden = self.drafter.hidden_states(all_tokens, self.cache.cache, all_states, are_known=True, **inputs)[:, -1]
+        self.cache.note(is_token)
+        return hidden
+
+    def select(self, places: Sequence[int]) -> None:
+        """The batch goes on with these rows."""
+        self.rows = [self.rows[place] for place in places]
+        self.cache.select(places)
 
 
 def joined(pieces: list[Tensor]) -> Tensor:

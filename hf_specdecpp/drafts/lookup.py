@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.drafts.kind import Kind, Loading
 from hf_specdecpp.drafts.stored import Parts, Stored
 
@@ -20,7 +19,7 @@ class NoDraft(Draft):
     model = None
     places = 0
 
-    def chain_session(self, vocab_size: int) -> NothingRead:  # noqa: ARG002
+    def session(self, vocab_size: int) -> NothingRead:  # noqa: ARG002
         return NothingRead()
 
     def describe(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import Drafting, at_once, drafted_alone, drafting, point_mass, stepper
-from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
@@ -90,8 +90,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
         self.setup = setup
         self.vocab_size = width or 0
-        session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.chain_session
-        session = setup.drafter.tree_session if draws_trees else session
+        session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session
         self.session: Reading = session(self.vocab_size)
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
@@ -330,7 +329,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def begin_again(self) -> None:
         """The draft has read nothing yet."""
-        self.session = self.setup.drafter.chain_session(self.vocab_size)
+        self.session = self.setup.drafter.session(self.vocab_size)
         self._seen_length = 0
 
     def end_round(self, length: int, width: int) -> None:

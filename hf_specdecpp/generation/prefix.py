@@ -1,7 +1,8 @@
-"""What a target has read so far, and the forward arguments of its next pass over candidates."""
+"""A text as its target has read it (`TargetText`), and the arguments of the target's next pass over candidates."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +10,92 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, StaticCache
 
-from hf_specdecpp.caches.paths import PathRows, keep_path
-from hf_specdecpp.caches.rollback import Mark, is_recurrent, num_rows, roll_back, stop_recording
-from hf_specdecpp.caches.rope import frequency_changes
-from hf_specdecpp.caches.static import StaticRows, most_in, width_of
+from hf_specdecpp.caches.states import Mark
+from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, StaticText, most_in, stop_recording, width_of
 from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
+from hf_specdecpp.models.checks import frequency_changes
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
 
 
-class Prefix:
+class TargetText(ABC):
+    """A text as its target has read it. Between rounds that is all but its last token.
+
+    Attributes:
+        text: as it lies in its cache.
+        width: tokens that the last pass was prepared for, dummies included.
+        static: the text, where it lies in a static cache.
+        is_captured: whether passes are captured.
+    """
+
+    is_captured = False
+    text: CachedText
+    width = 0
+    static: StaticText | None = None
+
+    @property
+    def cache(self) -> Any:
+        """The target's own, which `generate()` was given or has made."""
+        return self.text.cache
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are read again with the next pass."""
+        return self.text.pending
+
+    @property
+    def mark(self) -> Mark | None:
+        """Where a target with recurrent layers goes back to if a candidate is rejected."""
+        return self.text.mark
+
+    def most_candidates(self, input_ids: Tensor) -> int | None:  # noqa: ARG002
+        """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
+        return None
+
+    def is_at_change(self, input_ids: Tensor) -> bool:  # noqa: ARG002
+        """Whether the next pass has no room for candidates because rotary frequencies change (`FrequencyChange`)."""
+        return False
+
+    @abstractmethod
+    def chain_inputs(self, input_ids: Tensor, candidates: Tokens) -> dict[str, Any]:
+        """Arguments of a pass over the last token of `input_ids` `[1, length]` and the candidates after it."""
+
+    @abstractmethod
+    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
+        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`.
+
+        Args:
+            families: upload them with the rest, for the verification.
+        """
+
+    @abstractmethod
+    def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
+        """A pass with these arguments over `count` tokens and perhaps dummies, of which the states are caught."""
+
+    @abstractmethod
+    def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
+        """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
+
+        Args:
+            outputs: of the pass.
+            kept: how many tokens were emitted.
+            num_candidates: how many candidates the target read.
+            path: of the root and the accepted candidates, where they were a tree.
+        """
+
+    def read_pending(self, input_ids: Tensor) -> None:  # noqa: B027
+        """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
+
+    def roll_back(self) -> None:
+        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
+        self.text.back()
+
+
+class Prefix(TargetText):
     """The text in a target's cache, continued as its own `generate()` would continue it.
 
     The prompt may be padded, masked in its middle, given with position ids, end in a masked token, or lie partly in the
@@ -45,21 +119,16 @@ class Prefix:
         self._longer, self._spare = model_kwargs, 0  # the same with so many columns for tokens to come
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
-        self.num_settled = 0 if self.cache is None else num_rows(self.cache)
-        self.static = StaticRows(self.cache, longest_text(target)) if isinstance(self.cache, StaticCache) else None
-        self._is_recurrent: bool | None = None
-        self.pending, self.width = 0, 0  # the latter: tokens that the last pass was prepared for, dummies included
+        cache = cache_among(model_kwargs)
+        self.static = StaticText(cache, longest_text(target)) if isinstance(cache, StaticCache) else None
+        self.text: CachedText = self.static or GrowingText(cache)
+        if self.text.held:  # a later turn
+            self.text.begin()
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
         # Of a mask with four dimensions others might ask more than whether it is there.
         usual = GenerationMixin.prepare_inputs_for_generation
         self.makes_usual_inputs = type(target).prepare_inputs_for_generation is usual
         self._padding: int | None = None  # tokens of the text that take no position
-        # Of a target with recurrent layers, before the tokens that are pending, or before the prompt of a later turn.
-        self.mark = Mark(self.cache) if self.num_settled and is_recurrent(self.cache) else None
-
-    @property
-    def cache(self) -> Any:
-        return cache_among(self.model_kwargs)
 
     @property
     def rows(self) -> int:
@@ -79,14 +148,12 @@ class Prefix:
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
     def most_candidates(self, input_ids: Tensor) -> int | None:
-        """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
         before_change = self._before_change(input_ids)
         if self.static is None or before_change is None:
             return before_change if self.static is None else self.static.most_candidates
         return min(self.static.most_candidates, most_in(before_change + 1))
 
     def is_at_change(self, input_ids: Tensor) -> bool:
-        """Whether the next pass has no room for candidates because rotary frequencies change (`caches.rope`)."""
         return self._before_change(input_ids) == 0
 
     def _before_change(self, input_ids: Tensor) -> int | None:
@@ -113,11 +180,11 @@ class Prefix:
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
         if (rows := cache.get_seq_length()) == num_tokens:
             return
-        if self.num_settled >= num_tokens:
+        if self.text.held >= num_tokens:
             raise LateRefusalError(
-                f"The cache held {self.num_settled} tokens already, and the prompt has {num_tokens}, so the prompt's "
+                f"The cache held {self.text.held} tokens already, and the prompt has {num_tokens}, so the prompt's "
                 "last token has been read twice, and the places in a token tree are not known. Give a cache without "
-                f"that token, cache.crop({num_tokens - 1 - self.num_settled}), or draft chains (tree=None)."
+                f"that token, cache.crop({num_tokens - 1 - self.text.held}), or draft chains (tree=None)."
             )
         raise LateRefusalError(
             f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
@@ -131,10 +198,7 @@ class Prefix:
         Args:
             has_mask: whether the caller has one, so that none needs to be made.
         """
-        if self._is_recurrent is None:  # once, after the prompt: each layer is asked
-            self._is_recurrent = is_recurrent(self.cache)
-        if not self.pending and self._is_recurrent:
-            self.mark = Mark(self.cache)
+        self.text.begin()
         count = len(candidates)
         tokens = extend(input_ids, candidates) if count else input_ids
         dummies = 0 if self.static is None else width_of(count + 1) - count - 1
@@ -163,11 +227,6 @@ class Prefix:
         return without_last(self._longer, self._spare - count)
 
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
-        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`.
-
-        Args:
-            families: upload them with the rest, for the verification.
-        """
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
         width = 0 if self.static is None else width_of(len(tree_pass.order))
@@ -176,23 +235,18 @@ class Prefix:
         position = inputs["position_ids"][..., 0]
         return inputs | tree_inputs(self.target, self.cache, ancestors, depths, self.rows, self.shown, position)
 
-    def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
-        """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
+    def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
+        outputs = states.catch(self.target, **inputs, return_dict=True)
+        if self.static is not None:
+            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
+            outputs.logits = outputs.logits[:, :count].clone()
+        return outputs
 
-        Args:
-            outputs: of the pass.
-            kept: how many tokens were emitted.
-            num_candidates: how many candidates the target read.
-            path: of the root and the accepted candidates, where they were a tree.
-        """
+    def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         cache = cache_among(outputs)
         if cache is not self.cache:
             self._adopt(cache)
-        if self.static is not None:
-            self.num_settled = self.static.keep(kept, path)
-        else:
-            self._settle_rows(cache, kept, num_candidates, path)
-            self.num_settled = num_rows(cache)
+        self.text.keep(kept, num_candidates + 1, path)
         if self._spare:
             self._spare -= kept
             self.model_kwargs = without_last(self._longer, self._spare)
@@ -204,27 +258,11 @@ class Prefix:
     def _adopt(self, cache: Any) -> None:
         """Go on with another cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
         cache.activate_past_recording()
-        self.static = self._is_recurrent = None
+        self.static, self.text = None, GrowingText(cache)
         own = {cache_argument(self.target): cache}
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
-    def _settle_rows(self, cache: Any, kept: int, num_candidates: int, path: PathRows | None) -> None:
-        if self.mark is not None:
-            self._settle_marked(self.mark, kept, num_candidates + 1)
-        elif path is None:
-            cache.crop(kept - 1 - num_candidates)
-        else:
-            keep_path(cache, cache.get_seq_length() - num_candidates - 1, *path.first(kept))
-
-    def _settle_marked(self, mark: Mark, kept: int, fed: int) -> None:
-        if kept == fed:
-            self.pending, self.mark = 0, None
-        else:
-            mark.back()
-            self.pending += kept
-
     def read_pending(self, input_ids: Tensor) -> None:
-        """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
         if self.pending:
             inputs = self.target.prepare_inputs_for_generation(
                 input_ids[:, :-1],
@@ -233,14 +271,7 @@ class Prefix:
                 **without_last(self.model_kwargs, 1),
             )
             self.target(**inputs, return_dict=True)
-            self.pending, self.mark = 0, None
-
-    def roll_back(self) -> None:
-        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
-        if self.mark is not None:
-            self.mark.back()
-        elif self.cache is not None:
-            roll_back(self.cache, self.num_settled)
+            self.text.keep(self.pending, of=self.pending)
 
     def end(self) -> None:
         """Nothing is taken back any more, and the cache may be carried on by anyone."""
@@ -249,12 +280,11 @@ class Prefix:
 
 
 def try_pass(
-    text: Any, read: Callable[[dict[str, Any], int], Any], input_ids: Tensor, as_tree: bool, count: int
+    text: TargetText, read: Callable[[dict[str, Any], int], Any], input_ids: Tensor, as_tree: bool, count: int
 ) -> Tensor:
     """Make a pass only for it to be captured, compared or timed, and forget it; its logits, `[1 + count, vocab]`.
 
     Args:
-        text: a `Prefix`, or a `CapturedText` in its place.
         read: makes a pass with these arguments over so many tokens.
         count: of the candidates, which are all alike.
     """

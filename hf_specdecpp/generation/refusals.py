@@ -13,9 +13,8 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.caches.rope import frequency_changes
 from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among
-from hf_specdecpp.models.checks import check_cache
+from hf_specdecpp.models.checks import check_cache, frequency_changes
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
 # Arguments of a forward that are understood for several sequences.

@@ -18,8 +18,8 @@ from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, can_be_packed, large_layers
-from hf_specdecpp.models.int8_products import is_available, quantise
+from hf_specdecpp.models.cpu_products import FasterProducts, Part, can_be_packed, large_layers
+from hf_specdecpp.models.products import PackedWeights, has_int8, quantise
 from hf_specdecpp.models.vocabulary import special_ids
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
@@ -70,7 +70,7 @@ class DraftSetup:
         is_open = {
             "draft": not drafter.places,
             "throughput": config.rule != "throughput",
-            "int8_draft": not config.int8_draft and is_available() and any(layer not in shared for layer in large),
+            "int8_draft": not config.int8_draft and has_int8() and any(layer not in shared for layer in large),
             "pack_weights": not config.pack_weights and packs,
         }
         return self.trainable | {name for name, value in is_open.items() if value}
@@ -84,7 +84,7 @@ class DraftSetup:
         config = self.speculation
         packs = config.cpu_products == "auto" and config.pack_weights and target is not None
         in_int8 = config.int8_draft and target is not None and not self.drafter.is_captured
-        if in_int8 and not is_available():
+        if in_int8 and not has_int8():
             logger.warning_once("int8_draft=True: this PyTorch has no int8 products, so the draft runs in float32.")
             in_int8 = False
         if not in_int8:

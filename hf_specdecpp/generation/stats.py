@@ -25,7 +25,7 @@ class SpeculationStats:
         rounds: drafting rounds, each followed by one target pass.
         idle_rounds: those of them that drafted nothing.
         rounds_at_change: those of them that could have no candidates, since the target's rotary frequencies change
-            there with the length of the text (`caches.rope`).
+            there with the length of the text (`models.checks.FrequencyChange`).
         plain_passes: target passes without candidates (the first token comes from the prompt's pass).
         drafted, accepted: candidates. `discarded` is the rest.
         looked_up, accepted_lookups: candidates among these that were found in the text (`SpeculationConfig.lookup`).

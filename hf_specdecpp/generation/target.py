@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.generation.captured.part import Captured
-from hf_specdecpp.generation.captured.text import CapturedText
-from hf_specdecpp.generation.prefix import Prefix, try_pass
+from hf_specdecpp.generation.captured.text import Captured
+from hf_specdecpp.generation.prefix import Prefix, TargetText, try_pass
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
@@ -100,7 +99,7 @@ class OneTarget:
         self.model, self.config, self.text, self.generator = model, config, text, text.generator
         self.stats, setup = text.stats, text.generator.setup
         self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
-        self.prefix: Prefix | CapturedText = Prefix(model, self.states.asked_for(model_kwargs))
+        self.prefix: TargetText = Prefix(model, self.states.asked_for(model_kwargs))
         self.generator.session.share(self.prefix)
         self.device = input_device(model)
         self.passes = passes_of(model, setup.speculation)
@@ -111,7 +110,7 @@ class OneTarget:
         return self.generator.products
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        prefix: Any = self.prefix  # which is not captured yet
+        prefix: Any = self.prefix  # of the target's own passes
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, prefix.model_kwargs)
         cache = cache_among(outputs)
         check_prompt(outputs)
@@ -158,18 +157,10 @@ class OneTarget:
 
     def _forward(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
-        if isinstance(self.prefix, CapturedText):
-            outputs = self.prefix.forward(**inputs)
-            self.states.give(outputs.states)
-            return outputs
-        is_timed = self.device.type == "cpu"  # elsewhere a pass goes on after its call
+        is_timed = self.device.type == "cpu" and not self.prefix.is_captured  # elsewhere a pass goes on after its call
         has_choice = self.generator.products.has_choice
         with self.passes.timed(self.prefix.width, has_choice) if is_timed else nullcontext():
-            outputs = self.states.catch(self.model, **inputs, return_dict=True)
-        if self.prefix.static is not None:
-            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
-            outputs.logits = outputs.logits[:, :count].clone()
-        return outputs
+            return self.prefix.forward(self.states, inputs, count)
 
     def keep(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
@@ -194,7 +185,7 @@ class OneTarget:
 
     def compare_passes(self) -> None:
         """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""
-        if isinstance(self.prefix, CapturedText):
+        if self.prefix.is_captured:
             return
         tell_it = self.generator.rests and self.device.type == "cpu"
         if tell_it or self.prefix.pending or self.prefix.is_at_change(self.text.ids):

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp.caches.paths import PathRows
+from hf_specdecpp.caches.text import PathRows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.verification import Verdict, Verifier

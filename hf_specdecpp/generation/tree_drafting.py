@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
 from hf_specdecpp.models.causal_lm import CausalLM

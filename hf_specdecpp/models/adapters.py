@@ -1,8 +1,8 @@
 """Give a draft its LoRA adapter, from the files that PEFT writes.
 
-An adapter may come from anybody, and a draft may share its tensors with the target, which nothing may change. Some
-kinds of LoRA (KaSA, PiSSA, OLoRA, ...) overwrite the model's own weights while PEFT builds them. Here nothing of a
-model is written to: two small matrices for each module are read and checked, and go into new tensors and modules.
+An adapter may come from anybody, and a draft may share its tensors with the target, which nothing may change. PEFT
+overwrites a model's own weights for some kinds of LoRA (KaSA, PiSSA, ...). Here nothing of a model is written to: two
+small matrices for each module are read and checked, and go into new tensors and modules.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ def _what(thing: object) -> str:
 def inner_decoder(model: CausalLM) -> CausalLM:
     """The part of a causal LM that turns token ids into hidden states, without its LM head.
 
-    `get_decoder()` of transformers finds it in most families. ModernBERT calls its LM head `decoder`, and in Llama 4
-    and Mllama it finds a causal LM.
+    `get_decoder()` finds it in most families. ModernBERT calls its LM head `decoder`; in Llama 4 it is a causal LM.
     """
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
@@ -102,7 +101,6 @@ def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, T
 def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
     """A model of somebody's, to be tried on a few tokens as `generate()` runs it: in eval mode, told where they stand.
 
-    Without positions a model may take those of the last text: after an image, Qwen's keep how far they are off.
     Afterwards all is as it was: which modules train, what passes have left on them, and torch's generators.
 
     Yields:
@@ -137,7 +135,10 @@ def cache_argument(model: CausalLM) -> str:
 def cache_among(values: Any) -> Any:
     """The cache among arguments or outputs of a forward, if there is one."""
     by_name = values if isinstance(values, Mapping) else vars(values)
-    return next((by_name[name] for name in CACHE_NAMES if by_name.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        if (cache := by_name.get(name)) is not None:
+            return cache
+    return None
 
 
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:

@@ -1,8 +1,10 @@
-"""Which models and caches can be assisted at all, refused with the reason."""
+"""Which models and caches can be assisted at all, refused with the reason, and where a pass may not be long."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
+from typing import Any
 
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache, QuantizedCache
@@ -18,7 +20,7 @@ def check_target(target: CausalLM, recurrent: bool = False) -> None:
     """Raise `ValueError` if nothing that `target` generates can be assisted.
 
     Args:
-        recurrent: whether the caller takes recurrent states back (`caches.rollback`).
+        recurrent: whether the caller takes recurrent states back (`caches.states`).
     """
     name = type(target).__name__
     if not target.can_generate():
@@ -99,3 +101,43 @@ def check_cache(cache: object) -> None:
             f"{type(cache).__name__} cannot be rolled back when a candidate is rejected. Use a DynamicCache, or "
             "generate without assistant_model=."
         )
+
+
+@dataclass(frozen=True)
+class FrequencyChange:
+    """Where the rotary frequencies of a model change with the length of the text.
+
+    transformers rotates all tokens of a pass by the frequencies of the last of them: with `rope_type="longrope"` others
+    from `original_max_position_embeddings` tokens on, with `"dynamic"` others for every token beyond
+    `max_position_embeddings`. Candidates beyond a change would alter the keys of tokens before it, which are cached.
+
+    Example: with `length` 4096 a text of 4094 tokens, the last of them unread, has room for 2 candidates. Texts of 4096
+    and 4097 have room for none: the last pass before the change, and the first one after it, for which Phi-3 reads the
+    whole text anew. After it there is room for any number, unless the frequencies change with `every_token`.
+
+    Attributes:
+        length: tokens of the longest text before it.
+        every_token: whether they change again with every further token.
+    """
+
+    length: int
+    every_token: bool
+
+    def room(self, length: int) -> int | None:
+        """How many candidates a pass over the last of `length` tokens may have; `None`: any number."""
+        if length <= self.length:
+            return self.length - length
+        return 0 if self.every_token or length == self.length + 1 else None
+
+
+def frequency_changes(config: Any) -> list[FrequencyChange]:
+    """Those of a model with this text config: at most one for each kind of its layers, mostly none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
+    changes = set()
+    for kind in kinds:
+        if "dynamic" in kind["rope_type"]:
+            changes.add(FrequencyChange(config.max_position_embeddings, every_token=True))
+        elif kind["rope_type"] == "longrope":
+            changes.add(FrequencyChange(kind["original_max_position_embeddings"], every_token=False))
+    return sorted(changes, key=lambda change: change.length)

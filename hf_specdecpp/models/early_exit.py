@@ -26,8 +26,8 @@ NUMBERS = ("mlp_only_layers", "moe_layers")
 def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
     """A causal LM made of some of the target's layers, its embeddings, final norm and LM head.
 
-    The module structure is copied and every parameter and buffer is shared, so it costs no memory to speak of, follows
-    the target when that is moved, and can be given a LoRA adapter without the target noticing.
+    The module structure is copied and every parameter and buffer is shared: it costs hardly any memory, follows the
+    target when that is moved, and can be given a LoRA adapter without the target noticing.
 
     Args:
         target: any decoder-only causal LM.
@@ -67,8 +67,6 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
     """A copy of the model with the `chosen` ones of its decoder layers, in this order; one may come several times.
-
-    Parameters and buffers are the model's own.
 
     Raises:
         ValueError: its layers are not found.

@@ -1,8 +1,7 @@
 """What quantised layers need of us. torchao and bitsandbytes are not imported: what their layers hold tells them apart.
 
-A target whose weights are quantised, and multiplied by activations as they are, is assisted like any other. Three
-things need care: what bitsandbytes keeps beside its weights, LM heads whose rows cannot be taken, and activations that
-are quantised, too.
+A target whose weights alone are quantised is assisted like any other. Three things need care: what bitsandbytes keeps
+beside its weights, LM heads whose rows cannot be taken, and activations that are quantised, too.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ def is_quantised(layer: Any) -> bool:
 def states_of(module: nn.Module) -> Iterator[object]:
     """What bitsandbytes keeps beside the weights below a module: scales, and in 8 bits the numbers, too.
 
-    The first pass of a layer takes these out of the weight (8 bits), or brings weight and scales into another order
-    (4 bits, on some CPUs). So a copy of the layer that shares the weight has to share them: a layer that finds nothing
-    any more in the weight quantises its integers as if they were numbers.
+    The first pass of a layer takes these out of the weight (8 bits), or reorders weight and scales (4 bits, on some
+    CPUs). So a copy of the layer that shares the weight has to share them.
     """
     for layer in module.modules():
         if _is_of(layer, "bitsandbytes"):
@@ -62,17 +60,18 @@ def sizes_of(head: Any) -> tuple[int, int]:
 def quantised_activations(model: nn.Module) -> str | None:
     """Which layers of a model quantise what they multiply their weights by, if some do.
 
-    Even where each token has a scale of its own, a last digit that attention rounds otherwise in a pass of another size
-    now and then moves a number by a whole step of the quantisation, and later layers make more of it: half the spread
-    of the logits (docs/using.md).
+    A last digit that attention rounds otherwise in a pass of another size now and then moves a number by a step of the
+    quantisation, and later layers make more of it: half the spread of the logits (docs/using.md).
     """
-    for layer in model.modules():
-        name = type(layer).__name__
-        if _is_of(layer, "bitsandbytes") and name == "Linear8bitLt":
+    for kind in {type(layer) for layer in model.modules()}:
+        if kind.__module__.startswith("bitsandbytes") and kind.__name__ == "Linear8bitLt":
             return "bitsandbytes int8"
-        if _is_of(layer, "torch.ao.nn.quantized.dynamic"):
-            return f"dynamic {name} of torch.ao"
+        if kind.__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return f"dynamic {kind.__name__} of torch.ao"
+    for layer in model.modules():  # nothing is called for usual ones: each `generate()` asks
         weight = layer._parameters.get("weight")
+        if type(weight) is nn.Parameter or weight is None:
+            continue
         if any(getattr(weight, setting, None) is not None for setting in ACTIVATION_SETTINGS):
             return f"{type(weight).__name__} of torchao"
     return None

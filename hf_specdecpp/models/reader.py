@@ -1,7 +1,4 @@
-"""Read text with a causal LM piece by piece: hidden states, logits and embeddings, without its `generate()`.
-
-Targets and drafts are read in the same way; a draft adds what only drafts have (`drafting.drafter.Drafter`).
-"""
+"""Read text with a causal LM piece by piece: hidden states, logits and embeddings, without its `generate()`."""
 
 from __future__ import annotations
 
@@ -89,8 +86,7 @@ class Reader(nn.Module):
     ) -> Tensor:
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
 
-        With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward,
-        such as those of `tree_attention.tree_inputs`.
+        With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward.
 
         Args:
             are_known: whether the embedding table is known to have all ids; else unknown ids count as 0.
@@ -110,8 +106,7 @@ class Reader(nn.Module):
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[..., vocab_size]` float32 of hidden states `[..., hidden_size]`.
 
-        The model's own are cut or padded to `vocab_size`, which is the width of the target's logits; ids that the
-        model does not have get -inf, so that their probability is zero.
+        Cut or padded to `vocab_size`, the width of the target's logits; ids that the model does not have get -inf.
         """
         return as_wide_as(vocab_size, self._own_logits(hidden))
 

@@ -1,8 +1,7 @@
 """What a draft reads of its target: hidden states, caught in the target's own passes (`TargetStates`).
 
-Each verification computes the target's hidden states at every token that it verifies. A draft that reads them begins
-where the target has got to, so a single layer knows more than several that begin from embeddings. EAGLE
-(arXiv 2401.15077, 2503.01840) and jump drafting are built on the same observation.
+A draft that reads them begins where the target has got to, so a single layer knows more than several that begin from
+embeddings (EAGLE, arXiv 2401.15077 and 2503.01840).
 """
 
 from __future__ import annotations
@@ -52,14 +51,12 @@ class StateReader(nn.Module):
 class TargetStates:
     """Catches the states that a draft reads out of the target's own passes, and keeps them for its next round.
 
-    They are caught by hooks, which keep references to what the decoder and its layers return, and change nothing.
-    Compiled forwards run past hooks, so they are asked to return the states: after a prompt, which may be read in
-    several passes (chunked prefill), if its pass returned the very ones that the hooks saw. Where a user has compiled
-    the target without hooks, what it returns is believed. Others are not asked: transformers would leave hooks of its
-    own in the target for good, with which it cannot be pickled.
+    Hooks catch them, which keep references to what the decoder and its layers return. Compiled forwards run past hooks,
+    so they are asked to return the states, from the first pass on that returned the very ones that hooks saw; where a
+    user has compiled the target without hooks, what it returns is believed. Others are not asked: transformers would
+    leave hooks of its own in the target for good, with which it cannot be pickled.
 
-    Used as a context, it catches by hooks. It is entered around the passes over one text: logits processors may call
-    the target, too, and passes of other threads are left out.
+    Used as a context around the passes over one text, it catches by hooks. Passes of other threads are left out.
 
     Example: layer 1 and the final state are read, of a target with 3 layers. State 0 are the embeddings, so the numbers
     of the two are 2 and 3.
@@ -91,16 +88,11 @@ class TargetStates:
                     "counted from 0. It was trained for another target."
                 )
             self._modules = read_modules(target, reader)
-            returns = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
-            if returns and any(map(has_compiled_call, target.modules())):
+            can_return = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
+            if can_return and any(map(has_compiled_call, target.modules())):
                 self._numbers = state_numbers(reader, len(stack))
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
-
-    @property
-    def need_hooks(self) -> bool:
-        """Whether states are read that only hooks catch, as far as is known."""
-        return bool(self._modules) and not self.are_returned
 
     def give(self, states: list[Tensor]) -> None:
         """The states `[1, n, size]` of a pass that was captured, in the order in which they are put together."""

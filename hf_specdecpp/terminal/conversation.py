@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.caches.rollback import is_recurrent, num_rows, roll_back
+from hf_specdecpp.caches.states import is_recurrent
+from hf_specdecpp.caches.text import num_rows, roll_back
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.estimators import Estimator

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_specdecpp.caches.rollback import undoing
+from hf_specdecpp.caches.text import text_in
 from hf_specdecpp.clocks import typical
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
@@ -150,7 +150,7 @@ class TargetPasses:
         self, rows: int, product: Product, forward: Callable[..., Any], inputs: dict[str, Any], device: torch.device
     ) -> None:
         """Time a pass beside those of the rounds, and leave the cache as it was. A forward may be compiled in it."""
-        undo, begin = undoing(cache_among(inputs), 1), time.perf_counter()
+        text, begin = text_in(cache_among(inputs)), time.perf_counter()
         self._now = product
         try:
             forward(**inputs, return_dict=True)
@@ -159,7 +159,7 @@ class TargetPasses:
         finally:
             self._now = None
         self.note(rows, product, time.perf_counter() - begin)
-        undo()
+        text.back()
 
     def seconds(self, rows: int) -> tuple[float | None, float | None]:
         """Of a pass over so many rows, medians: with PyTorch's product, and with the chosen one; `None` without any, or

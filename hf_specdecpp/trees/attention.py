@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from hf_specdecpp.caches.masks import as_mask, layer_types
-from hf_specdecpp.caches.paths import grow_in, shown_rows
+from hf_specdecpp.caches.masks import as_mask, grow_in, layer_types, shown_rows
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
 WINDOWED = ("sliding_attention", "chunked_attention")

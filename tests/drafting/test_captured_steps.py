@@ -12,20 +12,19 @@ from support.capturing import CHAIN, SETTINGS, drawn, generate
 from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafting import captured, captured_trees
+from hf_specdecpp.drafting import captured
 from hf_specdecpp.drafting.captured import CapturedSession
-from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.trees.attention import inputs_in_place
 
 pytestmark = pytest.mark.usefixtures("pretended")
 
 
-def forgets_nothing(session: CapturedSession, count: int) -> None:
-    session._length -= count
+def forgets_nothing(session: CapturedSession, count: int, of: int, rows: Any = None) -> None:
+    session.text.held -= of - count
 
 
-def keeps_all(session: CapturedTreeSession, path: list[int]) -> None:
+def keeps_all(session: CapturedSession, path: list[int]) -> None:
     session._lineage = None
 
 
@@ -42,10 +41,10 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "owner", "name", "mutant"),
     [
-        ("lookup", CapturedSession, "_forget", forgets_nothing),
-        ("static", CapturedTreeSession, "keep", keeps_all),
-        ("static", captured_trees, "inputs_in_place", sees_siblings),
-        ("static", captured_trees, "inputs_in_place", stands_behind_all),
+        ("lookup", CapturedSession, "_keep", forgets_nothing),
+        ("static", CapturedSession, "keep", keeps_all),
+        ("static", captured, "inputs_in_place", sees_siblings),
+        ("static", captured, "inputs_in_place", stands_behind_all),
     ],
     ids=["forgets nothing", "keeps all", "sees siblings", "stands behind all"],
 )
@@ -78,7 +77,7 @@ def test_caches_are_used_again() -> None:
     sessions = [CapturedSession(drafter, 48, drafter.steps) for _ in range(2)]
     for session in sessions:
         stepped(session)
-    first, second = (session.cache for session in sessions)
+    first, second = (session.text.cache for session in sessions)
     assert first is not None
     assert first is not second
     layer: Any = first.layers[0]
@@ -86,7 +85,7 @@ def test_caches_are_used_again() -> None:
     del sessions[0]
     third = CapturedSession(drafter, 48, drafter.steps)
     assert stepped(third).isfinite().all()
-    assert third.cache is first
+    assert third.text.cache is first
 
 
 def test_the_latest_cache_is_the_first_to_be_used_again() -> None:

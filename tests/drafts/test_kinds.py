@@ -251,7 +251,7 @@ def test_q_by_depth_is_that_of_the_chain() -> None:
     from hf_specdecpp.trees.tree import DraftTree
 
     target = tiny("llama")
-    reading = BlockDraft(target).chain_session(48)
+    reading = BlockDraft(target).session(48)
     reading.begin_round(REPEATING, 0)
     tree = DraftTree(9)
     tree.add(0, 4)

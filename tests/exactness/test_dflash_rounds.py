@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from hf_specdecpp.drafting.chain import draft_chain, stepper
-from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet, read_model
@@ -65,7 +65,7 @@ class Pair(Models):
         meet(model, self.target, "The draft")
         self.processing = Processing([NotTheSameAgain()])
         self.p = cache(self._p)  # type: ignore[method-assign]
-        self.session: Reading = DFlashDraft(model, self.target).chain_session(VOCAB)
+        self.session: Reading = DFlashDraft(model, self.target).session(VOCAB)
         with torch.no_grad(), TargetStates(self.target, model.reader) as caught:
             self.target(torch.tensor([TEXT[:-1]]))
             self.session.begin_round(torch.tensor([TEXT]), 0, caught.take())

@@ -27,8 +27,9 @@ from support.fuzz.running import Result, minimise, run_case
 from support.zoo import families
 from transformers.cache_utils import Cache
 
+from hf_specdecpp.caches import text
 from hf_specdecpp.generation import prefix
-from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models import products
 from hf_specdecpp.sampling.processors import Processing
 
 PARTS, CASES_OF_A_PART = 4, 50
@@ -163,9 +164,9 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def path_kept_in_drawing_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of a tree kept, not those of the accepted path."""
-    real = prefix.keep_path
+    real = text.keep_path
     monkeypatch.setattr(
-        prefix, "keep_path", lambda cache, num_prefix, path: real(cache, num_prefix, list(range(len(path))))
+        text, "keep_path", lambda cache, num_prefix, path, _: real(cache, num_prefix, list(range(len(path))))
     )
 
 
@@ -182,7 +183,7 @@ def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed copies are not compared with their weights."""
-    monkeypatch.setattr(cpu_products, "fingerprint", lambda weight: torch.zeros(1))
+    monkeypatch.setattr(products, "fingerprint", lambda weight: torch.zeros(1))
 
 
 # Each mutant, and the cases in which it can show; the others would only take time.

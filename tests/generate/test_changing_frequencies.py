@@ -12,9 +12,9 @@ from support.models import VOCAB_SIZE, assistant_of, prompt, tiny
 from torch import Tensor
 from transformers import Qwen3Config
 
-from hf_specdecpp.caches.rope import FrequencyChange, frequency_changes
 from hf_specdecpp.generation import prefix
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import FrequencyChange, frequency_changes
 
 CHANGE = 32  # tokens
 LONG: dict[str, Any] = {

@@ -11,7 +11,7 @@ from support.tree_generation import TREES, target_of
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.rollback import roll_back
+from hf_specdecpp.caches.text import roll_back
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 

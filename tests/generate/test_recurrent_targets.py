@@ -16,7 +16,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.caches.rollback import Mark
+from hf_specdecpp.caches.states import Mark
+from hf_specdecpp.caches.text import GrowingText
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.target import MOST_PENDING
@@ -236,13 +237,13 @@ def test_states_that_do_not_go_back_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Prefix._settle_marked
+    keep = GrowingText.keep
 
-    def forgets(self: Prefix, mark: Mark, kept: int, fed: int) -> None:
-        settle(self, mark, kept, fed)
+    def forgets(self: GrowingText, count: int, of: int, path: Any = None) -> None:
+        keep(self, count, of, path)
         self.pending = max(self.pending - 1, 0)
 
-    assert changes_texts(monkeypatch, Prefix, "_settle_marked", forgets)
+    assert changes_texts(monkeypatch, GrowingText, "keep", forgets)
 
 
 # What is refused, and costs. ------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.caches.static import StaticRows, hold, width_of
+from hf_specdecpp.caches.text import StaticText, hold, width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
@@ -178,33 +178,30 @@ def test_rows_that_are_not_held_are_never_attended_to(monkeypatch: pytest.Monkey
     assert_other_rows_are_never_attended_to(target, attached(target), monkeypatch)
 
 
-def no_roll_back(rows: StaticRows, count: int, path: Any) -> int:
-    rows.held = int(rows.cache.get_seq_length())
-    return rows.held
+def no_roll_back(text: StaticText, count: int, of: int, path: Any) -> None:
+    text.held = int(text.cache.get_seq_length())
 
 
-def keeps_one_too_many(rows: StaticRows, count: int, path: Any) -> int:
+def keeps_one_too_many(text: StaticText, count: int, of: int, path: Any) -> None:
     """Where all candidates stand a dummy."""
-    fed = int(rows.cache.get_seq_length()) - rows.held
-    rows.held += fed if rows.held == 0 else min(fed, count + 1)
-    hold(rows.cache, rows.held)
-    return rows.held
+    fed = int(text.cache.get_seq_length()) - text.held
+    text.held += fed if text.held == 0 else min(fed, count + 1)
+    hold(text.cache, text.held)
 
 
-def forgets_too_much(rows: StaticRows, count: int, path: Any) -> int:
-    first = rows.held == 0
-    rows.held = int(rows.cache.get_seq_length()) if first else rows.held + 1
-    hold(rows.cache, rows.held)
-    return rows.held
+def forgets_too_much(text: StaticText, count: int, of: int, path: Any) -> None:
+    first = text.held == 0
+    text.held = int(text.cache.get_seq_length()) if first else text.held + 1
+    hold(text.cache, text.held)
 
 
 @pytest.mark.parametrize("mutant", [no_roll_back, keeps_one_too_many, forgets_too_much])
 def test_rows_that_are_kept_or_forgotten_wrongly_are_noticed(
-    mutant: Callable[[StaticRows, int, Any], int], monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[StaticText, int, int, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
     plain = target.generate(prompt(), **STATIC)
-    monkeypatch.setattr(StaticRows, "keep", mutant)
+    monkeypatch.setattr(StaticText, "keep", mutant)
     try:
         ours = target.generate(prompt(), assistant_model=attached(target), **STATIC)
     except (IndexError, RuntimeError):

@@ -24,9 +24,8 @@ from torch import Tensor
 from transformers import StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.caches import static
-from hf_specdecpp.caches.paths import PathRows, move
-from hf_specdecpp.caches.static import StaticRows, hold
+from hf_specdecpp.caches import text as texts
+from hf_specdecpp.caches.text import PathRows, StaticText, hold, move
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -181,17 +180,16 @@ def from_the_start(rows: Tensor, indices: Tensor, to: int) -> None:
     move(rows, indices, to - 1)
 
 
-def keeps_one_too_many(rows: StaticRows, count: int, path: PathRows | None) -> int:
-    held_rows = kept(rows, count, path)
+def keeps_one_too_many(text: StaticText, count: int, of: int, path: PathRows | None) -> None:
+    kept(text, count, of, path)
     if path is not None:
-        rows.held = held_rows + 1
-        hold(rows.cache, rows.held)
-    return rows.held
+        text.held += 1
+        hold(text.cache, text.held)
 
 
-def unmoved_past(rows: StaticRows, count: int, _: PathRows | None) -> int:
+def unmoved_past(text: StaticText, count: int, of: int, _: PathRows | None) -> None:
     """As in a chain."""
-    return kept(rows, count)
+    kept(text, count, of)
 
 
 def sees_dummies(tree_pass: TreePass, *args: Any) -> Any:
@@ -205,13 +203,13 @@ def one_place_behind(tree_pass: TreePass, *args: Any) -> Any:
     return tokens, ancestors, (depths - 1).clamp(min=0)
 
 
-kept, uploaded = StaticRows.keep, TreePass.upload
+kept, uploaded = StaticText.keep, TreePass.upload
 MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
-    (static, "move", stays),
-    (static, "move", one_off),
-    (static, "move", from_the_start),
-    (StaticRows, "keep", keeps_one_too_many),
-    (StaticRows, "keep", unmoved_past),
+    (texts, "move", stays),
+    (texts, "move", one_off),
+    (texts, "move", from_the_start),
+    (StaticText, "keep", keeps_one_too_many),
+    (StaticText, "keep", unmoved_past),
     (TreePass, "upload", sees_dummies),
     (TreePass, "upload", one_place_behind),
 ]

@@ -17,7 +17,7 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.int8_products import is_available
+from hf_specdecpp.models.products import has_int8
 from hf_specdecpp.throughput.target_passes import AT_ONCE
 
 
@@ -217,7 +217,7 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
         lacks = {"throughput"}
     else:
         assistant = assistant_for(target, rule="fixed")
-        lacks = {"training", "head", "throughput", "pack_weights"} | ({"int8_draft"} if is_available() else set())
+        lacks = {"training", "head", "throughput", "pack_weights"} | ({"int8_draft"} if has_int8() else set())
     ids = prompt().repeat(rows, 1)
     target.generate(ids, assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert assistant.stats.remedies == lacks

@@ -17,7 +17,7 @@ from transformers import BarkSemanticConfig, BarkSemanticModel, DynamicCache, Ge
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.masks import check_windows
-from hf_specdecpp.caches.rollback import STATE_TOLERANCE, check_states, state_error
+from hf_specdecpp.caches.states import STATE_TOLERANCE, check_states, state_error
 from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.checks import check_target

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.products import products_of
 from support.snapshots import has_our_methods, of_own_class, snapshot
 from support.watchers import runs_of
 from torch import Tensor, nn
@@ -20,10 +21,10 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation.doors import attached
-from hf_specdecpp.models import cpu_products, int8_products
+from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, products_of
-from hf_specdecpp.models.products import Always
+from hf_specdecpp.models.cpu_products import FasterProducts, Part
+from hf_specdecpp.models.products import Always, PackedWeights, has_int8, quantise
 
 PROMPT = prompt(12)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
@@ -244,10 +245,9 @@ def test_pauses_that_overlap() -> None:
 @pytest.fixture
 def all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(int8_products, "LEAST_ELEMENTS", 1)
 
 
-needs_int8 = pytest.mark.skipif(not int8_products.is_available(), reason="this PyTorch has no int8 products")
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")
 
 
 @needs_int8
@@ -263,7 +263,7 @@ def test_products_are_this_thread_s() -> None:
         return products_of(layer), torch.equal(layer(x), plain)
 
     own = {"own": 1}, True
-    int8 = FasterProducts(draft=[layer], int8=PackedWeights(int8_products.quantise))
+    int8 = FasterProducts(draft=[layer], int8=PackedWeights(quantise))
     with int8:
         other = FasterProducts(Part([layer], Always("onednn")))
         assert other.layers, "what another context does is no forward of a stranger"

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.caches.paths import held_rows
+from hf_specdecpp.caches.masks import held_rows
 
 # Greedy equality. -----------------------------------------------------------------------------------------------------
 

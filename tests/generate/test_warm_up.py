@@ -13,7 +13,7 @@ from support.models import assistant_of, quiet_later_layers, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting.captured_trees import CapturedTreeSession
+from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.generation.captured import rehearsal
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
@@ -84,7 +84,7 @@ def test_what_is_left_out_is_captured_later(
 def test_the_levels_that_trees_may_have(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kinds of passes over levels of trees with so many nodes are made, and no others."""
     made: set[tuple[int, int]] = set()
-    session = CapturedTreeSession.__new__(CapturedTreeSession)
+    session = CapturedSession.__new__(CapturedSession)
 
     def read(before: int, count: int) -> tuple[int, int]:
         return max(rehearsal.width_of(count), 4), max(rehearsal.width_of(before + count), 64)
@@ -130,9 +130,9 @@ def test_rooms_are_made_once(pretended: Counter[str], monkeypatch: pytest.Monkey
     made_rooms: list[int] = []
     init = RoomCache.__init__
 
-    def note(cache: RoomCache, num_layers: int, room: int, device: torch.device) -> None:
+    def note(cache: RoomCache, num_layers: int, room: int, *rest: Any) -> None:
         made_rooms.append(room)
-        init(cache, num_layers, room, device)
+        init(cache, num_layers, room, *rest)
 
     monkeypatch.setattr(RoomCache, "__init__", note)
     target, assistant = made("independent", "fixed")

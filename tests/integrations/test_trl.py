@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.generation import verification
-from hf_specdecpp.models import cpu_products, early_exit
+from hf_specdecpp.models import cpu_products, early_exit, products
 from hf_specdecpp.models.causal_lm import base_model
 from hf_specdecpp.models.products import Always
 from hf_specdecpp.throughput import target_passes
@@ -258,7 +258,7 @@ def test_packed_copies_follow_the_policy(tmp_path: Path, plain: Any, monkeypatch
     expected = plain("grpo")
     train(tmp_path, with_packed_weights).assert_same_as(expected)
     assert set(multiplied) == {True}
-    monkeypatch.setattr(cpu_products, "fingerprint", lambda weight: torch.zeros(1))
+    monkeypatch.setattr(products, "fingerprint", lambda weight: torch.zeros(1))
     stale = train(tmp_path, with_packed_weights)
     assert stale.texts[0] == expected.texts[0]
     assert stale.texts[1:] != expected.texts[1:]

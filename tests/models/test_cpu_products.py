@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from peft import LoraConfig, get_peft_model
 from support.models import assistant_for, tiny
+from support.products import products_of
 from support.snapshots import has_our_methods, of_own_class
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,8 +22,8 @@ from torch.nn.utils import parametrize, vector_to_parameters
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, Part, products_of
-from hf_specdecpp.models.products import Always, Product
+from hf_specdecpp.models.cpu_products import FasterProducts, Part
+from hf_specdecpp.models.products import Always, PackedWeights, Product
 from hf_specdecpp.throughput import target_passes
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support.products import products_of
 from torch import nn
 from torch.nn import functional
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation import setup
-from hf_specdecpp.models import int8_products
-from hf_specdecpp.models.cpu_products import FasterProducts, PackedWeights, products_of
-from hf_specdecpp.models.int8_products import MOST_ROWS, multiply, quantise
+from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.products import MOST_INT8_ROWS, PackedWeights, has_int8, int8_product, quantise
 
-pytestmark = pytest.mark.skipif(not int8_products.is_available(), reason="this PyTorch has no int8 products")
+pytestmark = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")
 SPECULATION: list[dict[str, Any]] = [
     {"rule": "fixed", "num_tokens": 4},
     {"rule": "threshold", "threshold": 0.6},
@@ -27,7 +28,7 @@ SPECULATION: list[dict[str, Any]] = [
 @pytest.fixture
 def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tiny models take part, too."""
-    monkeypatch.setattr(int8_products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64)])
@@ -36,7 +37,7 @@ def test_the_product_is_nearly_that_of_float32(shape: tuple[int, ...], bias: boo
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 48, bias=bias), torch.randn(shape)
     with torch.no_grad():
-        expected, found = layer(x), multiply(x, quantise(layer.weight), layer.bias)
+        expected, found = layer(x), int8_product(x, quantise(layer.weight), layer.bias)
     assert found.shape == expected.shape
     assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.03
 
@@ -45,21 +46,21 @@ def test_the_product_is_nearly_that_of_float32(shape: tuple[int, ...], bias: boo
 def test_the_largest_sums_do_not_overflow(sign: float) -> None:
     """Where they would, inputs have 7 bits; sums of products of two largest levels are exact then."""
     weight = torch.full((16, 256), -3.0)
-    found = multiply(torch.full((2, 256), sign * 2.0), quantise(weight), None)
+    found = int8_product(torch.full((2, 256), sign * 2.0), quantise(weight), None)
     torch.testing.assert_close(found, torch.full((2, 16), sign * -6.0 * 256), rtol=1e-5, atol=0.0)
 
 
 def test_nothing_is_nothing() -> None:
     weight, bias = torch.randn(16, 64), torch.randn(16)
     weight[3] = 0.0
-    assert torch.equal(multiply(torch.zeros(2, 64), quantise(weight), bias), bias.expand(2, -1))
-    assert float(multiply(torch.randn(2, 64), quantise(weight), None)[:, 3].abs().max()) == 0.0
+    assert torch.equal(int8_product(torch.zeros(2, 64), quantise(weight), bias), bias.expand(2, -1))
+    assert float(int8_product(torch.randn(2, 64), quantise(weight), None)[:, 3].abs().max()) == 0.0
 
 
 @pytest.mark.usefixtures("small_layers")
 def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
     layer, int8 = nn.Linear(64, 48), PackedWeights(quantise)
-    few, many = torch.randn(MOST_ROWS, 64), torch.randn(MOST_ROWS + 1, 64)
+    few, many = torch.randn(MOST_INT8_ROWS, 64), torch.randn(MOST_INT8_ROWS + 1, 64)
     with torch.no_grad():
         with FasterProducts(draft=[layer], int8=int8):
             assert products_of(layer) == {"int8": 1}

@@ -14,7 +14,7 @@ from support.zoo import tiny_of
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.caches.rollback import STATE_TOLERANCE, check_states, state_error
+from hf_specdecpp.caches.states import STATE_TOLERANCE, check_states, state_error
 from hf_specdecpp.drafts.eagle3.meeting import Heard
 from hf_specdecpp.models.causal_lm import CausalLM, trying
 from hf_specdecpp.models.reader import Reader

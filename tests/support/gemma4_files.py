@@ -114,7 +114,7 @@ VARIANTS = {
 
 
 def read_by(target: CausalLM, text: Tensor) -> Any:
-    """What a target has read of a text `[1, n]` before a round: all but its last token (`TargetText`)."""
+    """What a target has read of a text `[1, n]` before a round: all but its last token (`SharedText`)."""
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(text[:, :-1], use_cache=True, **{cache_argument(target): cache})
@@ -123,7 +123,7 @@ def read_by(target: CausalLM, text: Tensor) -> Any:
 
 def begun(draft: Any, target: CausalLM, text: Tensor) -> Any:
     """A draft's side of a text, in the round after it, in which all is read anew."""
-    session = draft.chain_session(VOCAB)
+    session = draft.session(VOCAB)
     with TargetStates(target, draft.reads) as caught:
         session.share(read_by(target, text))
         states: Any = caught.take()

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -83,7 +82,7 @@ class BlockDraft(Draft):
     def __init__(self, model: CausalLM, sharpness: float = 1.0) -> None:
         self.model, self.sharpness, self.forwards = model, sharpness, 0
 
-    def chain_session(self, vocab_size: int) -> Reading:
+    def session(self, vocab_size: int) -> Reading:
         return TextReading(self, vocab_size)
 
     def describe(self) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class LookupDraft(Draft):
     block = 64
     places = 8
 
-    def chain_session(self, vocab_size: int) -> Reading:
+    def session(self, vocab_size: int) -> Reading:
         return TextReading(self, vocab_size)
 
     def describe(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def assert_held_rows_are_those_of_the_text(
     found: list[Any] = []
 
     def note(prefix: Prefix) -> None:
-        found.append((prefix.num_settled, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
+        found.append((prefix.text.held, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
 
     with monkeypatch.context() as patch:
         settled(patch, note)
@@ -78,8 +78,8 @@ def assert_other_rows_are_never_attended_to(
 
     def poison(prefix: Prefix) -> None:
         for layer in prefix.cache.layers:
-            layer.keys[:, :, prefix.num_settled :] = 1e8
-            layer.values[:, :, prefix.num_settled :] = 1e8
+            layer.keys[:, :, prefix.text.held :] = 1e8
+            layer.values[:, :, prefix.text.held :] = 1e8
 
     settled(monkeypatch, poison)
     assert torch.equal(target.generate(prompt(), assistant_model=assistant, **STATIC), plain)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.paths import keep_path
+from hf_specdecpp.caches.text import keep_path
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import relations

@@ -40,7 +40,7 @@ def begun(folder: Path, family: str = "llama", **distill: Any) -> TrainingConfig
 @torch.no_grad()
 def block_of(draft: DFlashDraft, states: Any, ids: Tensor, anchor: int) -> Tensor:
     """Logits `[places, vocab]` of a round after the token at `anchor`."""
-    session = draft.chain_session(VOCAB_SIZE)
+    session = draft.session(VOCAB_SIZE)
     session.begin_round(ids[:, : anchor + 1], 0, states[:, :anchor])
     return session._block()[0]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafts.dflash.model import DFlashModel, Rows, View
 from hf_specdecpp.drafts.state_draft import StateDraft
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -38,7 +38,7 @@ class DFlashDraft(StateDraft):
     def parts(self) -> list[nn.Module]:
         return [self.model, self.head]
 
-    def chain_session(self, vocab_size: int) -> BlockReading:
+    def session(self, vocab_size: int) -> BlockReading:
         return BlockReading(self, vocab_size)
 
     def describe(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from hf_specdecpp.drafting.reading import Reading, TargetText
+from hf_specdecpp.drafting.draft import Reading, SharedText
 from hf_specdecpp.drafts.state_draft import StateDraft
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
@@ -58,7 +58,7 @@ def check_readable(cache: Any) -> None:
         )
 
 
-def rows_of(text: TargetText, found: Mapping[str, int], window: int, device: torch.device) -> SharedRows:
+def rows_of(text: SharedText, found: Mapping[str, int], window: int, device: torch.device) -> SharedRows:
     """What a draft sees of a target's text.
 
     Args:
@@ -92,6 +92,7 @@ class Gemma4Draft(StateDraft):
         target: whose embeddings it takes.
     """
 
+    shares_cache = True
     lacks = {
         "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of a "
         "batch lie among one another's there. Call generate() once a sequence.",
@@ -118,7 +119,7 @@ class Gemma4Draft(StateDraft):
     def hidden_size(self) -> int:
         return int(self.own.hidden_size)
 
-    def chain_session(self, vocab_size: int) -> SharedReading:
+    def session(self, vocab_size: int) -> SharedReading:
         return SharedReading(self, vocab_size)
 
     def describe(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Gemma4Draft(StateDraft):
         embeddings: Tensor = self.embeddings(known.to(self.embeddings.weight.device))
         return embeddings.to(tokens.device)
 
-    def rows(self, text: TargetText) -> SharedRows:
+    def rows(self, text: SharedText) -> SharedRows:
         """What it sees of a text."""
         return rows_of(text, self.sources, self.own.sliding_window, self.device)
 
@@ -191,11 +192,11 @@ class SharedReading(Reading):
         super().__init__()
         self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
         self._length = 0
-        self._text: TargetText | None = None
+        self._text: SharedText | None = None
         self._seen: SharedRows | None = None  # in this round
         self._states: dict[int, Tensor] = {}  # `[embedding_size]`: its own after nodes of a tree, or of a chain after 0
 
-    def share(self, text: TargetText) -> None:
+    def share(self, text: SharedText) -> None:
         check_readable(text.cache)
         self._text = text
 

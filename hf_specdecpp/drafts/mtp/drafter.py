@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.drafting.drafter import NO_STATES, Drafter
-from hf_specdecpp.drafting.reading import Reading
 from hf_specdecpp.models.target_states import StateReader
 
 
@@ -67,7 +66,7 @@ class MtpDraft(Draft):
     def max_length(self) -> float:
         return self.first.max_length
 
-    def chain_session(self, vocab_size: int) -> Reading:
+    def session(self, vocab_size: int) -> Reading:
         return LayersReading(self.layers, vocab_size)
 
     def check_unmoved(self, has_adapter: bool) -> None:

@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
-from hf_specdecpp.caches.static import width_of
+from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.captured import SEVERAL, CapturedSession
-from hf_specdecpp.drafting.captured_trees import LEAST_NODES, LEAST_WIDTH, CapturedTreeSession
+from hf_specdecpp.drafting.captured import LEAST_NODES, LEAST_WIDTH, SEVERAL, CapturedSession
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured.text import CapturedText
@@ -60,7 +59,7 @@ class RehearsedDecoding(AssistedDecoding):
 
     def _make_rounds(self) -> None:
         session, target = self.generator.session, self.target
-        if not isinstance(target.prefix, CapturedText) and not isinstance(session, CapturedSession):
+        if not target.prefix.is_captured and not isinstance(session, CapturedSession):
             raise ValueError(
                 f"Nothing can be captured here, so there is nothing to warm up. Of {type(target.model).__name__}: "
                 f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}; nor can the draft's steps."
@@ -81,8 +80,8 @@ class RehearsedDecoding(AssistedDecoding):
     def _make_whole_rounds(self, whole: RoundsOfText, room: int) -> None:
         """Rounds of each number of candidates that are captured whole, and what the draft reads after one of none."""
         rounds, states, ids = whole.rounds, self.target.states.found, self.text.ids
-        rounds.passes.with_room(room)
-        rounds.chain.with_room(room)
+        rounds.passes.text.with_room(room)
+        rounds.chain.text.with_room(room)
         for count in (1, 4):
             own = None if states is None else states[:, -1:].expand(-1, count, -1)
             rounds.chain.append(ids[:, -1:].expand(-1, count), own)
@@ -100,10 +99,10 @@ class RehearsedDecoding(AssistedDecoding):
 
     def _read_target(self, text: CapturedText, room: int) -> None:
         """A pass of each width; of trees a path of each, too."""
-        text.passes.with_room(room)
+        text.passes.text.with_room(room)
         target = self.target
         left = text.most_candidates(self.text.ids)
-        left = min(MOST_CANDIDATES if left is None else left, room - text.passes.held - 1)
+        left = min(MOST_CANDIDATES if left is None else left, room - text.passes.text.held - 1)
         for count in filling(self.speculation.most_tokens, left):
             target.try_pass(count)
             if self.generator.trees is not None:
@@ -112,10 +111,10 @@ class RehearsedDecoding(AssistedDecoding):
     @torch.inference_mode()
     def _read_draft(self, session: CapturedSession, room: int) -> None:
         """Steps over one token and over several; of trees levels of each width."""
-        session.with_room(room)
+        session.text.with_room(room)
         tokens, states = self.text.ids[:, -2:], self.target.states.found
         token = int(tokens[0, -1])
-        is_tree = isinstance(session, CapturedTreeSession)
+        is_tree = self.generator.trees is not None
         for sizes in [[], *(levels(self.speculation.most_tokens) if is_tree else [])]:
             for count in (2, 1, 2):
                 own = None if states is None else states[:, -1:].expand(-1, count, -1)

@@ -19,7 +19,6 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.drafting.captured_chain import CapturedChain, RoundRules
 from hf_specdecpp.estimation.estimators import lag_of
-from hf_specdecpp.generation.captured.text import CapturedText
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
 from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
@@ -53,7 +52,7 @@ class CapturedRounds:
 
     @property
     def changes(self) -> list[Tensor]:
-        return [self.token, self.passes.room.cache.length, *self.chain.changes]
+        return [self.token, self.passes.text.cache.length, *self.chain.changes]
 
     def begin(self, session: CapturedSession, input_ids: Tensor) -> None:
         """The rounds that follow are of another text, whose last token the target has not read."""
@@ -62,17 +61,19 @@ class CapturedRounds:
 
     def run(self, k: int, rules: RoundRules) -> list[float]:
         """One round of k candidates: the report."""
+        self._make_room(k)
         self._launch(k, rules)
         self.read.copy_(self.report, non_blocking=True)
         self._wait()
         found: list[float] = self.read.tolist()
         if k:
             self.chain.note(int(found[0]))
-        self.passes.held += int(found[0]) + 1
+        self.passes.text.held += int(found[0]) + 1
         return found
 
     def time(self, k: int, rules: RoundRules) -> float:
         """Seconds of a round of k candidates, which is forgotten."""
+        self._make_room(k)
         before, taken = [each.clone() for each in self.changes], []
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
@@ -84,9 +85,12 @@ class CapturedRounds:
             self._wait()
         return min(taken)
 
+    def _make_room(self, k: int) -> None:
+        self.passes.text.with_room(self.passes.text.held + k + 1)
+        self.chain.make_room()
+
     def _launch(self, k: int, rules: RoundRules) -> None:
-        self.passes.with_room(self.passes.held + k + 1)
-        place = *self.passes.place, self.chain.cache.room, k, rules.key
+        place = *self.passes.place, self.chain.text.cache.room, k, rules.key
 
         def draft() -> None:
             self.chain.propose(k, rules)
@@ -108,7 +112,7 @@ class CapturedRounds:
         candidates = chain.candidates[:k]
         span = torch.arange(k + 1, device=passes.device)
         tokens = torch.cat((self.token, candidates[None]), dim=1)
-        logits, *states = passes.forward(passes.room, tokens, span <= span[:, None], span)
+        logits, *states = passes.forward(passes.text.cache, tokens, span <= span[:, None], span)
         scores = rules.processing.alone(logits[0].float())
         count = chain.count.clamp_max(k)
         if chain.q is None:
@@ -121,7 +125,7 @@ class CapturedRounds:
         elif together is not None:
             self._keep_state(together)
         self.token.copy_(token)
-        passes.room.cache.length.add_(accepted + 1)
+        passes.text.cache.length.add_(accepted + 1)
         parts = [torch.stack((accepted, count, token)), chain.candidates, chain.estimates]
         self.report.copy_(torch.cat([part.to(self.report) for part in parts]))
 
@@ -227,7 +231,7 @@ def rounds_of(side: Any) -> RoundsOfText | None:
     """The rounds of a text whose passes are captured; `None` where they have to be made step by step."""
     generator, text = side.generator, side.prefix
     session, speculation = generator.session, generator.setup.speculation
-    if not isinstance(text, CapturedText) or not isinstance(session, CapturedSession) or not _can_be_whole(side):
+    if not text.is_captured or not isinstance(session, CapturedSession) or not _can_be_whole(side):
         return None
     greedy, most = generator.randomness is None, most_candidates(speculation)
     rules = RoundRules(

@@ -28,7 +28,7 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import check_windows
-from hf_specdecpp.caches.rollback import check_states
+from hf_specdecpp.caches.states import check_states
 from hf_specdecpp.generation.doors.calls import Assistant, decoding_of
 from hf_specdecpp.generation.refusals import LateRefusalError, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_specdecpp.caches.rollback import num_rows
-from hf_specdecpp.caches.static_targets import as_growing, as_static, check_static, prepare_static
+from hf_specdecpp.caches.static import as_growing, as_static, check_static, prepare_static
+from hf_specdecpp.caches.text import num_rows
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator

@@ -31,7 +31,7 @@ def drafting(checkpoint: Checkpoint) -> tuple[DFlashDraft, CausalLM]:
 @torch.no_grad()
 def alone(draft: DFlashDraft, states: Tensor, text: int, anchor: int) -> Tensor:
     """Final states of the block of a round after `anchor`."""
-    session = draft.chain_session(VOCAB)
+    session = draft.session(VOCAB)
     session.begin_round(TEXTS[text : text + 1, : anchor + 1], 0, states[text : text + 1, :anchor])
     return session._block()[1]
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafting.reading import Reading
+from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -53,7 +53,7 @@ def loaded(checkpoint: Checkpoint, folder: Path, dialect: str, **options: Any) -
 
 def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
     """A session that has drafted at these lengths of the text but for the last, where a round has begun."""
-    session: Reading = draft.chain_session(VOCAB)
+    session: Reading = draft.session(VOCAB)
     before = 0
     for length in lengths:
         if before:
@@ -144,7 +144,7 @@ def test_a_pause_is_read_at_once(tmp_path: Path) -> None:
     checkpoint = VARIANTS["windows"]
     draft, target = loaded(checkpoint, tmp_path, "original")
     states = states_of(target, draft, TEXT)
-    session = draft.chain_session(VOCAB)
+    session = draft.session(VOCAB)
     session.begin_round(TEXT[:, :9], 0, states[:, :8])
     session.step([])
     for before, length in ((9, 12), (12, 14)):
@@ -174,7 +174,7 @@ def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
 
 def test_a_head_that_is_narrower_than_the_targets_logits(tmp_path: Path) -> None:
     draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
-    session = draft.chain_session(VOCAB + 3)
+    session = draft.session(VOCAB + 3)
     session.begin_round(TEXT[:, :3], 0, states_of(target, draft, TEXT[:, :2]))
     found = session.step([])
     assert found[0].shape == (VOCAB + 3,)
@@ -238,7 +238,7 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     draft = SpecDecPPAssistant.from_draft(theirs, target=target).ready_drafter()
     assert len(heard.rounds) > 5
     for text, candidates, logits in heard.rounds:
-        session = draft.chain_session(VOCAB)
+        session = draft.session(VOCAB)
         session.begin_round(text, 0, states_of(target, draft, text[:, :-1]))
         ours = rows(session, 4)
         close(ours, logits)
@@ -268,7 +268,7 @@ def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(output, target.generate(TEXT, assistant_model=assistant, **options))
     assert assistant.stats.drafted > 0
     for ids, candidates, logits in heard.rounds:
-        session = draft.chain_session(VOCAB)
+        session = draft.session(VOCAB)
         session.begin_round(ids, 0, states_of(target, draft, ids[:, :-1]))
         ours, cap = rows(session, 4), text.final_logit_softcapping
         close(ours, torch.tanh(logits * text.output_multiplier / cap) * cap)

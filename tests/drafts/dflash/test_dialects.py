@@ -124,7 +124,7 @@ def drafted(folder: Path, target: Any) -> tuple[Any, SpecDecPPAssistant]:
     assistant = SpecDecPPAssistant.from_pretrained(
         folder, target=target, speculation=SpeculationConfig("fixed", num_tokens=4)
     )
-    reading = assistant.ready_drafter().chain_session(VOCAB)
+    reading = assistant.ready_drafter().session(VOCAB)
     states = torch.ones(1, 5, assistant.ready_drafter().reads.width, dtype=torch.float64)
     reading.begin_round(prompt(6) % VOCAB, 0, states)
     with torch.no_grad():

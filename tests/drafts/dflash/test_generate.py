@@ -74,7 +74,7 @@ def anew(draft: Any, target: CausalLM, text: Tensor, first: int = 0) -> Tensor:
     with torch.no_grad(), TargetStates(target, draft.reads) as caught:
         target(text[:, :-1])
         states: Any = caught.take()
-    session = draft.chain_session(VOCAB)
+    session = draft.session(VOCAB)
     session.begin_round(text, 0, states[:, first:])
     return session._block()[0]
 
@@ -202,7 +202,7 @@ def test_on_a_pretended_device(settings: str) -> None:
         assert output.tolist() == expected.tolist()
         draft = assistant.ready_drafter()
         states = on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64))
-        session = draft.chain_session(VOCAB)
+        session = draft.session(VOCAB)
         session.begin_round(on_device(TEXT[:, :4]), 0, states)
         before = counts["read"]
         with torch.inference_mode():

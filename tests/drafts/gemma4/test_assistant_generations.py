@@ -179,7 +179,7 @@ def test_on_a_pretended_device(settings: str) -> None:
         draft = assistant.ready_drafter()
         assert draft.device.type == "cuda"
         assert output.tolist() == expected.tolist()
-        session = draft.chain_session(VOCAB)
+        session = draft.session(VOCAB)
         session.begin_round(on_device(TEXT), 0, on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64)))
         before = counts["read"]
         with torch.inference_mode():

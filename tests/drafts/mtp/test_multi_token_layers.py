@@ -35,7 +35,7 @@ def fixed(target: CausalLM, count: int = 4) -> SpecDecPPAssistant:
 @torch.no_grad()
 def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tensor:
     """Logits `[len(path) + 1, VOCAB]` after a text and along the candidates of a path, in a round that reads all."""
-    session = draft.chain_session(VOCAB)
+    session = draft.session(VOCAB)
     session.begin_round(text, 0, states_of(target, draft, text[:, :-1]))
     candidates = [torch.tensor(token) for token in path]
     return torch.stack([session.step(candidates[:place])[0] for place in range(len(path) + 1)])
@@ -221,7 +221,7 @@ def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Pat
     """Rounds with 0 to 5 candidates, of which 0 to all stand; some rounds draft nothing."""
     target = Files(family, num_layers).load(tmp_path)
     draft = fixed(target).ready_drafter()
-    session: Any = draft.chain_session(VOCAB)
+    session: Any = draft.session(VOCAB)
     text, known, accepted = TEXT, 0, 0
     generator = torch.Generator().manual_seed(0)
     for drafts, stands in [(5, 0), (1, 1), (0, 0), (4, 2), (5, 5), (2, 0), (0, 0), (0, 0), (3, 1), (1, 0), (5, 3)]:

@@ -1,25 +1,21 @@
-"""Take a cache back to where it was: keys and values by dropping rows, recurrent states by a copy of them."""
+"""Recurrent states, which cannot drop tokens: copies to go back to (`Mark`), and which models go on from there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
 
-from hf_specdecpp.caches.static import hold
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
@@ -27,59 +23,6 @@ from hf_specdecpp.sampling.randomness import widest
 # Relative error of the logits that rounding does not reach: states are computed in float32 whatever the dtype is.
 STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 HALF_STATE_TOLERANCE = 0.1
-
-
-def roll_back(cache: Cache, num_tokens: int) -> None:
-    """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
-
-    An exception may leave the layers with different numbers of rows: those before the failing layer have the pass's
-    tokens already. Where a layer cannot go back (its window has moved on and it did not record), nothing is changed.
-
-    Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
-    """
-    if isinstance(cache, StaticCache):
-        hold(cache, num_tokens)
-        return
-    layers: list[Any] = cache.layers
-    surplus = [_surplus(layer, num_tokens) for layer in layers]
-    if all(_can_crop(layer) for layer, count in zip(layers, surplus, strict=True) if count > 0):
-        for layer, count in zip(layers, surplus, strict=True):
-            if count > 0:
-                layer.crop(-count)
-    if num_tokens == 0:
-        for layer in layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                layer.reset()
-
-
-def stop_recording(cache: Cache) -> None:
-    """Let layers with windows and convolutions drop again what they do not need, once nothing is taken back any more.
-
-    Without that each later turn would keep its whole text.
-    """
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if getattr(layer, "record_past", False):
-            layer.record_past = False
-
-
-def _surplus(layer: Any, num_tokens: int) -> int:
-    """Rows of a layer beyond `num_tokens`; of a convolution's states those since it was last cropped."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        states: dict[int, Any] = layer.conv_states
-        sizes: dict[int, Any] = layer.conv_kernel_size
-        return max((states[i].shape[-1] - sizes[i] for i in states if states[i] is not None), default=0)
-    return layer.get_seq_length() - num_tokens if layer.keys is not None else 0
-
-
-def _can_crop(layer: Any) -> bool:
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return layer.record_past
-    return (
-        type(layer) is not DynamicSlidingWindowLayer
-        or layer.record_past
-        or (layer.get_seq_length() < layer.sliding_window)
-    )
 
 
 class Mark:
@@ -115,21 +58,6 @@ class Mark:
             # Of a layer that has both, this part only.
             kind: Any = DynamicSlidingWindowLayer if isinstance(attention, DynamicSlidingWindowLayer) else DynamicLayer
             kind.crop(attention, length - attention.get_seq_length())
-
-
-def undoing(cache: Cache, count: int) -> Callable[[], None]:
-    """What takes back the next `count` tokens that `cache` reads."""
-    if isinstance(cache, StaticCache):
-        return partial(hold, cache, num_rows(cache))
-    return Mark(cache).back if is_recurrent(cache) else partial(cache.crop, -count)
-
-
-def num_rows(cache: Cache) -> int:
-    """Tokens that a cache holds. A cache of states alone does not count them: 1 once it has read something."""
-    layers: list[Any] = cache.layers
-    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
-        return int(is_recurrent(cache))
-    return int(cache.get_seq_length())  # of static caches it is a tensor
 
 
 def is_recurrent(cache: Cache) -> bool:

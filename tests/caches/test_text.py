@@ -1,4 +1,4 @@
-"""Keeping a path of a tree in the cache: what remains, and what it costs."""
+"""A text in a cache: what is kept and taken back of it, of a tree a path; what remains, and what it costs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,59 @@ import torch
 from support.token_trees import LEVELS, PARENTS, PATH, cache_gap, prefill, read_tree, tokens_for
 from support.zoo import WINDOW, tiny_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
-from hf_specdecpp.caches.paths import GrowingTreeLayer, keep_path
+from hf_specdecpp.caches.masks import GrowingTreeLayer
+from hf_specdecpp.caches.text import keep_path, text_in
+from hf_specdecpp.models.causal_lm import CACHE
 
 FAMILIES = ["llama", "gemma3_text", "mistral", "gpt_oss", "gemma4_text"]
 PREFIX = 2 * WINDOW
+
+
+def read(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits after the last of `tokens` `[n]`."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens[None], use_cache=True, **{CACHE: cache}).logits[0, -1]
+    return logits
+
+
+def growing(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        ("llama", growing),
+        ("mistral", growing),  # with a window
+        ("granitemoehybrid", growing),  # with recurrent layers
+        ("llama", lambda model: StaticCache(config=model.config, max_cache_len=64)),
+    ],
+    ids=["growing", "windowed", "recurrent", "static"],
+)
+def test_what_is_kept_and_taken_back(family: str, make: Any) -> None:
+    """Whatever the cache is: nothing of three tokens that are read, then two of four, then all of one."""
+    model = tiny_of(family)
+    text, others = tokens_for(model, PREFIX)
+    cache = make(model)
+    read(model, cache, text)
+    if isinstance(cache, DynamicCache):
+        cache.activate_past_recording()
+    held = text_in(cache)
+    read(model, cache, others[:3])
+    held.back()
+    assert held.held == PREFIX
+    held.begin()
+    read(model, cache, others[:4])
+    held.keep(2, of=4)
+    again = others[2 - held.pending : 2]  # before the next ones
+    held.begin()
+    found = read(model, cache, torch.cat((again, others[4:5])))
+    held.keep(len(again) + 1, of=len(again) + 1)
+    assert (held.pending, held.held) == (0, PREFIX + 3)
+    expected = read(model, growing(model), torch.cat((text, others[:2], others[4:5])))
+    torch.testing.assert_close(found, expected)
 
 
 def rows_of(cache: Any) -> list[torch.Tensor]:

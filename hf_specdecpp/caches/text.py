@@ -1,0 +1,314 @@
+"""A text as a model has read it, in a cache of transformers (`CachedText`): what is read next is kept, or taken back.
+
+Keys and values are taken back by dropping rows, those of a static cache by writing over them, recurrent states by a
+copy of them. Of a token tree the rows of one path are kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from hf_specdecpp.caches.states import Mark, is_recurrent
+
+
+class PathRows(NamedTuple):
+    """The rows of a path in a pass over a tree: ascending, the root's (0) first.
+
+    Attributes:
+        rows: on the host, which knows with them where to crop.
+        on_device: `[n]`, the same on a device, which copies them.
+    """
+
+    rows: list[int]
+    on_device: Tensor
+
+    def first(self, count: int) -> PathRows:
+        """The first `count` of them."""
+        return PathRows(self.rows[:count], self.on_device[:count])
+
+
+class CachedText(ABC):
+    """A text that a model has read. Candidates are read after it, in one pass or several, and kept in part.
+
+    Example: 10 tokens are held. After `begin()` and a pass over 5 more, of which 3 stand, `keep(3, of=5)` leaves 13.
+
+    Attributes:
+        cache: the model's.
+        held: tokens that are kept.
+        pending: the last ones of the text, which have to be read again before others: states cannot drop candidates, so
+            they went back to where they were before these tokens.
+        mark: that place.
+    """
+
+    cache: Any
+    held: int
+    pending: int = 0
+    mark: Mark | None = None
+
+    def begin(self) -> None:  # noqa: B027 - rows are dropped without a note of where they begin
+        """What is read from here on may be taken back."""
+
+    @abstractmethod
+    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:
+        """Keep the first `count` of the `of` tokens that were read since `begin`, or those of a path among them."""
+
+    @abstractmethod
+    def back(self) -> None:
+        """Take back all that was read since `begin` or `keep`, wherever a pass was interrupted."""
+
+
+class GrowingText(CachedText):
+    """In a cache that grows: of keys and values, with windows or without, and of recurrent states.
+
+    Args:
+        cache: `None` where the model makes one with its first pass.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self.cache, self.held = cache, 0 if cache is None else num_rows(cache)
+        self._is_recurrent: bool | None = None
+
+    def begin(self) -> None:
+        if self._is_recurrent is None:  # once, after the prompt: each layer is asked
+            self._is_recurrent = is_recurrent(self.cache)
+        if self._is_recurrent and not self.pending:
+            self.mark = Mark(self.cache)
+
+    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:
+        if self.mark is not None:
+            self._keep_states(self.mark, count, of)
+        elif path is None:
+            self.cache.crop(count - of)  # also with nothing to remove: windows shrink back here
+        else:
+            keep_path(self.cache, self.cache.get_seq_length() - of, *path.first(count))
+        self.held = num_rows(self.cache)
+
+    def _keep_states(self, mark: Mark, count: int, of: int) -> None:
+        if count == of:
+            self.pending, self.mark = 0, None
+        else:
+            mark.back()
+            self.pending += count
+
+    def back(self) -> None:
+        if self.mark is not None:
+            self.mark.back()
+        elif self.cache is not None:
+            roll_back(self.cache, self.held)
+
+
+class StaticText(CachedText):
+    """In a static cache: what is forgotten is hidden by the mask until something else is written to its rows.
+
+    A compiled forward may be compiled anew for every number of tokens that it meets, so passes have a power of two of
+    them: those to verify, and after them dummies, which none of them sees and which are forgotten.
+
+    Example: of 20 rows 11 are held. The last token and 4 candidates are read with 3 dummies, in rows 11 to 18. Two
+    candidates stand, so 14 rows are held. In the 6 that are free the next pass has at most 4 tokens, 3 of them
+    candidates. Of a tree the rows of the path that stands move up to the text: after those 11 rows, nodes 0 to 4 and 3
+    dummies lie in rows 11 to 18. For the path [0, 2, 4] nodes 2 and 4 move from rows 13 and 15 to rows 12 and 13.
+
+    Args:
+        cache: the target's.
+        longest_text (tokens): that the target has positions for.
+        has_prompt: whether the prompt has been read. If not, what is read first is kept whole.
+
+    Attributes:
+        held: rows in use, on the host, once the prompt has been read; reading them from the cache waits for the device.
+    """
+
+    def __init__(self, cache: StaticCache, longest_text: float = float("inf"), has_prompt: bool = False) -> None:
+        self.cache, self.held = cache, int(cache.get_seq_length())
+        self.room = int(min(room_of(cache), longest_text))
+        self._has_prompt = has_prompt
+
+    @property
+    def most_candidates(self) -> int:
+        """How many candidates the next pass has room for."""
+        return most_in(max(self.room - self.held, 1))
+
+    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:  # noqa: ARG002 - dummies were read, too
+        if self._has_prompt:
+            if path is not None:
+                self._move(path.first(count))
+            self.held += count
+            hold(self.cache, self.held)
+        else:
+            self.held, self._has_prompt = int(self.cache.get_seq_length()), True
+
+    def _move(self, path: PathRows) -> None:
+        in_place = num_in_place(path.rows)
+        if in_place == len(path.rows):
+            return
+        for layer in static_layers(self.cache):
+            indices = path.on_device[in_place:].to(layer.keys.device)
+            for rows in (layer.keys, layer.values):
+                move(rows[..., self.held :, :], indices, in_place)
+
+    def back(self) -> None:
+        hold(self.cache, self.held)
+
+
+def text_in(cache: Any) -> CachedText:
+    """The text that a cache holds already, with which a pass can be tried."""
+    text = StaticText(cache, has_prompt=True) if isinstance(cache, StaticCache) else GrowingText(cache)
+    text.begin()
+    return text
+
+
+# Rows that are dropped or moved. --------------------------------------------------------------------------------------
+
+
+def roll_back(cache: Cache, num_tokens: int) -> None:
+    """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
+
+    An exception may leave the layers with different numbers of rows: those before the failing layer have the pass's
+    tokens already. Where a layer cannot go back (its window has moved on and it did not record), nothing is changed.
+
+    Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
+    """
+    if isinstance(cache, StaticCache):
+        hold(cache, num_tokens)
+        return
+    layers: list[Any] = cache.layers
+    surplus = [_surplus(layer, num_tokens) for layer in layers]
+    if all(_can_crop(layer) for layer, count in zip(layers, surplus, strict=True) if count > 0):
+        for layer, count in zip(layers, surplus, strict=True):
+            if count > 0:
+                layer.crop(-count)
+    if num_tokens == 0:
+        for layer in layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.reset()
+
+
+def stop_recording(cache: Cache) -> None:
+    """Let layers with windows and convolutions drop again what they do not need, once nothing is taken back any more.
+
+    Without that each later turn would keep its whole text.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if getattr(layer, "record_past", False):
+            layer.record_past = False
+
+
+def _surplus(layer: Any, num_tokens: int) -> int:
+    """Rows of a layer beyond `num_tokens`; of a convolution's states those since it was last cropped."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        states: dict[int, Any] = layer.conv_states
+        sizes: dict[int, Any] = layer.conv_kernel_size
+        return max((states[i].shape[-1] - sizes[i] for i in states if states[i] is not None), default=0)
+    return layer.get_seq_length() - num_tokens if layer.keys is not None else 0
+
+
+def _can_crop(layer: Any) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return layer.record_past
+    return (
+        type(layer) is not DynamicSlidingWindowLayer
+        or layer.record_past
+        or (layer.get_seq_length() < layer.sliding_window)
+    )
+
+
+def num_rows(cache: Cache) -> int:
+    """Tokens that a cache holds. A cache of states alone does not count them: 1 once it has read something."""
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayerMixin):
+            return int(cache.get_seq_length())  # of static caches it is a tensor
+    return int(is_recurrent(cache))
+
+
+def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor | None = None) -> None:
+    """Reduce a tree in the cache to one path, in place.
+
+    The rows of the path move up to the text, then the cache is cropped to them, which costs O(path): the text is
+    neither copied nor read. What the crop leaves is a view of the old storage; the next pass replaces the storage, so
+    that discarded rows never pile up.
+
+    Example: 5 tokens of text and the nodes 0 to 4 lie in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
+    nodes 2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
+
+    Args:
+        cache: holds `num_prefix` tokens of text, then nodes in feeding order. Sliding-window layers must have recorded
+            their past (`activate_past_recording`) since before the nodes were fed.
+        path: ascending indices of the nodes to keep, the root (node 0) among them.
+        on_device: `[n]`, the same on a device; uploaded by default.
+    """
+    in_place = num_in_place(path)
+    indices: dict[torch.device, Tensor] = {}
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.keys is None:
+            continue  # shares the keys of another layer, or was never fed
+        nodes = layer.get_seq_length() - num_prefix
+        if in_place < len(path):
+            device = layer.keys.device
+            if device not in indices:
+                known = torch.tensor(path) if on_device is None else on_device
+                indices[device] = known[in_place:].to(device)
+            for rows in (layer.keys, layer.values):
+                move(rows[..., rows.shape[-2] - nodes :, :], indices[device], in_place)
+        # Also with nothing to remove: sliding-window layers shrink back to their window here.
+        layer.crop(len(path) - nodes)
+
+
+def num_in_place(path: list[int]) -> int:
+    """How many of the first rows of a path lie where they belong."""
+    return sum(place == node for place, node in enumerate(path))
+
+
+@torch.inference_mode()  # a draft's rows are inference tensors, which cannot be written to outside of it
+def move(nodes: Tensor, indices: Tensor, to: int) -> None:
+    """Copy the rows `indices` of `nodes` `[..., nodes, head]` to the rows from `to` on."""
+    nodes[..., to : to + indices.shape[0], :] = nodes.index_select(-2, indices)
+
+
+def width_of(num_tokens: int) -> int:
+    """The width of a pass over so many tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
+    return 1 << (num_tokens - 1).bit_length()
+
+
+def most_in(num_rows: int) -> int:
+    """How many candidates, with the token before them and dummies, fit into so many rows: 3 into 4 to 7."""
+    return (1 << (num_rows.bit_length() - 1)) - 1
+
+
+def room_of(cache: StaticCache) -> int:
+    """How many tokens can be held, and forgotten again, by every layer."""
+    return min(layer.max_cache_len for layer in static_layers(cache))
+
+
+def hold(cache: StaticCache, num_tokens: int) -> None:
+    """Hold the first `num_tokens` tokens, in place, wherever a pass was interrupted.
+
+    Example: a pass over 8 tokens after 10 failed in layer 1, so the layers hold 18, 10 and 10; `hold(cache, 10)` leaves
+    10, 10 and 10.
+    """
+    layers = static_layers(cache)
+    lengths = [layer.cumulative_length for layer in layers]
+    # Together, since on a GPU each layer's would be a kernel of its own.
+    torch._foreach_zero_(lengths)
+    torch._foreach_add_(lengths, num_tokens)
+    for layer in layers:
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = num_tokens
+
+
+def static_layers(cache: StaticCache) -> list[Any]:
+    """Those that hold something: layers that share the keys of others do not."""
+    return [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
