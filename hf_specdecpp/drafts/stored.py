@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -30,7 +31,6 @@ from hf_specdecpp.serving.destination import Destination, Exported
 
 Config: TypeAlias = Mapping[str, Any]  # what a `config.json` says
 Tensors: TypeAlias = Mapping[str, Tensor]
-Overrides: TypeAlias = "dict[str, Any] | None"
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,10 @@ class Readings(ABC):
         """What is to be read otherwise than the config says, if that is known and makes sense; else `ValueError`."""
 
     @abstractmethod
+    def read(self, overrides: dict[str, Any], raw: Config, tensors: Tensors, source: str) -> Any:
+        """`Format.read` with these overrides."""
+
+    @abstractmethod
     def self_check(self, config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
         """How well the draft guesses what `target` says, in each way to read it."""
 
@@ -137,12 +141,11 @@ class Format(ABC):
         return {}
 
     @abstractmethod
-    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> Any:
+    def read(self, raw: Config, tensors: Tensors, source: str) -> Any:
         """The draft that a config and its tensors make; these are shared, not copied.
 
         Args:
             source: where they are from, for messages.
-            overrides: what is to be read otherwise than the config says (`readings`).
 
         Raises:
             ValueError: they are of another draft, damaged, or do not go together; with what to do.
@@ -159,7 +162,12 @@ class Format(ABC):
         return self.read(draft.config.to_dict(), draft.state_dict(), type(draft).__name__)
 
     def load(self, source: Repository, overrides: dict[str, Any] | None = None) -> Any:
-        """The draft in a repository; errors as in `read`, and those of a download."""
+        """The draft in a repository; errors as in `read`, and those of a download.
+
+        Args:
+            overrides: what is to be read otherwise than the config says, where there are other `readings`.
+        """
+        read = self.read if not overrides or self.readings is None else partial(self.readings.read, overrides)
         raw = read_fields(source.file("config.json"), self.most_config_bytes)
         weights = Weights.of(source)
         if not weights:
@@ -168,8 +176,8 @@ class Format(ABC):
                 f"here: a pickle, such as {PICKLE}, could run code. {self.cure.format(name=source.full_name)}"
             )
         if not self.is_whole:
-            return self.read(raw, weights, source.full_name, overrides)
-        return self.read(raw, weights.all(), str(weights.index), overrides)
+            return read(raw, weights, source.full_name)
+        return read(raw, weights.all(), str(weights.index))
 
 
 @dataclass(frozen=True)

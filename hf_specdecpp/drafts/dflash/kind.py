@@ -19,7 +19,7 @@ from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, re
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.model import DFlashModel
 from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
-from hf_specdecpp.drafts.stored import Config, Format, Overrides, OwnFile, Parts, Stored, Tensors, pinned
+from hf_specdecpp.drafts.stored import Config, Format, OwnFile, Parts, Stored, Tensors, pinned
 from hf_specdecpp.files import Weights
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
@@ -140,7 +140,7 @@ class DFlashFormat(Format):
         # The size is what transformers compares.
         return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
-    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> DFlashModel:  # noqa: ARG002
+    def read(self, raw: Config, tensors: Tensors, source: str) -> DFlashModel:
         return read_model(raw, tensors, source)
 
     def of_model(self, draft: CausalLM) -> DFlashModel:

@@ -26,7 +26,6 @@ from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
 from hf_specdecpp.drafts.stored import (
     Config,
     Format,
-    Overrides,
     OwnFile,
     Parts,
     Readings,
@@ -52,6 +51,9 @@ class Eagle3Readings(Readings):
 
     def checked(self, overrides: Any) -> dict[str, Any]:
         return dict(check_overrides(overrides))
+
+    def read(self, overrides: dict[str, Any], raw: Config, tensors: Tensors, source: str) -> Eagle3Model:
+        return read_model(read_config(raw, overrides), tensors, source)
 
     def self_check(self, config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
         meet(module, target, _described(config, "the target"))
@@ -89,8 +91,8 @@ class Eagle3Format(Format):
         read_config(raw)  # says what is wrong with it
         return {"target_id": target_of(raw)}
 
-    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> Eagle3Model:
-        return read_model(read_config(raw, overrides), tensors, source)
+    def read(self, raw: Config, tensors: Tensors, source: str) -> Eagle3Model:
+        return read_model(read_config(raw), tensors, source)
 
     def facts(self, module: Any) -> dict[str, str]:
         settings: Eagle3Settings = module.settings

@@ -35,7 +35,7 @@ from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import as_described, mapping
 from hf_specdecpp.drafts.gemma4.drafter import Gemma4Draft, heads_of, sources
 from hf_specdecpp.drafts.kind import Kind, Loading
-from hf_specdecpp.drafts.stored import Config, Format, Overrides, Parts, Stored, Tensors, pinned
+from hf_specdecpp.drafts.stored import Config, Format, Parts, Stored, Tensors, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
 from hf_specdecpp.models.early_exit import layer_stack
 
@@ -211,7 +211,7 @@ class Gemma4Format(Format):
     def fields(self, raw: Config) -> dict[str, Any]:
         return {"vocab_size": vocab_size_of(raw)}
 
-    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> CausalLM:  # noqa: ARG002
+    def read(self, raw: Config, tensors: Tensors, source: str) -> CausalLM:
         return read_model(raw, tensors, source)
 
     def facts(self, module: Any) -> dict[str, str]:

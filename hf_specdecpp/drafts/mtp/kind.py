@@ -21,7 +21,7 @@ from hf_specdecpp.drafts.conditioned import NO_REPLAYS
 from hf_specdecpp.drafts.kind import Kind, Loading
 from hf_specdecpp.drafts.mtp.drafter import MtpDraft
 from hf_specdecpp.drafts.mtp.model import POST_NORM, one_layer
-from hf_specdecpp.drafts.stored import Config, Format, Overrides, Parts, Stored, Tensors, pinned
+from hf_specdecpp.drafts.stored import Config, Format, Parts, Stored, Tensors, pinned
 from hf_specdecpp.files import Repository, check_finite
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
@@ -194,7 +194,7 @@ class MtpFormat(Format):
     most_config_bytes = MOST_BYTES
     cure = "Name a repository that has them: assist(model, 'mtp', source=ID)."
 
-    def read(self, raw: Config, tensors: Tensors, source: str, overrides: Overrides = None) -> MtpLayers:  # noqa: ARG002
+    def read(self, raw: Config, tensors: Tensors, source: str) -> MtpLayers:
         return read_layers(raw, tensors, source)
 
 
