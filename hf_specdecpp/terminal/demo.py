@@ -17,7 +17,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import as_told
-from hf_specdecpp.drafts.known import EARLY_EXIT, describe
+from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -67,7 +67,7 @@ def run(config: DemoConfig) -> None:
         model, tokenizer = load_model(config.target), load_tokenizer(config.target)
     _print("target   ", f"  {config.target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
     helper = as_told(model, config)
-    untrained = ", untrained, no head" if helper.kind is EARLY_EXIT and config.assistant is None else ""
+    untrained = ", untrained, no head" if helper.config.draft_layers is not None and config.assistant is None else ""
     note = " (without --assistant or --layers)" if config.is_by_default else untrained
     _print("assistant", f"  {config.assistant or describe(helper.config)}{note}\n")
     demo = Demo(model, tokenizer, helper, config)
@@ -209,7 +209,7 @@ def _report(stats: SpeculationStats, pairs: list[Pair], sample: bool) -> None:
 def _show_next(config: DemoConfig, helper: SpecDecPPAssistant) -> None:
     """What to type next: it is measured, an assistant is trained where none was given, and how this one is used."""
     draft = repr(config.assistant or helper.kind.name)
-    if config.assistant is None and helper.kind is EARLY_EXIT:
+    if config.assistant is None and helper.config.draft_layers is not None:
         draft = f"SpecDecPPAssistant.from_early_exit(model, layers={config.layers})"
     flags = config.flags(helper.kind.name)
     _print("\nmeasure it", f"  specdecpp bench --target {config.target} {flags} --quick")

@@ -16,6 +16,8 @@ import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafts import known
+from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, override, read_config, recognise
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
@@ -37,12 +39,12 @@ SHARED = {"checkpoints", "kind", "known", "state_draft", "stored"}  # files of `
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
 # What may be imported of a kind's own files, and why.
 IMPORTED = {
-    (
-        "assistant.py",
-        "conditioned",
-    ): "constructors that take what users have made: from_conditioned(fusion=...)",
-    ("assistant.py", "eagle3"): "from_eagle3(draft=...)",
+    ("assistant.py", "early_exit"): "public constructors: from_early_exit",
+    ("assistant.py", "conditioned"): "from_conditioned",
+    ("assistant.py", "eagle3"): "from_eagle3",
     ("assistant.py", "lookup"): "from_lookup",
+    ("choosing.py", "lookup"): "what a user may type: assist(model, 'lookup')",
+    ("choosing.py", "mtp"): "assist(model, 'mtp')",
     ("training/distillation/initial/fusion.py", "conditioned"): STARTS,
     ("training/distillation/initial/layer.py", "eagle3"): STARTS,
     ("training/distillation/initial/block.py", "dflash"): STARTS,
@@ -64,15 +66,16 @@ def names_in(source: str) -> set[str]:
 
 
 def imported_in(source: str) -> dict[str, str]:
-    """What a program imports of a kind's own files: names, and the kinds."""
+    """What a program imports of a kind's own files, and kinds themselves: names, and the kinds."""
     found = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp.drafts"):
             whole = f"{node.module}."
             for alias in node.names:
                 kind = f"{whole}{alias.name}".split(".")[2]
-                if kind not in SHARED:
-                    found[alias.asname or alias.name] = kind
+                one = getattr(known, alias.name, None)
+                if kind not in SHARED or isinstance(one, Kind):
+                    found[alias.asname or alias.name] = one.name if isinstance(one, Kind) else kind
     return found
 
 
@@ -104,6 +107,7 @@ def test_the_check_above_sees_names_imports_and_classes() -> None:
     assert imported_in(source) == {"Blocks": "dflash"}
     assert told_apart_in(source) == {"Blocks"}
     assert imported_in("from hf_specdecpp.drafts import lookup") == {"lookup": "lookup"}
+    assert imported_in("from hf_specdecpp.drafts.known import EARLY_EXIT") == {"EARLY_EXIT": "early_exit"}
     assert imported_in("from hf_specdecpp.drafts.known import kind_of\nfrom hf_specdecpp.drafts import known") == {}
 
 
