@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import with_layers
 from hf_specdecpp.version import __version__
@@ -158,7 +158,7 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
         found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
         for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True)):
             settings = SpeculationConfig(rule="fixed", lookup_tokens=1, compile=fuses)
-            lookup = SpecDecPPAssistant.from_lookup(target, speculation=settings)
+            lookup = assist(target, "lookup", speculation=settings, default=False)
             found[name] = partial(contest.run, assistant=lookup)
     assistants = {
         name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name]))

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 
 LAYERS, MULTI_TOKEN, CANDIDATES = 28, 1, 4
 SHAPE: dict[str, Any] = {
@@ -90,7 +90,7 @@ def multi_token_layers(folder: Path) -> Made:
     target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS + place}\." for place in range(MULTI_TOKEN)]
     read = MtpModel.from_pretrained(target)
     MtpModel.from_pretrained = lambda *_, **__: read
-    return target, {"use_mtp": True}, partial(SpecDecPPAssistant.from_mtp, target), MULTI_TOKEN
+    return target, {"use_mtp": True}, partial(partial(assist, draft="mtp", default=False), target), MULTI_TOKEN
 
 
 def gemma4(_: Path) -> Made:

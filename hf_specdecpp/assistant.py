@@ -22,14 +22,11 @@ from hf_specdecpp.drafts.known import (
     CONDITIONED,
     EAGLE3,
     EARLY_EXIT,
-    LOOKUP,
     in_memory,
     kind_of,
-    multi_token_layers,
     override,
     ready_made,
 )
-from hf_specdecpp.drafts.lookup import NoDraft
 from hf_specdecpp.drafts.stored import Parts, is_model
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
@@ -182,7 +179,7 @@ class SpecDecPPAssistant(AssistantModel):
             if parts.adapter is not None or parts.draft_vocab is not None:
                 raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
             config, module = _as_is(kind, draft)
-            return cls._made(config, None, Parts(module=module), target, options)
+            return cls.of_parts(config, None, Parts(module=module), target, options)
         target = None if target is None else causal_lm.base_model(target)
         model = load_draft(draft, None, target)
         config = SpecDecPPConfig(
@@ -190,7 +187,7 @@ class SpecDecPPAssistant(AssistantModel):
         )
         if parts.adapter is not None:
             model = add_adapter(model, parts.adapter, merge=isinstance(draft, str | Path))
-        return cls._made(config, Drafter(model, parts.draft_vocab), parts, target, options)
+        return cls.of_parts(config, Drafter(model, parts.draft_vocab), parts, target, options)
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[TrainedOptions]) -> Self:
@@ -244,50 +241,7 @@ class SpecDecPPAssistant(AssistantModel):
         Raises:
             ValueError: the draft was made for another target, or the head for another draft.
         """
-        return cls._made(SpecDecPPConfig(draft_kind=EAGLE3.name), None, Parts(module=draft), target, options)
-
-    @classmethod
-    def from_mtp(
-        cls,
-        target: CausalLM,
-        source: str | Path | None = None,
-        local_files_only: bool = False,
-        **options: Unpack[Options],
-    ) -> Self:
-        """Draft with the multi-token layers of the target's own checkpoint, and attach to it.
-
-        They are read from its files once, and kept. Move the target to its device before.
-
-        Args:
-            target: the model to draft for, of DeepSeek-V3, GLM-4.5 or their like, Qwen3-Next or Qwen3.5.
-            source: Hub id or folder of the model's files that hold them, where those that the target was loaded from do
-                not (quantised and finetuned ones often lack them).
-            local_files_only: download nothing.
-            options: `Options`; by default `rule="throughput"`.
-
-        Raises:
-            ValueError: there are no such layers, with what to do, or they or the head do not fit the target.
-            OSError, huggingface_hub errors: a file is missing or cannot be reached.
-        """
-        target = causal_lm.base_model(target)
-        check_target(target, recurrent=True)
-        config, layers = multi_token_layers(target, source, {"local_files_only": True} if local_files_only else None)
-        return cls._made(config, None, Parts(module=layers), target, options)
-
-    @classmethod
-    def from_lookup(cls, target: CausalLM, **options: Unpack[Options]) -> Self:
-        """No draft: candidates are what followed in the text before, after the same tokens (`docs/lookup.md`).
-
-        They cost nothing, and any target has them at once. Where texts repeat themselves, as in rewriting, summaries,
-        code edits and chat, they are often right; elsewhere nothing is looked up.
-
-        Args:
-            target: attach to this model.
-            options: `Options`, in which `speculation.lookup` is set; by default `rule="throughput"`.
-        """
-        chosen = options.get("speculation") or SpeculationConfig(rule="throughput")
-        options["speculation"] = replace(chosen, lookup=True)
-        return cls._made(SpecDecPPConfig(draft_kind=LOOKUP.name), NoDraft(), Parts(), target, options)
+        return cls.of_parts(SpecDecPPConfig(draft_kind=EAGLE3.name), None, Parts(module=draft), target, options)
 
     @classmethod
     def _of_layers(
@@ -297,15 +251,19 @@ class SpecDecPPAssistant(AssistantModel):
         target = causal_lm.base_model(target)
         check_target(target, recurrent=True)
         chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
-        return cls._made(SpecDecPPConfig(draft_kind=kind.name, draft_layers=chosen), None, parts, target, options)
+        return cls.of_parts(SpecDecPPConfig(draft_kind=kind.name, draft_layers=chosen), None, parts, target, options)
 
     @classmethod
-    def _made(
+    def of_parts(
         cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None, options: Options
     ) -> Self:
-        """An assistant of these parts.
+        """An assistant of these parts, attached to a target if there is one.
+
+        Args:
+            drafter: the draft; `None` for one that the kind makes of the parts as it meets the target.
 
         Raises:
+            ValueError: the parts do not fit one another, or the target.
             TypeError: an option is not known.
         """
         if unknown := sorted(options.keys() - TrainedOptions.__annotations__.keys()):

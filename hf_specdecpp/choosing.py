@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import LoadingOptions, SpecDecPPAssistant, TrainedOptions
+from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant, TrainedOptions
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.known import LOOKUP, MTP, recognise
-from hf_specdecpp.drafts.stored import raw_config
+from hf_specdecpp.drafts.kind import Loading
+from hf_specdecpp.drafts.known import LOOKUP, MTP, multi_token_layers, recognise
+from hf_specdecpp.drafts.stored import Parts, raw_config
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.hub.published import advice
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -79,7 +81,9 @@ def assist(model: CausalLM, draft: Any = AUTO, default: bool = True, **options: 
     assistant = _made(model, draft, options)
     if settings:
         assistant.speculation = replace(assistant.speculation, **settings)
-    assistant.attach(model, default)
+    if not attached.is_attached(assistant, model):
+        assistant.attach(model)
+    attached.set_default(assistant, model, default)
     return assistant
 
 
@@ -104,9 +108,9 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
     if draft == AUTO:
         return _by_itself(model, options)
     if draft == MTP.name:
-        return SpecDecPPAssistant.from_mtp(model, **options)
+        return _own_layers(model, **options)
     if draft == LOOKUP.name:
-        return SpecDecPPAssistant.from_lookup(model, **options)
+        return _lookups(model, **options)
     if isinstance(draft, str | Path) and not _is_plain_model(draft):
         return SpecDecPPAssistant.from_pretrained(draft, model, **options)
     return SpecDecPPAssistant.from_draft(draft, model, **options)
@@ -115,12 +119,34 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
 def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
     """With the model's own multi-token layers, or where none can be read with lookups; nothing is downloaded."""
     try:
-        return SpecDecPPAssistant.from_mtp(model, local_files_only=True, **options)
+        return _own_layers(model, local_files_only=True, **options)
     except (ValueError, OSError):
-        assistant = SpecDecPPAssistant.from_lookup(model, **options)
+        assistant = _lookups(model, **options)
     if (better := advice(model.config.name_or_path)) is not None:
         logger.warning_once(better)
     return assistant
+
+
+def _own_layers(
+    model: CausalLM, source: str | Path | None = None, local_files_only: bool = False, **options: Any
+) -> SpecDecPPAssistant:
+    """With the multi-token layers of the model's own checkpoint, which are read from its files once, and kept.
+
+    Args:
+        source: Hub id or folder of the files that hold them, where those that the model was loaded from do not
+            (quantised and finetuned ones often lack them).
+    """
+    check_target(model, recurrent=True)
+    config, layers = multi_token_layers(model, source, {"local_files_only": True} if local_files_only else None)
+    return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))
+
+
+def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **options: Any) -> SpecDecPPAssistant:
+    """With what followed in the text before, after the same tokens (`docs/lookup.md`)."""
+    config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig(rule="throughput")
+    options["speculation"] = replace(settings, lookup=True)
+    drafter = LOOKUP.draft(config, Parts(), Loading())
+    return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))
 
 
 def _is_plain_model(name: str | Path) -> bool:

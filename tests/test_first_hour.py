@@ -16,7 +16,7 @@ from support.models import assistant_for, partly_agreeing, prompt, tiny
 from support.repos import TEXT, WORDS, save_model, tokenizer
 from transformers import AutoModelForCausalLM, pipeline
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 
 PROMPT = prompt(12)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
@@ -112,7 +112,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         r"A model is needed here, and this is the name '.*target'. Load the model that it names: AutoModelForCausalLM",
     ),
     "the target's name, for a draft": (lambda p: draft_with(p / "draft", p / "target"), TypeError, "this is the name"),
-    "the target's folder": (lambda p: SpecDecPPAssistant.from_lookup(p.folder), TypeError, "this is the name"),
+    "the target's folder": (lambda p: assist(p.folder, "lookup", default=False), TypeError, "this is the name"),
     "the target's name, for its layers": (
         lambda p: SpecDecPPAssistant.from_early_exit(p / "target", 2),
         TypeError,

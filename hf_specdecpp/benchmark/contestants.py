@@ -14,6 +14,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.memory import Memory
@@ -108,7 +109,7 @@ class Contestant:
     ) -> SpecDecPPAssistant:
         """An assistant without a draft that shares the packed weights of the other one."""
         if not self._without_draft:
-            self._without_draft.append(SpecDecPPAssistant.from_lookup(target))
+            self._without_draft.append(assist(target, "lookup", default=False))
         helper = self._without_draft[0]
         helper.speculation, helper.packed = replace(speculation, int8_draft=False), assistant.packed
         return helper

@@ -108,7 +108,7 @@ def _instead(assistant: SpecDecPPAssistant, looked_up: bool) -> str:
 def _kept(best: Contestant, assistant: SpecDecPPAssistant) -> str:
     """The line of code with which the assistant generates like a contestant."""
     if best.alone or best.speculation is None:
-        return "assistant = SpecDecPPAssistant.from_lookup(model)"
+        return "assist(model, 'lookup')"
     passes = {name: getattr(assistant.speculation, name) for name in PASSES}
     chosen, usual = asdict(replace(best.speculation, **passes)), asdict(SpeculationConfig())
     told = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != usual[name])

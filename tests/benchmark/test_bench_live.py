@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.models import assistant_for, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.benchmark import live as live_module
 from hf_specdecpp.benchmark import timing
 from hf_specdecpp.benchmark.contestants import (
@@ -289,7 +289,7 @@ def test_another_benchmark_looks_up_for_its_own_target() -> None:
     helpers = []
     for _ in range(2):
         target = tiny("llama")
-        with without_draft()[-1].arguments(SpecDecPPAssistant.from_lookup(target), target) as arguments:
+        with without_draft()[-1].arguments(assist(target, "lookup", default=False), target) as arguments:
             helpers.append(arguments["assistant_model"])
             target.generate(prompt(), max_new_tokens=4, do_sample=False, **arguments)
     assert helpers[0] is not helpers[1]

@@ -9,7 +9,7 @@ import pytest
 from support.models import tiny
 from support.repos import head_for
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.benchmark.contestants import (
     Contestant,
     all_contestants,
@@ -76,7 +76,7 @@ def test_the_next_step_is_the_fastest_of_ours() -> None:
         Contestant("fixed 3", "fixed", SpeculationConfig("fixed", num_tokens=3)),
     ]
     rows = [summary_row(each.name, 1.9 - 0.2 * place, 1.2) for place, each in enumerate(contestants)]
-    assert next_step(rows, contestants, assistant) == "assistant = SpecDecPPAssistant.from_lookup(model)"
+    assert next_step(rows, contestants, assistant) == "assist(model, 'lookup')"
     says = "assistant.speculation = SpeculationConfig(threshold=0.5, pack_weights=True); assistant.head = None"
     assert next_step([rows[0], *rows[2:]], contestants, assistant) == says
     fixed = "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=3, pack_weights=True)"
@@ -94,7 +94,7 @@ def test_what_did_not_pay_is_not_advised_again(kind: str) -> None:
     """Nor a cheaper draft where nothing drafts, which the verdict left to the next step."""
     target = tiny("llama")
     make = SpecDecPPAssistant
-    assistant: Any = make.from_lookup(target) if kind == "lookup" else make.from_early_exit(target, 1)
+    assistant: Any = assist(target, "lookup", default=False) if kind == "lookup" else make.from_early_exit(target, 1)
     assistant.config.target_id = "org/target"
     contestants = without_draft() if kind == "lookup" else quick_contestants(has_head=False)
     rows = [summary_row(contestants[-1].name, 0.9, 0.9), summary_row("plain", 1.0, 1.0)]

@@ -21,7 +21,7 @@ from support.watchers import Collector, tokenizer
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.known import KINDS
@@ -76,7 +76,7 @@ def of_target(kind: str, folder: Path) -> Pair:
         draft = save_model(partly_agreeing(target, 0.9), folder / "draft", None)
         return SpecDecPPAssistant.from_draft(draft, target), target
     if kind == "lookup":
-        return SpecDecPPAssistant.from_lookup(target), target
+        return assist(target, "lookup", default=False), target
     return assistant_of(kind, target), target
 
 
@@ -100,7 +100,7 @@ def gemma4(folder: Path) -> Pair:
 def mtp(num_layers: int, folder: Path) -> Pair:
     shape = {"first_k_dense_replace": mtp_files.DEPTH}  # experts are slow
     target = mtp_files.Files("glm4_moe", num_layers, seed=7, overrides=shape).load(folder / "draft")
-    return SpecDecPPAssistant.from_mtp(target), target
+    return assist(target, "mtp", default=False), target
 
 
 MAKERS: dict[str, Callable[[Path], Pair]] = {

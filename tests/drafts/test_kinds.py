@@ -42,7 +42,6 @@ IMPORTED = {
     ("assistant.py", "early_exit"): "public constructors: from_early_exit",
     ("assistant.py", "conditioned"): "from_conditioned",
     ("assistant.py", "eagle3"): "from_eagle3",
-    ("assistant.py", "lookup"): "from_lookup",
     ("choosing.py", "lookup"): "what a user may type: assist(model, 'lookup')",
     ("choosing.py", "mtp"): "assist(model, 'mtp')",
     ("training/distillation/initial/fusion.py", "conditioned"): STARTS,

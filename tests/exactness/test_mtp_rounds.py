@@ -25,7 +25,7 @@ from support.whole_generations import (
     tell_another_q,
 )
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -48,7 +48,7 @@ def loaded(name: str) -> tuple[CausalLM, Any]:
     """A target, and its assistant's config and layers."""
     with TemporaryDirectory() as folder:
         target = Files(*TARGETS[name], seed=3, overrides={"vocab_size": VOCAB}).load(Path(folder))
-        return target, SpecDecPPAssistant.from_mtp(target)
+        return target, assist(target, "mtp", default=False)
 
 
 def pair(name: str, **speculation: Any) -> tuple[CausalLM, SpecDecPPAssistant]:

@@ -30,7 +30,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation import verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -471,7 +471,7 @@ def test_constructors(tmp_path: Path) -> None:
         lambda: SpecDecPPAssistant.from_early_exit(target, 2, default=True),
         lambda: SpecDecPPAssistant.from_conditioned(target, 1, default=True),
         lambda: SpecDecPPAssistant.from_eagle3(target, layer, default=True),
-        lambda: SpecDecPPAssistant.from_lookup(target, default=True),
+        lambda: assist(target, "lookup", default=True),
     )
     for make in ways:
         made = make()

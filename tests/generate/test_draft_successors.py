@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.text import Text
@@ -182,7 +182,7 @@ def test_without_it_nothing_is_kept(target: CausalLM) -> None:
 def test_transformers_own_loop_and_lookups_go_without(target: CausalLM) -> None:
     unattached = assistant_for(target, attached=False, **CHAIN, draft_successors=True)
     assert texts(target, unattached) == texts(target, None)
-    looking = SpecDecPPAssistant.from_lookup(target)
+    looking = assist(target, "lookup", default=False)
     looking.speculation.draft_successors = True
     assert texts(target, looking) == texts(target, None)
     assert not len(unattached.memory.successors)

@@ -16,7 +16,7 @@ from support.pretend_graph import pretend_graphs
 from support.zoo import KINDS, NOT_BUILT, WINDOW, families, tiny_of
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PLAIN: dict[str, Any] = {
@@ -69,7 +69,7 @@ def plain_of(target: CausalLM, inputs: dict[str, Tensor]) -> Tensor | None:
 
 def assistant_at(door: str, target: CausalLM, text: Tensor) -> SpecDecPPAssistant:
     if door == "lookup":
-        return SpecDecPPAssistant.from_lookup(target, speculation=SpeculationConfig("fixed", lookup_memory=64))
+        return assist(target, "lookup", speculation=SpeculationConfig("fixed", lookup_memory=64), default=False)
     if door in ("told", "captured", "batch"):
         draft = informed_draft(text, target.config.get_text_config(decoder=True).vocab_size)
         return SpecDecPPAssistant.from_draft(draft, target, speculation=CHAINS)

@@ -15,7 +15,7 @@ from support.reads import pretend_that_reads_are_slow
 from support.zoo import tiny_of
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.lookup.choice import Choice, by_estimate
 from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.lookup.rates import LookupRates
@@ -41,7 +41,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 def lookup_for(target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
     speculation = speculation or RULES["throughput"]
-    return SpecDecPPAssistant.from_lookup(target, speculation=SpeculationConfig(**speculation))
+    return assist(target, "lookup", speculation=SpeculationConfig(**speculation), default=False)
 
 
 def inform(assistant: SpecDecPPAssistant, text: Tensor) -> None:
@@ -323,7 +323,7 @@ def test_in_transformers_own_loop(drafts: bool) -> None:
     if drafts:
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
     else:
-        assistant = SpecDecPPAssistant.from_lookup(target, speculation=speculation)
+        assistant = assist(target, "lookup", speculation=speculation, default=False)
         assistant.detach()
     assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
     assert assistant.stats.accepted_lookups > 20
@@ -357,7 +357,7 @@ def test_it_is_saved_and_loaded_without_a_draft(tmp_path: Path) -> None:
     loaded = SpecDecPPAssistant.from_pretrained(tmp_path, target=target)
     assert loaded.speculation.lookup
     assert torch.equal(generate(target, loaded), generate(target))
-    with pytest.raises(ValueError, match="has no draft"):
+    with pytest.raises(ValueError, match="draft= must be left out"):
         SpecDecPPAssistant.from_pretrained(tmp_path, draft="somewhere")
 
 

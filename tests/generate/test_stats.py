@@ -12,7 +12,7 @@ import torch
 from support.eagle3_files import VARIANTS
 from support.models import Rounds, assistant_for, prompt, random_layer, tiny
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import cache_among
@@ -208,7 +208,7 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
     monkeypatch.setattr(DraftSetup, "products", lambda *_: FasterProducts())
     target = tiny("llama").float()
     if kind == "lookup":
-        assistant = SpecDecPPAssistant.from_lookup(target)
+        assistant = assist(target, "lookup", default=False)
         lacks = {"draft", "pack_weights"}
     elif kind == "trained":
         head = AcceptanceHead(32, inputs="before", num_blocks=1, embedding_size=32)

@@ -15,7 +15,7 @@ from support.zoo import KINDS, WINDOW, tiny_config, tiny_of
 from torch import Tensor
 from transformers import BarkSemanticConfig, BarkSemanticModel, DynamicCache, GenerationMixin, LlamaForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.states import STATE_TOLERANCE, check_states, state_error
 from hf_specdecpp.generation.refusals import check_inputs
@@ -45,7 +45,7 @@ def from_config(name: str, family: str) -> CausalLM:
 DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
     "chain": lambda target: SpecDecPPAssistant.from_draft(tiny("llama"), target, speculation=CHAIN),
     "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, 1, speculation=CHAIN),
-    "lookup": lambda target: SpecDecPPAssistant.from_lookup(target, speculation=CHAIN),
+    "lookup": lambda target: assist(target, "lookup", speculation=CHAIN, default=False),
     "unattached": lambda _: SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN),
 }
 
@@ -152,12 +152,12 @@ def test_positions_that_a_forward_counts_itself(prompts: Tensor) -> None:
 
 def test_a_loop_of_its_own() -> None:
     target = tiny("llama")
-    SpecDecPPAssistant.from_lookup(target, default=True)  # which has a `_sample`, too
+    assist(target, "lookup", default=True)  # which has a `_sample`, too
     check_target(target)
     target = tiny("llama")
     target.__class__ = LoopsItself
     with pytest.raises(ValueError, match=r"generates with a loop of its own \(_sample\)"):
-        SpecDecPPAssistant.from_lookup(target)
+        assist(target, "lookup", default=False)
 
 
 def test_bark_s_tokens_of_meaning() -> None:
@@ -165,7 +165,7 @@ def test_bark_s_tokens_of_meaning() -> None:
     config = BarkSemanticConfig(input_vocab_size=48, output_vocab_size=48, num_layers=2, num_heads=4, hidden_size=32)
     target = BarkSemanticModel(config).double().eval()
     plain = GenerationMixin.generate(target, BATCH, **GREEDY)
-    assistant = SpecDecPPAssistant.from_lookup(target, default=True)
+    assistant = assist(target, "lookup", default=True)
     assert torch.equal(GenerationMixin.generate(target, BATCH, **GREEDY), plain)
     with pytest.raises(ValueError, match="has no LM head"):
         SpecDecPPAssistant.from_draft(target)
@@ -276,7 +276,7 @@ def test_a_static_cache_of_a_batch_is_left_as_it_is() -> None:
     target = tiny_of("mistral")
     arguments = {**GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
     plain = target.generate(BATCH, **arguments)
-    assistant = SpecDecPPAssistant.from_lookup(target, default=True)
+    assistant = assist(target, "lookup", default=True)
     ours = target.generate(BATCH, **arguments)
     assert assistant.stats.refusal is not None
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):

@@ -19,7 +19,7 @@ from support.watchers import runs_of
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -170,14 +170,14 @@ def test_a_class_and_a_subclass_of_it() -> None:
 def test_many_changes_under_many_calls() -> None:
     target = tiny("llama")
     plain, errors, end = generate(target), [], threading.Event()
-    helpers = [SpecDecPPAssistant.from_lookup(target) for _ in range(2)]
+    helpers = [assist(target, "lookup", default=False) for _ in range(2)]
 
     def flip(assistant: SpecDecPPAssistant) -> None:
         while not end.is_set():
             assistant.attach(target, default=True)
             with assistant.paused():
                 assistant.detach()
-            SpecDecPPAssistant.from_lookup(target)  # and is collected
+            assist(target, "lookup", default=False)  # and is collected
 
     def call(assistant: Any) -> None:
         try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model
@@ -237,7 +237,7 @@ def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_lookup_is_refused(tmp_path: Path) -> None:
-    SpecDecPPAssistant.from_lookup(save_target(tmp_path / "target")).save_pretrained(tmp_path / "assistant")
+    assist(save_target(tmp_path / "target"), "lookup", default=False).save_pretrained(tmp_path / "assistant")
     with pytest.raises(ValueError, match="nothing to export"):
         export(tmp_path / "assistant", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ from support.repos import WORDS, ending_tokenizer, save_model
 from support.watchers import runs_of
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import assist
 from hf_specdecpp.generation import verification
 
 pytest.importorskip("lm_eval", reason="make test-integrations installs it")
@@ -103,6 +103,6 @@ def test_a_wrong_verification_would_be_seen(target: Any, tmp_path: Path, monkeyp
 
 def test_sampled_answers_come_from_it_too(target: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    assistant = SpecDecPPAssistant.from_lookup(target, default=True)
+    assistant = assist(target, "lookup", default=True)
     evaluate(target, tmp_path, do_sample=True, temperature=0.8)
     assert assistant.stats.generated > 0

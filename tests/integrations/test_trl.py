@@ -26,7 +26,7 @@ from support.repos import WORDS, ending_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.generation import verification
 from hf_specdecpp.models import cpu_products, early_exit, products
@@ -56,7 +56,7 @@ MAKERS: dict[str, Make] = {
         model, 2, fusion=random_fusion(base_model(model)), speculation=FIXED
     ),
     "eagle3": lambda model: SpecDecPPAssistant.from_eagle3(model, random_layer(base_model(model)), speculation=FIXED),
-    "lookup": SpecDecPPAssistant.from_lookup,
+    "lookup": lambda model: assist(model, "lookup", default=False),
 }
 OWN_LAYERS = ("early_exit", "part", "conditioned")
 

@@ -13,7 +13,7 @@ from support.multimodal import AROUND, PATCHES, PLACEHOLDERS, TEXT, multimodal
 from support.zoo import tiny_of
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import assist
 from hf_specdecpp.caches.states import STATE_TOLERANCE, check_states, state_error
 from hf_specdecpp.drafts.eagle3.meeting import Heard
 from hf_specdecpp.models.causal_lm import CausalLM, trying
@@ -92,7 +92,7 @@ def test_after_images_a_target_with_states_is_assisted(rows: int) -> None:
     target.generate(**{name: torch.cat([value] * rows) for name, value in inputs.items()}, **options)
     left = target.model.rope_deltas
     assert bool(left.any())
-    assistant = SpecDecPPAssistant.from_lookup(target)
+    assistant = assist(target, "lookup", default=False)
     assert state_error(target) < STATE_TOLERANCE[torch.float64]
     assert target.model.rope_deltas is left
     plain = target.generate(TOKENS, **options)

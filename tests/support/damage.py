@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
@@ -116,7 +116,9 @@ def _gemma4(variant: str) -> Callable[[Path], Sound]:
 def _mtp(family: str) -> Callable[[Path], Sound]:
     def make(folder: Path) -> Sound:
         mtp_files.Files(family).save(folder)
-        return Sound(folder, mtp_files.load(folder), lambda source, target: SpecDecPPAssistant.from_mtp(target, source))
+        return Sound(
+            folder, mtp_files.load(folder), lambda source, target: assist(target, "mtp", source=source, default=False)
+        )
 
     return make
 

@@ -12,7 +12,7 @@ from support.models import quiet_later_layers, tiny
 from support.repos import chat_tokenizer
 from support.zoo import tiny_of
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.terminal import conversation as conversations
 from hf_specdecpp.terminal.chat import first_interrupt
 from hf_specdecpp.terminal.conversation import Conversation, Stop
@@ -39,7 +39,7 @@ def conversation(model: Any, tree: bool = False, template: str | None = None, **
     words = chat_tokenizer()
     words.chat_template = template or words.chat_template
     if model.config.model_type in RECURRENT:
-        assistant = SpecDecPPAssistant.from_lookup(model, speculation=FIXED, default=True)
+        assistant = assist(model, "lookup", speculation=FIXED, default=True)
     else:
         own = SpeculationConfig("fixed", tree="dyspec", tree_budget=6) if tree else FIXED
         assistant = SpecDecPPAssistant.from_early_exit(model, 2, speculation=own, default=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.models import assistant_of, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, files
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist, files
 from hf_specdecpp.clocks import TOLD_BY, first_sensible, least_times, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models import cpu_products
@@ -53,7 +53,7 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
-    "lookup": lambda target: SpecDecPPAssistant.from_lookup(target),
+    "lookup": lambda target: assist(target, "lookup", default=False),
     "eagle3": lambda target: assistant_of("eagle3", target, rule="throughput", lookup=True),
     "trees": lambda target: assistant_of("early_exit", target, rule="throughput", tree="dyspec", tree_budget=6),
     "batch": lambda target: assistant_of("early_exit", target, rule="throughput"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, files
+from hf_specdecpp import assist, files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -131,7 +131,7 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
 
 def test_a_draft_without_layers_costs_nothing() -> None:
     target = tiny("llama")
-    drafter = SpecDecPPAssistant.from_lookup(target).ready_drafter()
+    drafter = assist(target, "lookup", default=False).ready_drafter()
     assert costs.Rounds(target, drafter, DraftProbability(), 2).assumed() == Costs(0.0, (1.0, 1.03, 1.06))
 
 

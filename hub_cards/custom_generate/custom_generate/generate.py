@@ -2,7 +2,7 @@
 
 from weakref import WeakKeyDictionary
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpeculationConfig, assist
 
 # By model and by name, since loading one takes longer than an answer.
 _assistants = WeakKeyDictionary()
@@ -37,7 +37,6 @@ def _assistant_for(model, name):
     """An assistant that is attached to the model, and its own settings."""
     known = _assistants.setdefault(model, {})
     if name not in known:
-        make = SpecDecPPAssistant.from_lookup
-        helper = make(model) if name is None else SpecDecPPAssistant.from_pretrained(name, target=model)
+        helper = assist(model, name or "lookup", default=False)
         known[name] = helper, helper.speculation
     return known[name]

@@ -13,7 +13,7 @@ from support.models import prompt, tiny
 from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, change_config, change_tensors, into_shards, load
 from support.repos import files_of
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafts.mtp.kind import layers_among
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
@@ -41,7 +41,7 @@ def accepted(target: CausalLM, assistant: SpecDecPPAssistant) -> list[int]:
 def test_the_files_are_read_once(tmp_path: Path) -> None:
     """transformers' own generator reads them in each `generate()`."""
     target = dense().load(tmp_path)
-    assistant = SpecDecPPAssistant.from_mtp(target)
+    assistant = assist(target, "mtp", default=False)
     expected = accepted(target, assistant)
     for file in tmp_path.iterdir():
         file.unlink()
@@ -56,12 +56,12 @@ def test_elsewhere_than_the_target(tmp_path: Path) -> None:
     files = dense()
     files.save(tmp_path / "original")
     target = load(files.save(tmp_path / "without", with_layers=False))
-    assistant = SpecDecPPAssistant.from_mtp(target, source=tmp_path / "original")
+    assistant = assist(target, "mtp", source=tmp_path / "original", default=False)
     expected = accepted(target, assistant)
     assert assistant.config.draft_id == str(tmp_path / "original")
     in_memory = files.model(files.seed, 0.6)
     in_memory.load_state_dict(target.state_dict())
-    other = SpecDecPPAssistant.from_mtp(in_memory, source=str(tmp_path / "original"))
+    other = assist(in_memory, "mtp", source=str(tmp_path / "original"), default=False)
     assert accepted(in_memory, other) == expected
     other.config.draft_id = "org/cannot-be-reached"
     other.save_pretrained(tmp_path / "stored")
@@ -73,7 +73,7 @@ def test_of_several_files_only_those_with_the_layers_are_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = dense().load(tmp_path)
-    expected = accepted(target, SpecDecPPAssistant.from_mtp(target))
+    expected = accepted(target, assist(target, "mtp", default=False))
     files = into_shards(tmp_path)
     asked: list[str] = []
     theirs = Repository.file
@@ -83,7 +83,7 @@ def test_of_several_files_only_those_with_the_layers_are_opened(
         return theirs(self, filename, folder)
 
     monkeypatch.setattr(Repository, "file", ask)
-    assert accepted(target, SpecDecPPAssistant.from_mtp(target)) == expected
+    assert accepted(target, assist(target, "mtp", default=False)) == expected
     assert asked.count(files[2]) == 1, "a file is opened once, whatever it holds"
     assert not {files[0], files[1]} & set(asked)
 
@@ -95,7 +95,7 @@ def test_the_commit_of_the_hub_is_stored(hub: HubServer, tmp_path: Path) -> None
     shards = into_shards(folder)
     commit = hub.commit("org/target", files_of(folder))
     target = load("org/target")
-    assistant = SpecDecPPAssistant.from_mtp(target)
+    assistant = assist(target, "mtp", default=False)
     expected = accepted(target, assistant)
     assert (assistant.config.draft_id, assistant.config.draft_revision) == ("org/target", commit)
     assistant.push_to_hub("org/assistant")
@@ -111,7 +111,7 @@ def test_the_commit_of_the_hub_is_stored(hub: HubServer, tmp_path: Path) -> None
     again.attach(target)
     assert accepted(target, again) == expected
     with pytest.raises(ValueError, match="is not valid JSON"):
-        SpecDecPPAssistant.from_mtp(target, source="org/target")
+        assist(target, "mtp", source="org/target", default=False)
 
 
 def test_what_is_announced_beside_the_text_of_a_multimodal_config(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_what_is_announced_beside_the_text_of_a_multimodal_config(tmp_path: Path
 def test_a_config_that_announces_more_than_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = dense().load(tmp_path)
     change_config(tmp_path, num_nextn_predict_layers=3)
-    SpecDecPPAssistant.from_mtp(target)
+    assist(target, "mtp", default=False)
     assert "announces 3 multi-token layers (num_nextn_predict_layers) and holds 1" in caplog.text
 
 
@@ -140,19 +140,19 @@ def test_files_without_what_their_config_announces(family: str, tmp_path: Path) 
     change_config(tmp_path, **{name: 1})
     message = rf"announces multi-token layers \({name}=1\), and its files hold no.*quantised.*source=ID"
     with pytest.raises(ValueError, match=message):
-        SpecDecPPAssistant.from_mtp(target)
+        assist(target, "mtp", default=False)
 
 
 def test_targets_without_any(tmp_path: Path) -> None:
     target = tiny("llama")
     with pytest.raises(ValueError, match=r"was made in memory.*source=ID_OR_FOLDER"):
-        SpecDecPPAssistant.from_mtp(target)
+        assist(target, "mtp", default=False)
     target.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no multi-token layers: its config.json announces none.*EAGLE-3"):
-        SpecDecPPAssistant.from_mtp(target, source=tmp_path)
+        assist(target, "mtp", source=tmp_path, default=False)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="neither model.safetensors nor.*pickle"):
-        SpecDecPPAssistant.from_mtp(target, source=tmp_path)
+        assist(target, "mtp", source=tmp_path, default=False)
 
 
 BLOCK = f"model.layers.{DEPTH}."
@@ -178,7 +178,7 @@ def test_damaged_layers(damage: str, tmp_path: Path) -> None:
     target = dense().load(tmp_path)
     change_tensors(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
-        SpecDecPPAssistant.from_mtp(target)
+        assist(target, "mtp", default=False)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_layers_of_other_forms(name: str, tmp_path: Path) -> None:
     target = load(dense().save(tmp_path, with_layers=False))
     change_tensors(tmp_path, "$^", **{name: OTHER})
     with pytest.raises(ValueError, match=r"multi-token layers of a form that hf_specdecpp does not know \(.*mtp[._]"):
-        SpecDecPPAssistant.from_mtp(target)
+        assist(target, "mtp", default=False)
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
@@ -203,12 +203,12 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(ValueError, match="incomplete or not a safetensors file"):
-        SpecDecPPAssistant.from_mtp(target)
+        assist(target, "mtp", default=False)
 
 
 def test_stored_assistants_that_cannot_be_loaded(tmp_path: Path) -> None:
     target = dense().load(tmp_path / "target")
-    assistant = SpecDecPPAssistant.from_mtp(target)
+    assistant = assist(target, "mtp", default=False)
     assistant.save_pretrained(tmp_path / "stored")
     with pytest.raises(ValueError, match="drops multi-token layers when it loads one.*folder"):
         SpecDecPPAssistant.from_pretrained(tmp_path / "stored", draft=target)
@@ -222,6 +222,6 @@ def test_stored_assistants_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_they_are_not_exported(tmp_path: Path) -> None:
-    SpecDecPPAssistant.from_mtp(dense().load(tmp_path)).save_pretrained(tmp_path / "stored")
+    assist(dense().load(tmp_path), "mtp", default=False).save_pretrained(tmp_path / "stored")
     with pytest.raises(ValueError, match="from the target itself, as `vllm serve org/target"):
         export(tmp_path / "stored", tmp_path / "out", "org/target")

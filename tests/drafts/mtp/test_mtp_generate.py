@@ -11,7 +11,7 @@ from support.models import prompt
 from support.mtp_files import DEPTH, FAMILIES, HIDDEN, HYBRID, VOCAB, Files
 from transformers.generation import candidate_generator
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.mtp.drafter import MtpDraft
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -35,7 +35,7 @@ def check_equal(target: CausalLM, assistant: SpecDecPPAssistant) -> None:
 
 
 def assisted(target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
-    return SpecDecPPAssistant.from_mtp(target, speculation=SpeculationConfig(**(settings or FIXED)))
+    return assist(target, "mtp", speculation=SpeculationConfig(**(settings or FIXED)), default=False)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

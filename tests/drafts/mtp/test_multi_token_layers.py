@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import generation, modeling_layers
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
@@ -29,7 +29,7 @@ of_transformers = pytest.mark.skipif(generator is None, reason="this transformer
 
 
 def fixed(target: CausalLM, count: int = 4) -> SpecDecPPAssistant:
-    return SpecDecPPAssistant.from_mtp(target, speculation=SpeculationConfig(rule="fixed", num_tokens=count))
+    return assist(target, "mtp", speculation=SpeculationConfig(rule="fixed", num_tokens=count), default=False)
 
 
 @torch.no_grad()
