@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
-from hf_specdecpp.cli_options import options_of, settings_from
+from hf_specdecpp.cli_options import TrainOptions, options_of, settings_from
 from hf_specdecpp.terminal.settings import ChatConfig, DemoConfig
 
 if TYPE_CHECKING:
@@ -65,31 +65,15 @@ def chat(**options: Any) -> None:
 
 
 @app.command()
-def train(
-    target: Annotated[str | None, typer.Option(help="Hub id or folder of the model to speed up.")] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="Prompts: a JSON Lines file or a datasets id; may be repeated.")
-    ] = None,
-    output: Annotated[str | None, typer.Option(help="Folder that becomes the assistant's repository.")] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder of a draft, conditioned, eagle3, or block; by default an early exit."),
-    ] = None,
-    layers: Annotated[str | None, typer.Option(help="Layers of the target that draft: 4, or 0,1,2,29.")] = None,
-    server: Annotated[str | None, typer.Option(help="URL of an OpenAI-compatible server for the answers.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with any setting; options here win.")] = None,
-    stage: Annotated[list[str] | None, typer.Option(help="Run only this stage; may be repeated.")] = None,
-    push_to_hub: Annotated[
-        str | None, typer.Option("--push_to_hub", "--push-to-hub", metavar="REPO_ID", help="Upload the result.")
-    ] = None,
-) -> None:
+@options_of(TrainOptions)
+def train(**options: Any) -> None:
     """Train an assistant: answers, draft, head, calibration, evaluation, card. Goes on where it stopped."""
     try:
         from hf_specdecpp.training.command import run
     except ImportError as error:
         _fail(f"Training needs {error.name}. Install the extra: pip install 'hf-specdecpp[train]'.")
     with _failing():
-        run(config, target, data, output, draft, layers, server, stage, push_to_hub)
+        run(settings_from(TrainOptions, options))
 
 
 @app.command()

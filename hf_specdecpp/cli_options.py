@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -86,6 +87,33 @@ class DraftChoice:
         if self.layers is None or self.lookup or self.mtp:
             return f"--{kind}"
         return f"--layers {self.layers if isinstance(self.layers, int) else ','.join(map(str, self.layers))}"
+
+
+@dataclass
+class TrainOptions:
+    """What `specdecpp train` is told; what is given here wins over the file.
+
+    Args:
+        config: YAML file with any setting.
+        target: Hub id or folder of the model to speed up.
+        data: prompts: a JSON Lines file or a datasets id; may be repeated.
+        output: folder that becomes the assistant's repository.
+        draft: Hub id or folder of a draft, `conditioned`, `eagle3`, or `block`; by default an early exit.
+        layers: layers of the target that draft: 4, or 0,1,2,29.
+        server: URL of an OpenAI-compatible server for the answers.
+        stage: run only this stage; may be repeated.
+        push_to_hub: Hub id to upload the result to.
+    """
+
+    config: Path | None = None
+    target: str | None = None
+    data: list[str] = field(default_factory=list)
+    output: str | None = None
+    draft: str | None = None
+    layers: int | list[int] | None = field(default=None, metadata={"parse": parse_layers})
+    server: str | None = None
+    stage: list[str] = field(default_factory=list)
+    push_to_hub: str | None = field(default=None, metadata={"metavar": "REPO_ID"})
 
 
 def check_mtp(mtp: bool, assistant: str | None) -> None:

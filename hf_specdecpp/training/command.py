@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.cli_options import parse_layers
+from hf_specdecpp.cli_options import TrainOptions
 from hf_specdecpp.hub.repository import CARD
 from hf_specdecpp.training.card.summary import summary
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -23,41 +23,32 @@ from hf_specdecpp.training.run import train
 INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 
 
-def run(
-    file: Path | None,
-    target: str | None,
-    data: list[str] | None,
-    output: str | None,
-    draft: str | None,
-    layers: str | None,
-    server: str | None,
-    stages: list[str] | None,
-    push_to_hub: str | None,
-) -> None:
-    """Merge the options into the settings of `file`, train, say what was made, and upload it if asked to.
+def run(options: TrainOptions) -> None:
+    """Merge the options into the settings of their file, train, say what was made, and upload it if asked to.
 
     Raises:
         typer.Exit: code 130 after Ctrl-C.
     """
-    settings = read_settings(file) if file is not None else {}
+    settings = read_settings(options.config) if options.config is not None else {}
     rollouts = settings.setdefault("rollouts", {})
-    own = {"target": target, "output": output, "draft": draft, "layers": parse_layers(layers) if layers else None}
-    settings.update({name: value for name, value in own.items() if value is not None})
-    rollouts.update({name: value for name, value in {"data": data, "server": server}.items() if value})
+    given = {name: value for name, value in vars(options).items() if value not in (None, [])}
+    settings.update({name: given[name] for name in ("target", "output", "draft", "layers") if name in given})
+    rollouts.update({name: given[name] for name in ("data", "server") if name in given})
     config = TrainingConfig.from_dict(settings)
     _hide_what_users_cannot_mend()
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
-        train(config, stages)
+        train(config, options.stage or None)
     except KeyboardInterrupt:
         console.print(f"\nInterrupted. What is finished is kept in {config.work}: run the same command to go on.")
         raise typer.Exit(INTERRUPTED) from None
     if process_state().is_main_process:
         more = "next        the same command with the other stages, or without --stage"
-        console.print(f"\n{summary(config)}" if stages is None or "card" in stages else more)
-    if push_to_hub is not None:
+        console.print(f"\n{summary(config)}" if not options.stage or "card" in options.stage else more)
+    if options.push_to_hub is not None:
         assistant = SpecDecPPAssistant.from_pretrained(config.output, draft=config.named_draft)
-        uploaded = assistant.push_to_hub(push_to_hub, card=Path(config.output, CARD).read_text(encoding="utf-8"))
+        card = Path(config.output, CARD).read_text(encoding="utf-8")
+        uploaded = assistant.push_to_hub(options.push_to_hub, card=card)
         console.print(f"uploaded    {uploaded.commit_url}")
 
 
