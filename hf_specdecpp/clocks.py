@@ -10,8 +10,6 @@ from statistics import fmean, median
 
 import torch
 
-TOLD_BY = 3  # turns in which a clock has to move
-
 
 def computing_clock(*devices: torch.device) -> Callable[[], float]:
     """Reads the seconds of computations on these devices, by default on the CPU.
@@ -21,41 +19,6 @@ def computing_clock(*devices: torch.device) -> Callable[[], float]:
     """
     only_here = torch.get_num_threads() == 1 and all(device.type == "cpu" for device in devices)
     return time.thread_time if only_here and os.name == "posix" else time.perf_counter
-
-
-def least_times(
-    actions: dict[int, Callable[[], None]],
-    budget: float,
-    clock: Callable[[], float] = time.perf_counter,
-    turns: int = 25,
-    least: int = 2,
-) -> dict[int, float]:
-    """Minimum time per action, round-robin; where a coarse clock stood still, the mean. Without those that it cannot
-    tell at all.
-
-    Args:
-        actions: by name.
-        budget: seconds after which no further action starts, once the first ones have been timed.
-        clock: times them.
-        turns: the most.
-        least: how many of the actions are timed in any case.
-    """
-    first = list(actions)[:least]
-    for name in first:
-        actions[name]()  # warm up
-    times: dict[int, list[float]] = {}
-    end = time.perf_counter() + budget
-    for turn in range(turns):
-        for name, action in actions.items():
-            if time.perf_counter() > end and set(first) <= set(times):
-                break
-            begin = clock()
-            action()
-            times.setdefault(name, []).append(clock() - begin)
-        if turn + 1 >= TOLD_BY and not sum(map(sum, times.values())) > 0.0:
-            return {}  # it stands, and so may the clock of the budget
-    found = {name: first_sensible(min(each), fmean(each)) for name, each in times.items()}
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
 def typical(times: Sequence[float]) -> float | None:

@@ -145,7 +145,7 @@ def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
     def step(candidates: list[Tensor]) -> DraftStep:
         return session.draft_step(len(candidates), *session.step(candidates), greedy=True)
 
-    return len(draft_chain(step, rule, None, chains.MAX_TOKENS).tokens)
+    return len(draft_chain(step, rule, None, chains.MAX_TOKENS))
 
 
 def test_the_interval_of_the_acceptance_is_over_texts(report: Any) -> None:
