@@ -13,12 +13,13 @@ import argparse
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from timeit import repeat
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.clocks import computing_clock, least_times
+from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.intervals import median_of_ratios
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of
@@ -40,7 +41,7 @@ def price(target, assistant) -> None:
         1: partial(MixedProcessing(Processing([]), table, greedy=True).one, text, [], logits[0]),
         2: partial(table.learn, contexts, logits),
     }
-    seconds = least_times(actions, 2.0, clock, turns=200)
+    seconds = {name: min(repeat(action, timer=clock, number=1, repeat=200)) for name, action in actions.items()}
     stats = rounds_without(target, assistant)
     step = stats.draft_seconds / stats.draft_passes
     whole = (stats.draft_seconds + stats.target_seconds + stats.overhead_seconds) / stats.rounds
