@@ -33,7 +33,7 @@ from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage, student
+from hf_specdecpp.training.distillation import stage, students
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
@@ -60,8 +60,8 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "unrolled 1 step": {".unroll": 1},
         "unrolled 2 steps": {".unroll": 2},
         "unrolled 6 steps": {".unroll": 6},
-        "LoRA of rank 16": {".rank": 16, ".alpha": 32},
-        "LoRA of full rank": {".rank": text.hidden_size, ".alpha": 2 * text.hidden_size},
+        "LoRA of rank 16": {".rank": 16},
+        "LoRA of full rank": {".rank": text.hidden_size},
         "total variation as the loss": {".loss": "tv"},
         "half of the answers": {"answers": 0.5},
         "half of the answers, as many steps": {"answers": 0.5, ".epochs": 2 * epochs},
@@ -106,7 +106,7 @@ def share_answers(work: Path, folder: Path, share: float) -> None:
 @contextmanager
 def over_target_keys() -> Iterator[None]:
     """Within it drafts are trained over the target's keys and values."""
-    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(student, "unrolled", read):
+    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(students, "unrolled", read):
         yield
 
 

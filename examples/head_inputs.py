@@ -30,11 +30,10 @@ from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.calibration.chains import MAX_TOKENS, STARTS, chains_of_text, head_estimates
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.evaluation.chains import MAX_TOKENS, STARTS, Recorder, head_estimates
+from hf_specdecpp.training.evaluation.rules import curve
 from hf_specdecpp.training.evaluation.stage import THRESHOLDS, recorded_chains, time_per_token
-from hf_specdecpp.training.metrics import curve
-from hf_specdecpp.training.temperatures import sampling_at
 
 LAST = 8  # tokens of the text that are looked back at
 STEPS, SEEDS = 400, 3
@@ -72,7 +71,7 @@ def rows_of(
     config: TrainingConfig, split: str, sampling: Sampling, assistant: SpecDecPPAssistant, target: nn.Module
 ) -> dict[str, Tensor]:
     """The candidates of the chains along the answers of a split, with `inputs` `[n, 9]` and the head's `log_odds`."""
-    parts = []
+    parts, recorder = [], Recorder(assistant, target, sampling, assistant.head.inputs)
     texts = answers.written_at(answers.load(config.work, split), sampling.temperature)
     for number, text in enumerate(logging.tqdm(texts, desc=f"{split}, temperature {sampling.temperature:g}")):
         ids, generator = text["input_ids"], torch.Generator().manual_seed(number)
@@ -80,7 +79,7 @@ def rows_of(
         if number_of_places < STARTS:
             continue
         starts = (first + torch.randperm(number_of_places, generator=generator)[:STARTS]).sort().values.tolist()
-        rows = chains_of_text(ids, starts, assistant, target, sampling, assistant.head.inputs, generator)
+        rows = recorder.of_text(ids, starts, generator)
         own = torch.cat((rows["index"][:, None].float().log1p(), rows["scalars"][:, :3]), dim=1)
         rows["inputs"] = torch.cat((own, of_text(ids, assistant, target)[rows["start"]]), dim=1)
         rows["text"] = torch.full_like(rows["start"], number)
@@ -135,7 +134,7 @@ def main(path: str, name: str, cost: float = 0.09) -> None:
     assistant = SpecDecPPAssistant.from_pretrained(name, target=target)
     lines = ["| temperature | the head corrected by | AUC | KL | time of a token |", "|---|---|---|---|---|"]
     for temperature in config.rollouts.temperatures:
-        sampling = sampling_at(config, temperature)
+        sampling = config.sampling(temperature)
         fitting = rows_of(config, "train", sampling, assistant, target)
         sets = [rows_of(config, split, sampling, assistant, target) for split in answers.test_sets(config.work)]
         for number, each in enumerate(sets):

@@ -50,7 +50,7 @@ config = TrainingConfig(
     rollouts=RolloutConfig(data=[str(prompts)], samples_per_prompt=2, max_new_tokens=64, heldout=0.34),
     # A LoRA adapter makes the draft say what the target says. The draft's LM head keeps 4096 tokens: on small models
     # it is most of the price of a drafted token.
-    distill=DistillConfig(rank=16, alpha=32, draft_vocab_size=4096, epochs=2.0),
+    distill=DistillConfig(rank=16, draft_vocab_size=4096, epochs=2.0),
     # The head learns which candidates the target accepts.
     head=HeadConfig(inputs="before", epochs=3.0, learning_rate=1e-3),
 )

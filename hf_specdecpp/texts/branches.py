@@ -49,6 +49,42 @@ class DraftedChains:
     hidden: Tensor
 
 
+@dataclass(frozen=True)
+class ReadText:
+    """A text, and the target's states along it, `[1, n, width]`, where a draft reads them."""
+
+    ids: list[int]
+    states: Tensor | None = None
+
+    @classmethod
+    def by(cls, target: CausalLM, drafter: Draft, ids: list[int]) -> ReadText:
+        return cls(ids, target_states(target, drafter, ids))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How candidates come from a draft's states.
+
+    Attributes:
+        to_q: logits `[n, vocab]` to q.
+        vocab_size: of the target.
+        generator: draws the candidates; `None` takes the likeliest (greedy).
+    """
+
+    to_q: Callable[[Tensor], Tensor]
+    vocab_size: int
+    generator: torch.Generator | None = None
+
+    def candidates(self, drafter: Any, states: Tensor) -> tuple[Tensor, Tensor]:
+        """A candidate from each state `[n, hidden_size]`, and its scalars `[n, 6]`."""
+        tokens, scalars, greedy = [], [], self.generator is None
+        for rows in states.split(ROWS_AT_ONCE):
+            q = self.to_q(drafter.logits(rows, self.vocab_size))
+            tokens.append(q.argmax(-1) if greedy else draw_rows(q, self.generator))
+            scalars.append(scalar_features(q, tokens[-1], greedy=greedy))
+        return torch.cat(tokens), torch.cat(scalars)
+
+
 def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tensor]:
     """The starts in groups that all of the models read together: all in one, unless a model cannot read a tree."""
     starts = torch.as_tensor(starts, dtype=torch.long)
@@ -65,56 +101,43 @@ def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tens
 @torch.no_grad()
 def draft_chains(
     drafter: Any,
-    ids: list[int],
+    text: ReadText,
     starts: Tensor,
     length: int,
-    to_q: Callable[[Tensor], Tensor],
-    vocab_size: int,
-    generator: torch.Generator | None,
+    drawing: Drawing,
     first: tuple[Tensor, Tensor] | None = None,
-    states: Tensor | None = None,
 ) -> DraftedChains:
-    """Draft `length` candidates after `ids[:start]` for every start, whatever they are (an end of text, too).
+    """Draft `length` candidates after `text.ids[:start]` for every start, whatever they are (an end of text, too).
 
     A block draft has as many as its block at most, and does not read the last: there `hidden` is the one before.
 
     Args:
         starts: `[c]` int64, ascending, each at least 1, for a block at least 2; one group of `together`.
-        to_q: logits `[n, vocab]` to q.
-        vocab_size: of the target.
-        generator: draws the candidates; `None` takes the likeliest (greedy).
         first: the first candidate of each chain `[c]` and its scalars `[c, 6]`, where they are not to be drawn.
-        states: of the target along `ids`, for a conditioned draft: `target_states`.
     """
-
-    def candidates(states: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = [_draw(to_q(drafter.logits(rows, vocab_size)), generator) for rows in states.split(ROWS_AT_ONCE)]
-        return torch.cat([token for token, _ in drawn]), torch.cat([row for _, row in drawn])
-
     if drafter.blocks_after is not None:
-        return _draft_blocks(drafter, ids, starts, length, states, candidates)
+        return _draft_blocks(drafter, text, starts, length, drawing)
     count, device = len(starts), drafter.device
     starts = starts.to(device)
-    text = BranchingText(drafter, ids[: int(starts[-1])], states)
-    hidden, tokens, scalars = [text.states[starts - 1]], [], []
+    branching = BranchingText(drafter, text.ids[: int(starts[-1])], text.states)
+    hidden, tokens, scalars = [branching.states[starts - 1]], [], []
     one_level = torch.eye(count, dtype=torch.bool, device=device)
     for depth in range(length):
-        token, row = first if first is not None and depth == 0 else candidates(hidden[-1])
+        known = first if depth == 0 else None
+        token, row = known or drawing.candidates(drafter, hidden[-1])
         tokens.append(token)
         scalars.append(row)
         below = one_level.repeat(1, depth + 1)
         depths = (starts + torch.arange(depth + 1, device=device)[:, None]).flatten()
-        hidden.append(text.read(tokens[-1], starts, below, depths, None if states is None else hidden[-1]))
+        hidden.append(branching.read(token, starts, below, depths, None if text.states is None else hidden[-1]))
     return DraftedChains(starts, torch.stack(tokens, 1), torch.stack(scalars, 1), torch.stack(hidden, 1))
 
 
-def _draft_blocks(
-    drafter: Any, ids: list[int], starts: Tensor, length: int, states: Any,
-    candidates: Callable[[Tensor], tuple[Tensor, Tensor]],
-) -> DraftedChains:  # fmt: skip
-    starts, text = starts.to(drafter.device), torch.tensor([ids], device=drafter.device)
-    hidden = drafter.blocks_after(text, states.to(drafter.device), starts[None] - 1)[0, :, :length]
-    drawn = [candidates(rows) for rows in hidden.unbind(1)]
+def _draft_blocks(drafter: Any, text: ReadText, starts: Tensor, length: int, drawing: Drawing) -> DraftedChains:
+    starts, ids = starts.to(drafter.device), torch.tensor([text.ids], device=drafter.device)
+    states: Any = text.states
+    hidden = drafter.blocks_after(ids, states.to(drafter.device), starts[None] - 1)[0, :, :length]
+    drawn = [drawing.candidates(drafter, rows) for rows in hidden.unbind(1)]
     tokens, scalars = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
     return DraftedChains(starts, tokens, scalars, torch.cat((hidden, hidden[:, -1:]), 1))
 
@@ -209,9 +232,3 @@ class BranchingText:
     def forget(self, count: int) -> None:
         """Drop the last `count` nodes."""
         self.cache.crop(-count)
-
-
-def _draw(q: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """A candidate from each row of q `[n, vocab]`, and its scalars `[n, 6]`."""
-    token = q.argmax(-1) if generator is None else draw_rows(q, generator)
-    return token, scalar_features(q, token, greedy=generator is None)

@@ -15,10 +15,10 @@ from rich.console import Console
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli_options import TrainOptions
 from hf_specdecpp.hub.repository import CARD
-from hf_specdecpp.training.card.summary import summary
+from hf_specdecpp.training.card import summary
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.run import train
+from hf_specdecpp.training.trainers import process_state
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hf_specdecpp.config.bounds import BLOCK
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.types import check_types
 from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
-from hf_specdecpp.training.checks import a_share, above_zero, at_least, build, refuse_unknown
+from hf_specdecpp.texts.sampling import Sampling
 
-DTYPES = ("auto", "bfloat16", "float32")
-LOSSES = ("kl", "tv", "kl+tv")
+# The least that whole numbers may be.
+LEAST = {
+    "rollouts.max_prompts": 2,  # some are held out
+    **dict.fromkeys(("rollouts.samples_per_prompt", "rollouts.max_new_tokens", "rollouts.batch_size"), 1),
+    "rollouts.shard_size": 1,
+    "rollouts.top_k": 0,
+    **dict.fromkeys(("distill.draft_vocab_size", "distill.rank", "distill.batch_size", "distill.unroll"), 1),
+    **dict.fromkeys(("distill.gradient_accumulation_steps", "distill.fusion_rank", "distill.block_layers"), 1),
+    "distill.max_length": 2,  # a token to learn, and one before it
+    "distill.block_size": 2,
+    **dict.fromkeys(("head.rank", "head.siblings", "head.batch_size", "head.max_texts"), 1),
+    "head.num_blocks": 0,
+    "evaluation.max_prompts": 1,
+}
+ABOVE_ZERO = (
+    "distill.epochs", "distill.learning_rate", "distill.fusion_learning_rate", "head.rejection_weight", "head.epochs",
+    "head.learning_rate",
+)  # fmt: skip
+# Settings of earlier versions, and what takes their place.
+DECIDED = {
+    "distill.alpha": "It is twice distill.rank.",
+    "distill.dropout": "The adapter has none: a share of its update is kept instead.",
+    "distill.cache_states": "Each epoch computes the target's states.",
+    "distill.block_decay": "The places of a block weigh exp(-(place - 1) / 4).",
+    "distill.block_anchors": "Each pass teaches 16 blocks of a text.",
+    "distill.mask_token": "It is the largest token id that the answers do not have.",
+    "head.mixing": "It is the paper's 0.15.",
+    "head.top_k": "Labels are of the top-k that the answers are written with, rollouts.top_k.",
+}
 
 
 @dataclass
@@ -61,9 +89,7 @@ class DistillConfig:
             says it covers.
         on_prompts: learn on the prompts' tokens, too: more text for no more answers. Good for an early exit, which has
             much to learn; what is measured are the answers alone.
-        rank (dimensions): of the adapter, LoRA's r.
-        alpha: LoRA's alpha; the adapter's update is multiplied by alpha / rank.
-        dropout (share of inputs): of the adapter, left out at random while it learns.
+        rank (dimensions): of the adapter, LoRA's r; its alpha is twice that.
         epochs (passes over the texts): may be a fraction.
         learning_rate: the highest of its cosine schedule. For an EAGLE-3 layer, all of whose weights learn, 1e-4 is
             good.
@@ -76,13 +102,6 @@ class DistillConfig:
         fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
         block_size (candidates): of a block, whose draft proposes so many with one pass.
         block_layers (layers): of a block draft.
-        block_decay (places): a candidate of a block weighs exp(-(place - 1) / block_decay) in the loss, since it counts
-            only where those before it are accepted.
-        block_anchors (blocks): of each text in a pass, each after another token that is chosen at random.
-        mask_token: id of the token that stands in a block for those to be guessed, by default the largest one that the
-            answers do not have.
-        cache_states: keep the states that a conditioned draft reads of the target on disk while it is trained, so that
-            further epochs need no pass of the target; how much that takes is said before.
         loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected;
             `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
@@ -97,8 +116,6 @@ class DistillConfig:
     draft_vocab_size: int | None = None
     on_prompts: bool = False
     rank: int = 32
-    alpha: int = 64
-    dropout: float = 0.0
     epochs: float = 1.0
     learning_rate: float = 2e-4
     batch_size: int = 4
@@ -109,11 +126,7 @@ class DistillConfig:
     fusion_rank: int | None = None
     block_size: int = 8
     block_layers: int = 1
-    block_decay: float = 4.0
-    block_anchors: int = 16
-    mask_token: int | None = None
-    cache_states: bool = False
-    loss: str = "kl"
+    loss: Literal["kl", "tv", "kl+tv"] = "kl"
     bf16: bool = False
     start_from: str | None = None
 
@@ -131,13 +144,11 @@ class HeadConfig:
         label: `"sampled"` is the paper's min(1, p(y)/q(y)) of the drawn token; `"analytic"` is sum min(p, q).
         rejection_weight: weight w_rej of the BCE (paper: 6). 1 leaves the estimates as they are; more makes the head
             wary, which the calibration then takes back from its average.
-        mixing (share of positions): there the draft reads the target's token instead of its own (paper: 0.15).
         siblings (candidates): drawn without replacement at each position (`inputs="before"`). Trees ask about siblings;
             for chains 1 is enough.
         dropout (share of inputs): of the hidden states, left out at random while a `"before"` head is fitted: what few
             texts teach does not carry over to others without it.
         temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
-        top_k (tokens): how many p and q keep in the labels, by default as many as in the rollouts.
         epochs (passes over the texts): may be a fraction (paper: 3).
         learning_rate: the highest of its cosine schedule (paper: 5e-5). The network on the scalars (`inputs="before"`)
             has ten times the rate.
@@ -146,17 +157,15 @@ class HeadConfig:
         learning_curve: also fit heads on a quarter and a half of the texts, for the card: would more data help?
     """
 
-    inputs: str = "before"
+    inputs: Literal["before", "after"] = "before"
     num_blocks: int = 3
     tied: bool = False
     rank: int = 64
-    label: str = "sampled"
+    label: Literal["sampled", "analytic"] = "sampled"
     rejection_weight: float = 1.0
-    mixing: float = 0.15
     siblings: int = 4
     dropout: float = 0.7
     temperature: float | None = None
-    top_k: int | None = None
     epochs: float = 3.0
     learning_rate: float = 1e-3
     batch_size: int = 32
@@ -218,7 +227,7 @@ class TrainingConfig:
     draft: str | None = None
     layers: int | list[int] | None = None
     reads: list[int] | None = None
-    dtype: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     target_id: str | None = None
     target_revision: str | None = None
     draft_id: str | None = None
@@ -291,23 +300,41 @@ class TrainingConfig:
     def work(self) -> Path:
         return Path(self.work_dir) if self.work_dir else Path(f"{self.output}-work")
 
+    @property
+    def head_temperatures(self) -> list[float]:
+        """The temperatures that the head is for."""
+        return self.rollouts.temperatures if self.head.temperature is None else [self.head.temperature]
+
+    def sampling(self, temperature: float) -> Sampling:
+        """How the texts of a temperature were written, which is how the head's labels see them."""
+        return Sampling(temperature, self.rollouts.top_k)
+
     def validate(self) -> None:
         """Raise `ValueError` naming the first setting that makes no sense."""
         check_types(self)
         for name in ("target", "output"):
             if not getattr(self, name):
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
         refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
         SpeculationConfig(**self.speculation)
-        self._validate_ids()
-        self._validate_rollouts()
-        self._validate_distill()
-        self._validate_head()
-        at_least(1, "evaluation.max_prompts", self.evaluation.max_prompts)
+        self._check_ranges()
+        self._check_ids()
+        self._check_texts()
+        self._check_draft()
 
-    def _validate_ids(self) -> None:
+    def _check_ranges(self) -> None:
+        for name, least in LEAST.items():
+            if (value := attrgetter(name)(self)) is not None and value < least:
+                raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
+        for name in ABOVE_ZERO:
+            if attrgetter(name)(self) <= 0.0:
+                raise ValueError(f"{name}={attrgetter(name)(self)} must be above 0.")
+        if not 0.0 < self.rollouts.heldout < 1.0:
+            raise ValueError(f"rollouts.heldout={self.rollouts.heldout} must be between 0 and 1: it is a share.")
+        if not 0.0 <= self.head.dropout < 1.0:
+            raise ValueError(f"head.dropout={self.head.dropout} must be at least 0 and under 1: it is a share.")
+
+    def _check_ids(self) -> None:
         if self.draft_id is not None and self.named_draft is None:
             raise ValueError(
                 f"draft_id={self.draft_id!r} names a draft of its own, but layers of the target are trained. Set "
@@ -318,72 +345,38 @@ class TrainingConfig:
             if revision is not None and getattr(self, f"{role}_id") is None:
                 raise ValueError(f"{role}_revision={revision!r} is a commit of {role}_id, which is not set. Set both.")
 
-    def _validate_rollouts(self) -> None:
-        rollouts = self.rollouts
-        if not rollouts.data:
+    def _check_texts(self) -> None:
+        if not self.rollouts.data:
             raise ValueError("A training run needs prompts. Pass --data FILE.jsonl, or set rollouts.data.")
-        if not 0.0 < rollouts.heldout < 1.0:
-            raise ValueError(f"rollouts.heldout={rollouts.heldout} must be between 0 and 1: it is a share.")
-        temperatures = rollouts.temperatures
+        temperatures = self.rollouts.temperatures
         if not temperatures or not all(math.isfinite(temperature) and temperature >= 0 for temperature in temperatures):
             raise ValueError(
                 f"rollouts.temperatures={temperatures!r} must be a list of numbers of at least 0, such as [1.0, 0.0]."
             )
         if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
             raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
-        for name in ("samples_per_prompt", "max_new_tokens", "batch_size", "shard_size"):
-            at_least(1, f"rollouts.{name}", getattr(rollouts, name))
-        at_least(0, "rollouts.top_k", rollouts.top_k)
-        at_least(2, "rollouts.max_prompts", rollouts.max_prompts)  # some are held out
+        if self.head.temperature is not None and self.head.temperature not in temperatures:
+            raise ValueError(
+                f"head.temperature={self.head.temperature!r} must be one of rollouts.temperatures={temperatures}: the "
+                "head is fitted on those texts. Leave it out to fit on all of them."
+            )
 
-    def _validate_distill(self) -> None:
-        distill = self.distill
-        cannot = self.trainable.cannot
+    def _check_draft(self) -> None:
+        distill, cannot = self.distill, self.trainable.cannot
         if (reason := cannot.get("stay untrained")) is not None and not distill.enabled and not self.ready_made:
             raise ValueError(f"distill.enabled=False: {reason}.")
         if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":
             raise ValueError(f"head.inputs='after' {reason}. Use head.inputs='before'.")
         if (reason := cannot.get("draft vocabulary")) is not None and distill.draft_vocab_size is not None:
             raise ValueError(f"distill.draft_vocab_size={distill.draft_vocab_size}: {reason}. Leave it out.")
-        whole = ("draft_vocab_size", "rank", "alpha", "batch_size", "gradient_accumulation_steps", "unroll")
-        for name in (*whole, "fusion_rank", "block_layers", "block_anchors"):
-            at_least(1, f"distill.{name}", getattr(distill, name))
-        at_least(2, "distill.max_length", distill.max_length)  # a token to learn, and one before it
-        at_least(0, "distill.mask_token", distill.mask_token)
-        if not 2 <= distill.block_size <= BLOCK[-1]:
-            raise ValueError(f"distill.block_size={distill.block_size} must be a whole number from 2 to {BLOCK[-1]}.")
+        if distill.block_size > BLOCK[-1]:
+            raise ValueError(f"distill.block_size={distill.block_size} must be at most {BLOCK[-1]}.")
         longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
         if self.trains_block and self.ready_made is None and distill.block_size > longest:
             raise ValueError(
                 f"distill.block_size={distill.block_size} is longer than the answers, which have at most {longest} "
                 "tokens (rollouts.max_new_tokens, distill.max_length), so nothing would teach its last places. Lower "
                 "it."
-            )
-        for name in ("epochs", "learning_rate", "fusion_learning_rate", "block_decay"):
-            above_zero(f"distill.{name}", getattr(distill, name))
-        a_share("distill.dropout", distill.dropout)
-        if distill.loss not in LOSSES:
-            raise ValueError(f"distill.loss={distill.loss!r} must be one of {', '.join(LOSSES)}.")
-
-    def _validate_head(self) -> None:
-        head = self.head
-        if head.inputs not in ("after", "before") or head.label not in ("sampled", "analytic"):
-            raise ValueError(
-                f"head.inputs={head.inputs!r} must be 'after' or 'before', head.label={head.label!r} "
-                "'sampled' or 'analytic'."
-            )
-        for name in ("mixing", "dropout"):
-            a_share(f"head.{name}", getattr(head, name))
-        for name in ("rank", "siblings", "batch_size", "max_texts"):
-            at_least(1, f"head.{name}", getattr(head, name))
-        for name in ("num_blocks", "top_k"):
-            at_least(0, f"head.{name}", getattr(head, name))
-        for name in ("rejection_weight", "epochs", "learning_rate"):
-            above_zero(f"head.{name}", getattr(head, name))
-        if head.temperature is not None and head.temperature not in self.rollouts.temperatures:
-            raise ValueError(
-                f"head.temperature={head.temperature!r} must be one of rollouts.temperatures="
-                f"{self.rollouts.temperatures}: the head is fitted on those texts. Leave it out to fit on all of them."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -392,4 +385,35 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:
         """Build from nested dicts, as read from YAML; an unknown name is an error with its path."""
-        return build(cls, values, "")
+        return _built(cls, values, "")
+
+
+def _built(cls: Any, values: dict[str, Any], path: str) -> Any:
+    refuse_unknown(cls, values, path)
+    built = dict(values)
+    for name, value in values.items():
+        default = getattr(cls(), name)
+        if is_dataclass(default) and isinstance(value, dict):
+            built[name] = _built(type(default), value, f"{path}{name}.")
+        if isinstance(default, float) and isinstance(value, str):
+            built[name] = _number(value)
+    return cls(**built)
+
+
+def _number(text: str) -> float | str:
+    """YAML reads 2e-4, which has no point, as text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def refuse_unknown(cls: Any, values: dict[str, Any], path: str) -> None:
+    """Raise `ValueError` for a name that is no field; `path` is what stands before it, such as `"head."`."""
+    known = [item.name for item in fields(cls)]
+    for name in sorted(set(values) - set(known)):
+        if (decided := DECIDED.get(f"{path}{name}")) is not None:
+            raise ValueError(f"{path}{name} is no setting any more. {decided} Leave it out.")
+        raise ValueError(
+            f"Unknown setting {path}{name}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
+        )

@@ -1,26 +1,28 @@
-"""The models of a training run, as far as it has got, and the fitted head on disk."""
+"""The models of a training run, as far as it has got (`Trained`), and what of them is on disk."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import FUSION, Fusion, read_fusion
 from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.stored import OwnFile, Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors, save_text
+from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -29,12 +31,50 @@ from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model, load_model_config, load_tokenizer
 from hf_specdecpp.models.vocabulary import check_same_tokenizer
 from hf_specdecpp.texts import answers
+from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.processes import process_state
+from hf_specdecpp.training.resuming import save_json
+from hf_specdecpp.training.trainers import process_state
 
-HEAD_WEIGHTS, HEAD_CONFIG = "head.safetensors", "head.json"
+HEAD, HEAD_WEIGHTS, HEAD_CONFIG = "head", "head.safetensors", "head.json"
 FUSION_CONFIG, LAYER_CONFIG = "fusion.json", "layer.json"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the stages after `distill` work with.
+
+    Attributes:
+        config: of the run.
+        target: its target.
+        assistant: what the stages have made so far, attached to `target`.
+    """
+
+    config: TrainingConfig
+    target: CausalLM
+    assistant: SpecDecPPAssistant
+
+    @classmethod
+    def load(cls, config: TrainingConfig) -> Trained:
+        target = load_target(config)
+        return cls(config, target, load_assistant(config, target))
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.assistant.ready_drafter()
+
+    @property
+    def head(self) -> AcceptanceHead:
+        """The fitted head, or `ValueError` where there is none."""
+        if self.assistant.head is None:
+            folder = self.config.work / HEAD
+            raise ValueError(f"{folder} has no fitted head yet: run the stage 'head' before this one.")
+        return self.assistant.head
+
+    def texts(self, split: str, sampling: Sampling) -> Dataset:
+        """Rollouts of `split` that were written at the temperature of `sampling`; `ValueError` if there are none."""
+        return answers.written_at(answers.load(self.config.work, split), sampling.temperature)
 
 
 def check(config: TrainingConfig) -> None:
@@ -66,16 +106,16 @@ def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
     if config.layers is not None:
         return config.layers
     first = config.trainable.first_layers
-    return [_depth(target) - 1] if first is None else first
+    return [depth_of(target) - 1] if first is None else first
 
 
 def reads_of(config: TrainingConfig, target: CausalLM) -> list[int]:
     """The layers of the target that a conditioned draft reads; of 30 layers 2, 15 and 28."""
-    depth = _depth(target)
+    depth = depth_of(target)
     return config.reads if config.reads is not None else sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})
 
 
-def _depth(target: CausalLM) -> int:
+def depth_of(target: CausalLM) -> int:
     return int(target.config.get_text_config(decoder=True).num_hidden_layers)
 
 
@@ -119,28 +159,24 @@ def load_draft_vocab(work: Path) -> Tensor | None:
 
 
 def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:
-    """The assistant that the stages have made so far, attached to `target`.
-
-    An independent or early-exit draft, with the adapter, draft vocabulary and head that are in `config.work`.
-    """
+    """The assistant that the stages have made so far, attached to `target`, with what is in `config.work`."""
     work = config.work
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
     vocab = load_draft_vocab(work)
-    head = load_head(work / "head") if (work / "head" / HEAD_CONFIG).is_file() else None
+    head = load_head(work / HEAD) if (work / HEAD / HEAD_CONFIG).is_file() else None
     if config.ready_made is not None:
         assistant = SpecDecPPAssistant.from_pretrained(config.ready_made)
         assistant.head = head
         assistant.attach(target)
         return assistant
     if config.trains_layer:
-        made = SpecDecPPConfig(draft_kind=config.kind.name)
-        assistant = SpecDecPPAssistant(made, None, head, Parts(module=load_layer(config.kind, work)))
+        parts = Parts(module=load_layer(config.kind, work))
+        assistant = SpecDecPPAssistant(SpecDecPPConfig(draft_kind=config.kind.name), None, head, parts)
         assistant.attach(target)
         return assistant.eval()
     if config.trains_module:
-        fusion, layers = load_fusion(work), layers_of(config, target)
         return SpecDecPPAssistant.from_conditioned(
-            target, layers, fusion=fusion, adapter=adapter, head=head, draft_vocab=vocab
+            target, layers_of(config, target), fusion=load_fusion(work), adapter=adapter, head=head, draft_vocab=vocab
         )
     if config.independent_draft is None:
         return SpecDecPPAssistant.from_early_exit(
@@ -166,7 +202,7 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
 def save_head(head: AcceptanceHead, folder: Path) -> None:
     """Write a head; `head.json` comes last, and a folder with it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    _save(head, head.state_dict(), folder / HEAD_WEIGHTS, folder / HEAD_CONFIG)
+    _save(head.state_dict(), folder / HEAD_WEIGHTS, head.to_config(), folder / HEAD_CONFIG)
 
 
 def load_head(folder: Path) -> AcceptanceHead:
@@ -177,7 +213,7 @@ def load_head(folder: Path) -> AcceptanceHead:
 
 def save_fusion(fusion: Fusion, tensors: dict[str, Tensor], work: Path) -> None:
     """Write a fusion's trained tensors, and last its description."""
-    _save(fusion, tensors, work / FUSION, work / FUSION_CONFIG)
+    _save(tensors, work / FUSION, fusion.to_config(), work / FUSION_CONFIG)
 
 
 def load_fusion(work: Path) -> Fusion:
@@ -192,8 +228,7 @@ def save_layer(kind: Kind, model: Any, state: Mapping[str, Tensor], dtype: torch
     own = own_file(kind)
     tensors, path = own.tensors(model, state, dtype), work / own.name
     check_finite(tensors, path)
-    save_tensors(tensors, path)
-    save_text(json.dumps(model.settings.to_config(), indent=2) + "\n", work / LAYER_CONFIG)
+    _save(tensors, path, model.settings.to_config(), work / LAYER_CONFIG)
 
 
 def load_layer(kind: Kind, work: Path) -> Any:
@@ -212,9 +247,9 @@ def own_file(kind: Kind) -> OwnFile:
     return own
 
 
-def _save(module: AcceptanceHead | Fusion, tensors: dict[str, Tensor], weights: Path, config: Path) -> None:
+def _save(tensors: dict[str, Tensor], weights: Path, description: dict[str, Any], config: Path) -> None:
     save_tensors(tensors, weights)
-    save_text(json.dumps(module.to_config(), indent=2) + "\n", config)
+    save_json(description, config)
 
 
 def digest(path: Path) -> str | None:

@@ -11,24 +11,19 @@ again, or refused where it was expensive.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.files import differences, read_json, save_tensors, save_text
 
 logger = logging.get_logger("hf_specdecpp")
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Record:
@@ -77,7 +72,7 @@ class Record:
 
     def _write(self, contents: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        save_text(json.dumps(contents, indent=2) + "\n", self.path)
+        save_json(contents, self.path)
 
 
 def shards(
@@ -109,45 +104,10 @@ def _counted(rows: Sequence[int], bar: Any) -> Iterator[int]:
         bar.update()
 
 
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint of a Trainer. It writes `trainer_state.json` last; without it, it was killed."""
-    complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return str(max(complete, key=lambda path: int(path.name.split("-")[1]))) if complete else None
+def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of several parts, one after another; empty where there is no part."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
-@contextmanager
-def telling_of_full_disks(folder: Path, size: int) -> Iterator[None]:
-    """Around a Trainer that writes its checkpoints to `folder`.
-
-    Libraries hide the error of a full disk: safetensors and torch.save raise errors of their own without its number.
-    So after any error that may come from writing, as many bytes as a checkpoint has are written once more.
-
-    Args:
-        size: of a checkpoint, in bytes.
-
-    Raises:
-        OSError: the disk is full, or the user's share of it.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if getattr(error, "errno", None) not in NO_ROOM and _has_room(folder, size):
-            raise
-        raise OSError(
-            f"A checkpoint in {folder} could not be written: the disk is full. Earlier ones are kept: make room and "
-            "run the same command to go on."
-        ) from error
-
-
-def _has_room(folder: Path, size: int) -> bool:
-    """Whether `size` more bytes can be written to `folder`; True where it cannot be tried."""
-    path, chunk = folder / f"room.{os.getpid()}.tmp", bytes(2**20)
-    try:
-        with path.open("wb") as file:
-            for start in range(0, size, len(chunk)):
-                file.write(chunk[: size - start])
-    except OSError as error:
-        return error.errno not in NO_ROOM
-    finally:
-        path.unlink(missing_ok=True)
-    return True
+def save_json(contents: Any, path: Path) -> None:
+    save_text(json.dumps(contents, indent=2) + "\n", path)

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from hf_specdecpp.files import UNFINISHED
-from hf_specdecpp.training import models, trackers
-from hf_specdecpp.training.calibration import stage as calibration
-from hf_specdecpp.training.card import stage as card
+from hf_specdecpp.training import card, models
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.evaluation import calibration
 from hf_specdecpp.training.evaluation import stage as evaluation
 from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.trainers import check_trackers, process_state
 
 STAGES = {
     "rollouts": rollouts.run,
@@ -47,7 +46,7 @@ def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
     unknown = sorted(set(stages or ()) - set(STAGES))
     if unknown:
         raise ValueError(f"Unknown stage {unknown[0]!r}. The stages are {', '.join(STAGES)}.")
-    trackers.check(config.report_to)
+    check_trackers(config.report_to)
     models.check(config)
     state = process_state()
     if state.is_main_process:

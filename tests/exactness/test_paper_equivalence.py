@@ -23,10 +23,10 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.head.features import text_features
+from hf_specdecpp.training.head.features import Examples
 from hf_specdecpp.training.head.stage import HeadTrainer, collate
 
-PAPER = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0, mixing=0.15)
+PAPER = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0)
 PROMPT_LENGTH = 6
 TOLERANCE = 1e-5  # heads are float32
 VISIBLE = 1e-3
@@ -43,7 +43,8 @@ def case() -> Any:
     head = AcceptanceHead(draft.config.hidden_size, 3, tied=True, inputs="after")
     texts = [prompt(46, seed=1), prompt(38, seed=2)]
     generator = torch.Generator().manual_seed(3)
-    items = [text_features(ids, PROMPT_LENGTH, PAPER, Sampling(), Drafter(draft), target, generator) for ids in texts]
+    examples = Examples(PAPER, Drafter(draft), target)
+    items = [examples.of_text(ids, PROMPT_LENGTH, Sampling(), generator) for ids in texts]
     return target, draft, head, texts, items
 
 
@@ -117,13 +118,14 @@ def test_the_drafts_tokens_are_drawn_from_q() -> None:
     target = tiny("llama")
     drafter, ids = Drafter(partly_agreeing(target, 0.9)), prompt(46, seed=1)
     generator = torch.Generator().manual_seed(0)
-    arguments = (Sampling(), drafter, target, generator)
-    sampled = torch.stack([text_features(ids, 6, PAPER, *arguments)["label"].mean() for _ in range(100)])
-    analytic = text_features(ids, 6, HeadConfig(inputs="after", label="analytic"), *arguments)["label"].mean()
+
+    def features(head: HeadConfig) -> Batch:
+        return Examples(head, drafter, target).of_text(ids, 6, Sampling(), generator)
+
+    sampled = torch.stack([features(PAPER)["label"].mean() for _ in range(100)])
+    analytic = features(HeadConfig(inputs="after", label="analytic"))["label"].mean()
     assert abs(float(sampled.mean() - analytic)) < 5 * float(sampled.std()) / math.sqrt(100)
-    shares = [
-        float((text_features(ids, 6, PAPER, *arguments)["mask"] == 0).float().mean()) for _ in range(100)
-    ]  # 4000 coins
+    shares = [float((features(PAPER)["mask"] == 0).float().mean()) for _ in range(100)]  # 4000 coins
     assert sum(shares) / 100 == pytest.approx(0.15, abs=0.03)
 
 

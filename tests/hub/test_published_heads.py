@@ -27,7 +27,7 @@ from hf_specdecpp.hub.inspection import inspect
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.calibration.chains import chains_of_text
+from hf_specdecpp.training.evaluation.chains import Recorder
 
 ROOT = Path(__file__).parents[2]
 HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))
@@ -119,9 +119,8 @@ def test_lossless_and_as_good_as_the_card(case: str, dataset: str) -> None:
         assert torch.equal(plain, target.generate(**inputs, **knobs, assistant_model=assistant))
         assert assistant.stats.accepted > 0
         starts = range(inputs["input_ids"].shape[1] + 1, plain.shape[1], 8)
-        rows = chains_of_text(
-            plain[0].tolist(), list(starts), assistant, target, Sampling(0.0), "before", torch.Generator()
-        )
+        recorder = Recorder(assistant, target, Sampling(0.0), "before")
+        rows = recorder.of_text(plain[0].tolist(), list(starts), torch.Generator())
         labels.append(rows["label"])
     assistant.detach()
     assert abs(float(torch.cat(labels).mean()) - said(repository, dataset, 0.0)) < TOLERANCE

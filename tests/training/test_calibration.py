@@ -15,11 +15,10 @@ from hf_specdecpp.estimation.head import Calibration
 from hf_specdecpp.estimation.metrics import ece
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.calibration import chains
-from hf_specdecpp.training.calibration import stage as calibration
-from hf_specdecpp.training.calibration.stage import calibrate, minimise, survival
+from hf_specdecpp.training.evaluation import calibration, chains
+from hf_specdecpp.training.evaluation.calibration import calibrate, minimise, survival
 from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.models import load_assistant, load_head, load_target
+from hf_specdecpp.training.models import Trained, load_head
 
 
 def test_minimise() -> None:
@@ -70,13 +69,11 @@ def test_labels_of_chains_are_conditioned_on_their_own_candidates(
 ) -> None:
     """Every chain, read anew in one pass without any cache."""
     config = training_run(tmp_path, num_texts=2, mix=0.9)
-    target, sampling = load_target(config), Sampling(temperature, 0)
-    assistant = load_assistant(config, target)
-    drafter = assistant.ready_drafter()
+    made = Trained.load(config)
+    target, drafter = made.target, made.drafter
     ids = answers.load(config.work, "train")[0]["input_ids"]
-    rows = chains.chains_of_text(
-        ids, [6, 7, 15, 25], assistant, target, sampling, inputs, torch.Generator().manual_seed(0)
-    )
+    recorder = chains.Recorder(made.assistant, target, Sampling(temperature, 0), inputs)
+    rows = recorder.of_text(ids, [6, 7, 15, 25], torch.Generator().manual_seed(0))
     assert rows["index"].tolist() == list(range(20)) * 4
     assert 0.0 < float(rows["label"].mean()) < 1.0
     for start in (6, 7, 15, 25):
@@ -100,11 +97,11 @@ def test_labels_of_chains_are_conditioned_on_their_own_candidates(
 
 def test_chains_end_with_the_text(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=2)
-    target = load_target(config)
-    assistant = load_assistant(config, target)
-    target.generation_config.eos_token_id = list(range(0, VOCAB_SIZE, 2))
+    made = Trained.load(config)
+    made.target.generation_config.eos_token_id = list(range(0, VOCAB_SIZE, 2))
     ids = answers.load(config.work, "train")[0]["input_ids"]
-    rows = chains.chains_of_text(ids, [6, 9], assistant, target, Sampling(), "before", torch.Generator().manual_seed(0))
+    recorder = chains.Recorder(made.assistant, made.target, Sampling(), "before")
+    rows = recorder.of_text(ids, [6, 9], torch.Generator().manual_seed(0))
     ends = torch.cat((rows["index"][1:] == 0, torch.tensor([True])))
     assert (rows["token"][ends] % 2 == 0).all() or len(rows["token"]) == 40
     assert (rows["token"][~ends] % 2 == 1).all()
@@ -142,19 +139,18 @@ def test_greedy_and_sampled_targets_are_calibrated_on_texts_of_their_own(tmp_pat
     calibrated = load_head(config.work / "head")
     assert list(report) == ["1", "0"]
     assert report["1"]["bias"] != report["0"]["bias"]
-    target = load_target(config)
-    assistant = load_assistant(config, target)
+    made = Trained.load(config)
     for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         # Once more from the recorded chains, in the half that is for fitting.
         sampling = Sampling(temperature, 0)
-        rows = chains.record(config, "heldout", assistant, target, sampling)
+        rows = chains.record(made, "heldout", sampling)
         assert set(rows["scalars"][:, 5].tolist()) == {float(temperature == 0.0)}
-        half = calibration.calibration_half(config, sampling, rows["text"])
-        log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
+        half = calibration.calibration_half(made, sampling, rows["text"])
+        log_odds = chains.head_estimates(head, rows, made.drafter)
         expected = calibrate(log_odds[half], rows["label"][half], rows["index"][half])
         assert calibrated.calibration[mode] == expected
         assert expected.bias == report[f"{temperature:g}"]["bias"]
-    labels = chains.record(config, "heldout", assistant, target, Sampling(0.0, 0))["label"]
+    labels = chains.record(made, "heldout", Sampling(0.0, 0))["label"]
     assert set(labels.unique().tolist()) == {0.0, 1.0}, "of greedy targets: agreed or not"
 
 
@@ -180,10 +176,10 @@ def test_calibration_needs_answers_at_each_temperature(tmp_path: Path) -> None:
 
 
 def test_calibration_needs_two_prompts(tmp_path: Path) -> None:
-    config = training_run(tmp_path, num_texts=2)
+    made = Trained.load(training_run(tmp_path, num_texts=2))
     with pytest.raises(ValueError, match=r"Only 1 held-out prompt .* rollouts.heldout"):
-        calibration.calibration_half(config, Sampling(), torch.tensor([0, 0, 1]))
-    halves = calibration.calibration_half(config, Sampling(), torch.tensor([0, 1, 2, 3, 4]))
+        calibration.calibration_half(made, Sampling(), torch.tensor([0, 0, 1]))
+    halves = calibration.calibration_half(made, Sampling(), torch.tensor([0, 1, 2, 3, 4]))
     assert halves.tolist() == [True, True, False, False, True], "samples of one prompt stay together"
 
 
@@ -191,8 +187,7 @@ def test_chains_are_of_texts_spread_over_the_rollouts(tmp_path: Path, monkeypatc
     monkeypatch.setattr(chains, "MEASURED", 4)
     monkeypatch.setattr(chains, "TEXTS_PER_SHARD", 3)
     config = training_run(tmp_path, num_texts=10)
-    target = load_target(config)
-    rows = chains.record(config, "train", load_assistant(config, target), target, Sampling())
+    rows = chains.record(Trained.load(config), "train", Sampling())
     assert rows["text"].unique().tolist() == [0, 3, 6, 9]
     assert len(rows["text"]) == 4 * chains.STARTS * 20
     assert len(list((config.work / "chains" / "train-1").glob("*.safetensors"))) == 2
@@ -202,7 +197,7 @@ def test_chains_continue_texts_of_their_temperature(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=4, temperatures=(1.0, 0.0))
     assert len(answers.load(config.work, "train")) == 6
     for temperature, count in ((1.0, 4), (0.0, 2)):
-        texts = chains.texts_at(config, "train", Sampling(temperature))
+        texts = Trained.load(config).texts("train", Sampling(temperature))
         assert (set(texts["temperature"]), len(texts)) == ({temperature}, count)
     with pytest.raises(ValueError, match=r"No rollouts were written at temperature 0\.5, only at 0, 1\. Choose one"):
-        chains.texts_at(config, "train", Sampling(0.5))
+        Trained.load(config).texts("train", Sampling(0.5))

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from support.hub_server import HubServer, point_client_at
 from support.models import VOCAB_SIZE, tiny
 from support.repos import PROMPT, greedy, save_model
-from support.training_files import training_run
+from support.training_files import evaluated, training_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -26,12 +26,10 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.hub.card import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import DRAFT_VOCAB
-from hf_specdecpp.training.calibration import chains
-from hf_specdecpp.training.calibration import stage as calibration
-from hf_specdecpp.training.card import stage as card_stage
+from hf_specdecpp.training import card as card_stage
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import plots
+from hf_specdecpp.training.evaluation import calibration, chains
 from hf_specdecpp.training.evaluation import stage as evaluation
 from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.run import STAGES
@@ -55,29 +53,15 @@ def few_chains() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chains, "STARTS", 3)
         for picture in ("plot_curves", "plot_reliability"):
-            patch.setattr(plots, picture, lambda *_: None)
+            patch.setattr(evaluation, picture, lambda *_: None)
         yield
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> TrainingConfig:
-    """A run with everything up to the evaluation, and another one, the paper's setting, to compare with."""
-    options: dict[str, Any] = {"mix": 0.9, "temperatures": (1.0, 0.0), "tests": ["sums"], "epochs": 1.0}
-    paper = training_run(tmp_path_factory.mktemp("paper"), inputs="after", rejection_weight=6.0, **options)
-    ours = training_run(tmp_path_factory.mktemp("ours"), learning_curve=True, **options)
-    ours.rollouts.data = ["prompts.jsonl"]
-    ours.distill = DistillConfig(rank=2, alpha=4, batch_size=4)
-    ours.target_id, ours.target_revision, ours.draft_id = "org/target", "abc123", "org/draft"
-    ours.evaluation.compare = str(paper.work)
-    ours.validate()
-    with few_chains():
-        distillation.run(ours)
-        for config in (paper, ours):
-            head_fitting.run(config)
-            calibration.run(config)
-            evaluation.run(config)
-    (ours.work / "speed.json").write_text(json.dumps(SPEED))
-    return ours
+def run() -> TrainingConfig:
+    config = evaluated()["before"]
+    (config.work / "speed.json").write_text(json.dumps(SPEED))
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +253,7 @@ def test_the_card_says_it_at_its_beginning(run: TrainingConfig) -> None:
 def test_the_guide_names_the_files_that_stages_leave(run: TrainingConfig, card: ModelCard) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| `(\w+)` \| .* \| (.*) \|$", guide.partition("## Stages")[2].partition("###")[0], re.MULTILINE
+        r"^\| `(\w+)` \| .* \| (.*) \|$", guide.partition("## Stages")[2].partition("\n## ")[0], re.MULTILINE
     )
     named = {stage: re.findall(r"`([^`]+)`", cell) for stage, cell in rows}
     assert list(named) == list(STAGES)
@@ -346,7 +330,7 @@ def test_a_card_without_what_is_optional(run: TrainingConfig, card: ModelCard, t
 
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path) -> None:
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
-    config.distill, config.target_id = DistillConfig(rank=2, alpha=4, batch_size=4), "org/target"
+    config.distill, config.target_id = DistillConfig(rank=2, batch_size=4), "org/target"
     config.speculation = {"pack_weights": True}
     with few_chains():
         for stage in (distillation, head_fitting, calibration, evaluation, card_stage):

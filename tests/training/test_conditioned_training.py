@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import be_killed, check_that_training_helps, measured, prepare, states_of
+from support.distillation_files import check_that_training_helps, measured, prepare, states_of
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -18,12 +17,11 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.texts.branches import draft_chains, target_states
+from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation import state_cache, students
+from hf_specdecpp.training.distillation import start
 from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
-from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 
 @torch.no_grad()
@@ -81,15 +79,15 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
     config = prepare(tmp_path, "conditioned", answers=8, epochs=1)
     config.distill.learning_rate = config.distill.fusion_learning_rate = 0.5
     fitted: list[dict[str, torch.Tensor]] = []
-    save = students.save_tensors
+    save = start.save_tensors
 
     def noted(tensors: dict[str, torch.Tensor], path: Any) -> None:
-        if path.name == students.FITTED:
+        if path.name == start.FITTED:
             fitted.append({name: tensor.clone() for name, tensor in tensors.items()})
         save(tensors, path)
 
     warnings: list[str] = []
-    monkeypatch.setattr(students, "save_tensors", noted)
+    monkeypatch.setattr(start, "save_tensors", noted)
     monkeypatch.setattr(distillation.logger, "warning", warnings.append)
     distillation.run(config)
     report = json.loads((config.work / "distillation.json").read_text())
@@ -104,50 +102,6 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
     assert fusion is not None
     for name, tensor in fusion.state_dict().items():
         torch.testing.assert_close(tensor, fitted[0][name].half().float())
-
-
-def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the target's states on disk, too."""
-    monkeypatch.setattr(distillation, "SAVE_EVERY", 0.5)
-    results = []
-    for name in ("whole", "killed"):
-        config = prepare(tmp_path / name, "conditioned", answers=20, epochs=2, unroll=2)
-        if name == "killed":
-            config.distill.cache_states = True
-            be_killed(config, monkeypatch)
-        distillation.run(config)
-        assert not (config.work / distillation.STATES).exists()
-        results.append(
-            {
-                path: load_file(config.work / path)
-                for path in ("fusion.safetensors", "adapter/adapter_model.safetensors")
-            }
-        )
-    for whole, killed in zip(*(result.values() for result in results), strict=True):
-        assert whole.keys() == killed.keys()
-        assert all(torch.equal(whole[name], killed[name]) for name in whole)
-
-
-def test_states_on_disk_save_the_passes_of_later_epochs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = prepare(tmp_path, "conditioned", answers=20, epochs=3, unroll=2)
-    config.distill.cache_states = True
-    read, known = DistillationTrainer._read, []
-
-    def count(self: Any, inputs: Any, fusion: Any) -> Any:
-        rows = inputs["row"].tolist()
-        if min(rows) >= 0:
-            known.append(self.cache.get(rows, inputs["input_ids"].shape[1]) is not None)
-        return read(self, inputs, fusion)
-
-    monkeypatch.setattr(DistillationTrainer, "_read", count)
-    distillation.run(config)
-    assert known == [False] * (len(known) // 3) + [True] * (2 * len(known) // 3)
-
-
-def test_a_disk_that_is_too_small_is_told_before(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match=r"would take 0.00 GB .*cache_states: false"):
-        state_cache.StateCache(tmp_path / "states", [10, 20], 64, torch.float32)
 
 
 @pytest.mark.parametrize("rank", [None, 16])
@@ -197,12 +151,11 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
     assert states is not None
     assert torch.equal(states, states_of(target, drafter.fusion, ids))
     starts = torch.tensor([3, 9, 17])
-    drafted = draft_chains(
-        drafter, ids[0].tolist(), starts, 3, lambda logits: logits.softmax(-1), VOCAB_SIZE, None, states=states
-    )
+    drawing = Drawing(lambda logits: logits.softmax(-1), VOCAB_SIZE)
+    drafted = draft_chains(drafter, ReadText(ids[0].tolist(), states), starts, 3, drawing)
     assert states is not None
-    for chain, start in enumerate(starts.tolist()):
-        text = torch.cat((ids[:, :start], drafted.tokens[chain][None]), dim=1)
+    for chain, begin in enumerate(starts.tolist()):
+        text = torch.cat((ids[:, :begin], drafted.tokens[chain][None]), dim=1)
         for step in range(4):
-            expected = one_by_one(drafter, text, states, start - 1 + step, step + 1)
+            expected = one_by_one(drafter, text, states, begin - 1 + step, step + 1)
             assert torch.allclose(drafted.hidden[chain, step], expected, atol=1e-5)

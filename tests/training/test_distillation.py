@@ -21,6 +21,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import start
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 KINDS = ["independent", "early_exit"]
@@ -90,7 +91,7 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
 def test_loss_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, vocab_size: int | None, chunk: int
 ) -> None:
-    monkeypatch.setattr("hf_specdecpp.training.distillation.student.CHUNK", chunk)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", chunk)
     config = prepare(tmp_path, kind, draft_vocab_size=vocab_size)
     answers = rows(5, seed=3)
     write_rollouts(config.work, rows(64, seed=1), answers)
@@ -118,7 +119,7 @@ def test_loss_and_measures(
 @pytest.mark.parametrize(("vocab_size", "loss"), [(None, "kl"), (20, "kl"), (20, "tv"), (20, "kl+tv")])
 def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None, loss: str) -> None:
     """The chunked gradient is that of the loss written in one line over all positions."""
-    monkeypatch.setattr("hf_specdecpp.training.distillation.student.CHUNK", 7)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", 7)
     trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss), monkeypatch)
     model, drafter = trainer.model, trainer.model.drafter
     batch = trainer.data_collator(rows(5, seed=3))
@@ -212,9 +213,10 @@ def test_the_best_share_of_the_update_is_kept(tmp_path: Path, best: float) -> No
         return {distillation.MEASURE: 0.9 - abs(share - best)}
 
     trainer: Any = SimpleNamespace(model=model, evaluate=evaluate)
-    shares, report = distillation._keep_best_share(trainer, config)
-    assert max(shares, key=shares.__getitem__) == f"{best:.2f}"
-    assert report["all"]["acceptance"] == pytest.approx(0.9, abs=1e-3)
+    reports = distillation._keep_best_share(trainer, config, {"all": {"acceptance": 0.1}})
+    accepted = {share: report["all"]["acceptance"] for share, report in reports.items()}
+    assert accepted[best] == pytest.approx(max(accepted.values())) == pytest.approx(0.9, abs=1e-3)
+    assert accepted[0.0] == 0.1, "without the update"
     wanted = trained | {"lora_B": trained["lora_B"] * best}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, wanted[name].half().float()), name
@@ -242,7 +244,7 @@ def test_target_is_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
     """Its logits, flags and gradients, in the very process that trains a draft on its tensors."""
     config = prepare(tmp_path, kind, answers=8, epochs=1)
     targets: list[Any] = []
-    load, probe = distillation.load, torch.tensor([row["input_ids"][:12] for row in rows(4, seed=5)])
+    load, probe = start.load, torch.tensor([row["input_ids"][:12] for row in rows(4, seed=5)])
 
     def load_and_note(name: str, *arguments: Any) -> Any:
         model = load(name, *arguments)
@@ -252,7 +254,7 @@ def test_target_is_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
             targets.append((model, model(probe).logits, flags, state))
         return model
 
-    monkeypatch.setattr(distillation, "load", load_and_note)
+    monkeypatch.setattr(start, "load", load_and_note)
     distillation.run(config)
     ((target, logits, flags, state),) = targets
     assert torch.equal(target(probe).logits, logits)
@@ -326,7 +328,7 @@ def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
 def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in training (twice, once while writing a checkpoint) and in the last report: as if nothing had been."""
     monkeypatch.setattr(distillation, "SAVE_EVERY", 0.1)
-    whole, config = (prepare(tmp_path / name, "early_exit", dropout=0.1, **FEW) for name in ("whole", "killed"))
+    whole, config = (prepare(tmp_path / name, "early_exit", **FEW) for name in ("whole", "killed"))
     distillation.run(whole)
     for step in (2, 5):
         with monkeypatch.context() as patch:
@@ -360,6 +362,30 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(adapter_of(config)[name].float(), tensor.float(), rtol=0, atol=1e-3, msg=name)
     for stage in ("before", "after"):
         assert report_of(config)[stage]["all"] == pytest.approx(report_of(whole)[stage]["all"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
+        ("eagle3", ["eagle3.safetensors"]),
+        ("block", ["dflash.safetensors"]),
+    ],
+)
+def test_killed_runs_of_drafts_that_read_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, files: list[str]
+) -> None:
+    size: dict[str, Any] = {"block_size": 3} if kind == "block" else {"unroll": 2}
+    whole, killed = (prepare(tmp_path / name, kind, answers=20, epochs=2, **size) for name in ("whole", "killed"))
+    distillation.run(whole)
+    with monkeypatch.context() as patch:
+        kill_at(patch, 6)
+        run_and_be_killed(killed)
+    distillation.run(killed)
+    for name in files:
+        ours, theirs = (load_file(config.work / name) for config in (whole, killed))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in ours)
 
 
 def test_other_settings_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +454,7 @@ def test_answers_beyond_max_length(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     empty = {**rows(1, seed=9)[0], "prompt_length": 10}
     write_rollouts(config.work, [empty, *rows(7, 1)], rows(8, 2))
     warnings: list[str] = []
-    monkeypatch.setattr("hf_specdecpp.training.distillation.data.logger.warning", warnings.append)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.trainer.logger.warning", warnings.append)
     distillation.run(config)
     assert ["1 of 8 rollouts" in warning for warning in warnings] == [True]
     assert report_of(config)["tokens"] == 7 * 3

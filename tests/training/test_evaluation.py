@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from support.models import VOCAB_SIZE
-from support.training_files import training_run
+from support.training_files import evaluated, training_run
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
@@ -19,39 +19,26 @@ from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.calibration import chains
-from hf_specdecpp.training.calibration import stage as calibration
-from hf_specdecpp.training.evaluation import plots
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.evaluation import stage as evaluation
+from hf_specdecpp.training.evaluation.rules import Outcome, stop_length
 from hf_specdecpp.training.evaluation.stage import equal_verification, time_per_token
-from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.metrics import Outcome, stop_length
-from hf_specdecpp.training.models import load_assistant, load_target
+from hf_specdecpp.training.models import Trained
 
 
 @pytest.fixture(scope="module", params=["before", "after"])
-def fitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    options = {"inputs": request.param, "rejection_weight": 1.0, "epochs": 2.0}
-    folder = tmp_path_factory.mktemp(request.param)
-    config = training_run(folder, mix=0.9, temperatures=(1.0, 0.0), tests=["sums"], **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chains, "STARTS", 4)
-        if request.param == "after":  # each picture takes a second, and they are the same
-            for picture in ("plot_curves", "plot_reliability"):
-                patch.setattr(plots, picture, lambda *_: None)
-        head_fitting.run(config)
-        calibration.run(config)
-        yield config
+def fitted(request: pytest.FixtureRequest) -> TrainingConfig:
+    return evaluated()[request.param]
 
 
 @pytest.fixture(scope="module")
-def report(fitted: Any) -> Any:
-    return evaluation.run(fitted)
+def report(fitted: TrainingConfig) -> Any:
+    return json.loads((fitted.work / "evaluation" / "evaluation.json").read_text())
 
 
 def test_the_report(fitted: Any, report: Any) -> None:
     folder = fitted.work / "evaluation"
-    assert json.loads((folder / "evaluation.json").read_text()) == report
     assert (report["dtype"], report["device"].split()[0]) == ("float32", "CPU")
     assert {name: list(temperatures) for name, temperatures in report["sets"].items()} == {
         "heldout": ["1", "0"],
@@ -100,39 +87,32 @@ def test_sources_apart(report: Any) -> None:
 
 
 def test_each_mode_has_its_calibration(fitted: Any) -> None:
-    target = load_target(fitted)
-    assistant = load_assistant(fitted, target)
-    head = assistant.head
-    assert head is not None
+    made = Trained.load(fitted)
     for temperature, mode in ((1.0, "sampled"), (0.0, "greedy")):
-        rows = chains.record(fitted, "sums", assistant, target, Sampling(temperature, 0))
-        raw = chains.head_estimates(head, rows, assistant.ready_drafter())
-        ours = evaluation.all_estimates(head, rows, assistant, temperature == 0.0)["head"]
-        expected = head.calibration[mode].apply(raw, rows["index"]).sigmoid().double()
+        rows = chains.record(made, "sums", Sampling(temperature, 0))
+        raw = chains.head_estimates(made.head, rows, made.drafter)
+        ours = evaluation.all_estimates(made, rows, temperature == 0.0)["head"]
+        expected = made.head.calibration[mode].apply(raw, rows["index"]).sigmoid().double()
         torch.testing.assert_close(ours, expected.clamp(1e-6, 1 - 1e-6))
 
 
 @pytest.mark.parametrize(("judge", "threshold"), [("head", 0.95), ("draft probability", 0.99)])
 def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: float) -> None:
     """Greedy drafts of both: same tokens, so the lengths must agree."""
-    target = load_target(fitted)
-    assistant = load_assistant(fitted, target)
-    head, drafter = assistant.head, assistant.ready_drafter()
-    assert head is not None
-    estimator = head if judge == "head" else DraftProbability()
+    made = Trained.load(fitted)
+    estimator = made.head if judge == "head" else DraftProbability()
     config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=chains.MAX_TOKENS)
-    texts, lengths = chains.texts_at(fitted, "train", Sampling()), set()
+    texts, lengths = made.texts("train", Sampling()), set()
+    recorder = chains.Recorder(made.assistant, made.target, Sampling(0.0), fitted.head.inputs)
     for row in range(6):
         ids, starts = texts[row]["input_ids"], [6, 12, 20]
-        rows = chains.chains_of_text(
-            ids, starts, assistant, target, Sampling(0.0), fitted.head.inputs, torch.Generator()
-        )
+        rows = recorder.of_text(ids, starts, torch.Generator())
         rows["text"] = torch.zeros_like(rows["start"])
-        estimates = evaluation.all_estimates(head, rows, assistant, greedy=True)
+        estimates = evaluation.all_estimates(made, rows, greedy=True)
         recorded = list(evaluation.recorded_chains(rows, estimates, fitted.head.inputs))
         for start, chain in zip(starts, recorded, strict=True):
             length = stop_length(make_rule(config, estimator), chain.signals[evaluation.JUDGES[judge]])
-            assert length == live_length(drafter, torch.tensor([ids[:start]]), make_rule(config, estimator))
+            assert length == live_length(made.drafter, torch.tensor([ids[:start]]), make_rule(config, estimator))
             lengths.add(length)
     assert len(lengths) > 1
 

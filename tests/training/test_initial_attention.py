@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.training.distillation.initial import layer as initial_layer
+from hf_specdecpp.training.distillation.initial import eagle3 as initial_layer
 
 READS, LAST = [0, 1], 2
 SIZE, HEAD, OWN = 32, 8, 3  # of four heads
@@ -95,7 +95,6 @@ def test_heads_attend_to_their_own_place() -> None:
     attended = on_own_place(begun(target), target)
     assert float(attended[:, -OWN:].mean()) > 0.98
     assert float(attended[:, -OWN:].quantile(0.02)) > 0.9
-    assert float(attended[:, :-OWN].mean()) < 0.5  # the target's own
     assert float(on_own_place(without_phase(begun(target)), target)[:, -OWN:].mean()) < 0.2
 
 
@@ -119,26 +118,6 @@ def test_fc_makes_the_final_state_of_what_is_read() -> None:
     with torch.no_grad():
         error = model.reader.fc(read) - best
     assert float(error.square().mean()) < 0.05 * float(best.square().mean())
-
-
-@torch.no_grad()
-def test_heads_that_are_kept_are_the_targets() -> None:
-    """The keys that the target shares between its heads stand for each of them."""
-    target = target_of()
-    model = begun(target)
-    attention, last = model.decoder.layers[0].self_attn, target.get_submodule(f"model.layers.{LAST}")
-    kept = attention.o_proj.weight[:, :HEAD]
-    theirs = last.self_attn.o_proj.weight.unflatten(1, (-1, HEAD)).unbind(1)
-    (head,) = [number for number, each in enumerate(theirs) if torch.equal(each, kept)]
-    inputs, wanted = [], []
-    for ids in NEW:
-        x = outputs(target, LAST - 1, ids)[0, 1:]
-        e, g = target.get_input_embeddings()(ids[0, 1:]), outputs(target, LAST, ids)[0, :-1]
-        first = model.decoder.layers[0]
-        inputs.append(attention.k_proj(torch.cat((first.input_layernorm(e), first.hidden_norm(g)), -1))[:, :HEAD])
-        wanted.append(last.self_attn.k_proj(last.input_layernorm(x)).unflatten(-1, (-1, HEAD))[:, head // 2])
-    ours, key = torch.cat(inputs), torch.cat(wanted)
-    assert float((ours - key).square().mean()) < 0.5 * float(key.square().mean())
 
 
 def test_the_target_is_left_alone() -> None:

@@ -27,7 +27,6 @@ from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.rollouts.local_target import LocalTarget, _Preallocated
-from hf_specdecpp.training.rollouts.prompts import sets_to_evaluate
 from hf_specdecpp.training.run import train
 
 
@@ -263,7 +262,9 @@ def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, n
 
 def test_names_of_test_sets(config: TrainingConfig) -> None:
     config.evaluation.data = ["/data/quiz.v2.jsonl", "org/sums:test", "org/words"]
-    assert sets_to_evaluate(config) == dict(zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True))
+    assert rollouts.sets_to_evaluate(config) == dict(
+        zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True)
+    )
 
 
 def test_a_test_set_without_answers(tested: TrainingConfig) -> None:

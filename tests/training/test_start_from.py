@@ -69,7 +69,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     first = prepare(tmp_path / "first", "conditioned", epochs=1, answers=8)
     distillation.run(first)
     for name, settings, message in (
-        ("rank", {"rank": 3}, "Set layers, distill.rank and distill.alpha as in that run"),
+        ("rank", {"rank": 3}, "Set layers and distill.rank as in that run"),
         ("fusion", {"fusion_rank": 4}, "Set reads and distill.fusion_rank as in that run"),
     ):
         config = goes_on(prepare(tmp_path / name, "conditioned", answers=8), first, **settings)

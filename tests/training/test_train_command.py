@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
-from hf_specdecpp.training.calibration import chains
+from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.rollouts.local_target import LocalTarget
 
 SETTINGS = {
     "rollouts": {"max_new_tokens": 16, "batch_size": 8, "shard_size": 8, "heldout": 0.4, "top_k": 0},
-    "distill": {"rank": 2, "alpha": 4, "batch_size": 2, "draft_vocab_size": 30},
+    "distill": {"rank": 2, "batch_size": 2, "draft_vocab_size": 30},
     "head": {"num_blocks": 1, "rank": 4, "epochs": 1.0, "batch_size": 8},
 }
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
-from hf_specdecpp.training import trackers
-from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training import trainers
+from hf_specdecpp.training.configuration import DECIDED, TrainingConfig
 
 
 def settings(**changes: Any) -> TrainingConfig:
@@ -69,15 +69,14 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
         ({"distill": {"epochs": 0}}, "distill.epochs=0 must be above 0"),
         ({"distill": {"rank": 0}}, "distill.rank=0 must be a whole number of at least 1"),
         ({"distill": {"max_length": 1}}, "distill.max_length=1 must be a whole number of at least 2"),
-        ({"distill": {"dropout": 1.0}}, "distill.dropout=1.0 must be at least 0 and under 1"),
         ({"head": {"siblings": 0}}, "head.siblings=0 must be a whole number of at least 1"),
         ({"head": {"rejection_weight": 0}}, "head.rejection_weight=0 must be above 0"),
         ({"rollouts": {"samples_per_prompt": 0}}, "rollouts.samples_per_prompt=0 must be a whole number of at least 1"),
         ({"rollouts": {"top_k": -1}}, "rollouts.top_k=-1 must be a whole number of at least 0"),
         ({"rollouts": {"temperature": 1.0}}, "Unknown setting rollouts.temperature. rollouts takes .*temperatures"),
         ({"head": {"temperature": 0.5}}, r"head.temperature=0.5 must be one of rollouts.temperatures=\[1.0, 0.0\]"),
-        ({"head": {"inputs": "during"}}, "head.inputs='during' must be 'after' or 'before'"),
-        ({"head": {"mixing": 1.0}}, "head.mixing=1.0 must be at least 0 and under 1"),
+        ({"head": {"inputs": "during"}}, "head.inputs='during' must be one of before, after"),
+        ({"distill": {"loss": "mse"}}, "distill.loss='mse' must be"),
         ({"head": {"dropout": -0.1}}, "head.dropout=-0.1 must be at least 0 and under 1"),
         ({"evaluation": {"max_prompts": 0}}, "evaluation.max_prompts=0 must be a whole number of at least 1"),
         ({"evaluation": {"date": []}}, "Unknown setting evaluation.date"),
@@ -91,18 +90,25 @@ def test_senseless_settings(changes: dict[str, Any], message: str) -> None:
         settings(**changes).validate()
 
 
+@pytest.mark.parametrize("name", DECIDED)
+def test_settings_that_the_package_decides(name: str) -> None:
+    part, _, field = name.partition(".")
+    with pytest.raises(ValueError, match=f"{name} is no setting any more. .* Leave it out."):
+        settings(**{part: {field: 1}})
+
+
 @pytest.mark.parametrize("name", ["tensorflow", ["none", "tensorflow"]])
 def test_missing_trackers(name: str | list[str]) -> None:
     with pytest.raises(ValueError, match="report_to=.*'tensorflow'.* is not supported, only .*tensorboard"):
-        trackers.check(name)
+        trainers.check_trackers(name)
 
 
 def test_logs_outlive_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer's TensorBoard callback reads the variable when it is made."""
-    monkeypatch.delenv(trackers.VARIABLE, raising=False)
-    with trackers.tensorboard_in(tmp_path):
-        assert os.environ[trackers.VARIABLE] == str(tmp_path)
-    assert trackers.VARIABLE not in os.environ
-    monkeypatch.setenv(trackers.VARIABLE, "theirs")
-    with trackers.tensorboard_in(tmp_path):
-        assert os.environ[trackers.VARIABLE] == "theirs"
+    monkeypatch.delenv(trainers.LOG_FOLDER, raising=False)
+    with trainers.logging_to(tmp_path):
+        assert os.environ[trainers.LOG_FOLDER] == str(tmp_path)
+    assert trainers.LOG_FOLDER not in os.environ
+    monkeypatch.setenv(trainers.LOG_FOLDER, "theirs")
+    with trainers.logging_to(tmp_path):
+        assert os.environ[trainers.LOG_FOLDER] == "theirs"

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.calibration.chains import chains_of_text
 from hf_specdecpp.training.configuration import HeadConfig
-from hf_specdecpp.training.distillation.student import Student
-from hf_specdecpp.training.head.features import text_features
+from hf_specdecpp.training.distillation.students import Student
+from hf_specdecpp.training.evaluation.chains import Recorder
+from hf_specdecpp.training.head.features import Examples
 
 KINDS = ["independent", "early exit", "conditioned"]
 SAMPLINGS = [Sampling(0.0), Sampling(0.8, 20)]
@@ -46,13 +46,13 @@ def on_host(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("inputs", ["before", "after"])
-def test_features_of_the_head(kind: str, sampling: Sampling, inputs: str) -> None:
+def test_features_of_the_head(kind: str, sampling: Sampling, inputs: Any) -> None:
     head = HeadConfig(inputs=inputs, siblings=3 if inputs == "before" else 1)
 
     def features(device: str | None = None) -> dict[str, Tensor]:
         target, assistant = made(kind, device)
         drafter, generator = assistant.ready_drafter(), torch.Generator().manual_seed(0)
-        return text_features(prompt(14), PROMPT_LENGTH, head, sampling, drafter, target, generator)
+        return Examples(head, drafter, target).of_text(prompt(14), PROMPT_LENGTH, sampling, generator)
 
     expected = features()
     with pretend_devices():
@@ -69,7 +69,7 @@ def test_chains_for_the_calibration(kind: str, sampling: Sampling) -> None:
     def chains(device: str | None = None) -> dict[str, Tensor]:
         target, assistant = made(kind, device)
         ids, generator = prompt(14)[0].tolist(), torch.Generator().manual_seed(0)
-        return chains_of_text(ids, [6, 9], assistant, target, sampling, "before", generator)
+        return Recorder(assistant, target, sampling, "before").of_text(ids, [6, 9], generator)
 
     expected = chains()
     with pretend_devices(), torch.no_grad():

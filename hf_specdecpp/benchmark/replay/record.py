@@ -37,7 +37,15 @@ from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows
-from hf_specdecpp.texts.branches import ROWS_AT_ONCE, BranchingText, draft_chains, target_probabilities, together
+from hf_specdecpp.texts.branches import (
+    ROWS_AT_ONCE,
+    BranchingText,
+    Drawing,
+    ReadText,
+    draft_chains,
+    target_probabilities,
+    together,
+)
 from hf_specdecpp.texts.sampling import Sampling
 
 MAX_TOKENS = 20  # candidates a round, the paper's largest
@@ -118,13 +126,13 @@ def record(
     stands, label, scalars, rejected, rejected_scalars = (torch.cat(part) for part in zip(*parts, strict=True))
     on_text = known(truth, scalars, label, hidden[places - int(before)])
 
-    drawn_by = None if sampling.greedy else generator
+    drawing = Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
     off_text: list[list[list[float]]] = []
     leaving = places[~stands]
     for group in together(leaving, drafter.model, reader.model):
         here = torch.isin(places, group)
         first = rejected[here], rejected_scalars[here]
-        chains = draft_chains(drafter, text.ids, group, length, sampling.q, vocab_size, drawn_by, first)
+        chains = draft_chains(drafter, ReadText(text.ids), group, length, drawing, first)
         label = target_probabilities(reader, text.ids, group, chains.tokens, sampling.p, vocab_size).to(q.device)
         if not sampling.greedy:
             label = (label / chains.scalars[..., 0].exp()).clamp_max(1.0)

@@ -1,19 +1,173 @@
-"""Begin distillation with what an earlier run trained, or with layers that others trained."""
+"""What a run begins with: the draft that it teaches (`student_of`), made anew or of what was trained before."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from transformers.utils import logging
 
+from hf_specdecpp.drafts.conditioned import Fusion
+from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
+from hf_specdecpp.drafts.dflash.kind import meet as meet_block
+from hf_specdecpp.drafts.dflash.model import DFlashModel
+from hf_specdecpp.drafts.eagle3.meeting import meet, usual_reads
+from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
 from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.known import kind_of
-from hf_specdecpp.files import Repository
+from hf_specdecpp.files import Repository, load_tensors, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
 from hf_specdecpp.models.adapters import read_adapter
-from hf_specdecpp.training.distillation.student import Student
-from hf_specdecpp.training.models import LAYER_CONFIG, load_fusion, load_layer
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text, num_embeddings
+from hf_specdecpp.models.early_exit import check_layers
+from hf_specdecpp.texts import answers
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation.initial import block as initial_block
+from hf_specdecpp.training.distillation.initial import eagle3 as initial_layer
+from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
+from hf_specdecpp.training.distillation.students import BlockStudent, LayerStudent, Student, Taught
+from hf_specdecpp.training.distillation.trainer import useful
+from hf_specdecpp.training.models import (
+    LAYER_CONFIG,
+    depth_of,
+    draft_of,
+    layers_of,
+    load,
+    load_fusion,
+    load_layer,
+    reads_of,
+)
+from hf_specdecpp.training.trainers import last_checkpoint, process_state
+
+logger = logging.get_logger("hf_specdecpp")
+
+CHECKPOINTS = "distillation-checkpoints"
+FITTED_ON = 128  # answers, for what a draft that reads the target's states begins with
+FITTED = "fitted-fusion.safetensors"  # beside the checkpoints: what the fusion was before training
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a draft is taught with.
+
+    Attributes:
+        config: of the run.
+        target: in the dtype of training.
+        draft: whose adapter is trained; a layer of its own only begins like one of the target's.
+        train, heldout: rollouts with something to learn from within the first `limit` tokens.
+    """
+
+    config: TrainingConfig
+    target: CausalLM
+    draft: CausalLM
+    train: Dataset
+    heldout: Dataset
+    limit: int
+
+    @classmethod
+    def load(cls, config: TrainingConfig) -> Lesson:
+        """Load models and rollouts; `ValueError` if there are none, or they or the draft do not fit the target."""
+        train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
+        dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
+        target = load(config.target, dtype)
+        draft = draft_of(config, target, lambda name: load(name, dtype))
+        limit = int(min(config.distill.max_length, longest_text(draft)))
+        train, heldout = (useful(texts, limit, target, config) for texts in (train, heldout))
+        return cls(config, target, draft, train, heldout, limit)
+
+    def texts_to_fit_on(self, what: str) -> Iterator[Tensor]:
+        """Some of the texts `[1, n]`, for what a draft that reads the target's states begins with."""
+        logger.info(f"Fitting {what} on {min(len(self.train), FITTED_ON)} answers.")
+        chosen = self.train.select(range(0, len(self.train), -(-len(self.train) // FITTED_ON)))
+        for ids in chosen["input_ids"]:
+            yield torch.tensor([ids[: self.config.distill.max_length]], device=self.target.device)
+
+
+def student_of(lesson: Lesson, vocab: Tensor | None, earlier: Any = None) -> Taught:
+    """The draft that a run teaches.
+
+    Args:
+        vocab: token ids that it may propose, or `None` for all.
+        earlier: the layers that training goes on with, if it does.
+    """
+    distill = lesson.config.distill
+    if lesson.config.trains_block:
+        return BlockStudent(DFlashDraft(_block(lesson, earlier), lesson.target), distill.loss)
+    if lesson.config.trains_layer:
+        return LayerStudent(Eagle3Drafter(_layer(lesson, vocab, earlier), lesson.target), distill.unroll, distill.loss)
+    return _adapted(lesson, vocab)
+
+
+def _adapted(lesson: Lesson, vocab: Tensor | None) -> Student:
+    distill, has_fusion = lesson.config.distill, lesson.config.trains_module
+    lora = LoraConfig(
+        r=distill.rank,
+        lora_alpha=2 * distill.rank,
+        target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
+        exclude_modules=r"fusion\..*" if has_fusion else None,
+        modules_to_save=["fusion"] if has_fusion else None,
+        base_model_name_or_path=lesson.draft.config.name_or_path,
+    )
+    fusion = _initial_fusion(lesson) if has_fusion else None
+    student = Student(lesson.draft, lora, vocab, fusion, distill.unroll, distill.loss)
+    if distill.start_from is not None:
+        start_from(student, Path(distill.start_from))
+    return student
+
+
+def _layer(lesson: Lesson, vocab: Tensor | None, earlier: Eagle3Model | None) -> Eagle3Model:
+    """The layer that is trained: an earlier one, or like the target's last; a run that goes on reads its checkpoint."""
+    config, target = lesson.config, lesson.target
+    if earlier is not None:
+        meet(earlier, target, repr(config.distill.start_from), torch.float32)
+        return earlier
+    reads = usual_reads(depth_of(target)) if config.reads is None else config.reads
+    model = initial_layer.untrained(initial_layer.settings_for(target, reads, vocab), target, vocab)
+    if last_checkpoint(config.work / CHECKPOINTS) is None:
+        initial_layer.fit(model, target, lesson.texts_to_fit_on("the layer's input"))
+    return model
+
+
+def _block(lesson: Lesson, earlier: DFlashModel | None) -> DFlashModel:
+    """The block draft that is trained: an earlier one, or one that begins by least squares; in float32."""
+    config, target = lesson.config, lesson.target
+    if earlier is not None:
+        meet_block(earlier, target, repr(config.distill.start_from))
+        return earlier.float()
+    reads = [max(depth_of(target) - 2, 0)] if config.reads is None else config.reads
+    sizes = config.distill.block_size, config.distill.block_layers
+    model = initial_block.untrained(initial_block.settings_for(target, reads, *sizes, _unused_token(lesson)), target)
+    if last_checkpoint(config.work / CHECKPOINTS) is None:
+        initial_block.fit(model, target, lesson.texts_to_fit_on("the first layer's attention"))
+    return model
+
+
+def _unused_token(lesson: Lesson) -> int:
+    """The largest token id that no training text has, for the places to be guessed; the last one where all are used."""
+    count = num_embeddings(lesson.target)
+    used = {token for ids in lesson.train["input_ids"] for token in ids}
+    return next((token for token in reversed(range(count)) if token not in used), count - 1)
+
+
+def _initial_fusion(lesson: Lesson) -> Fusion:
+    config, target = lesson.config, lesson.target
+    fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
+    fitted = config.work / CHECKPOINTS / FITTED
+    if fitted.exists():
+        fusion.load_state_dict(load_tensors(fitted))
+    elif config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
+        first = check_layers(layers_of(config, target), depth_of(target))[0]
+        initial_fusion.fit(fusion, target, first, lesson.texts_to_fit_on("the fusion"))
+        if process_state().is_main_process:
+            fitted.parent.mkdir(parents=True, exist_ok=True)
+            save_tensors(fusion.state_dict(), fitted)
+    return fusion
 
 
 @torch.no_grad()
@@ -21,7 +175,7 @@ def start_from(student: Student, work: Path) -> None:
     """Copy what another run has trained into a draft that is about to be.
 
     Args:
-        student: of the same target, layers and kind of draft, with an adapter of the same rank and alpha.
+        student: of the same target, layers and kind of draft, with an adapter of the same rank.
         work: the other run's `work_dir`.
 
     Raises:
@@ -30,23 +184,17 @@ def start_from(student: Student, work: Path) -> None:
     if not (work / ADAPTER_FOLDER).is_dir():
         raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")
     theirs = read_adapter(work / ADAPTER_FOLDER).loras
-    model = student.get_base_model()
-    ours = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    scaling = {name: module.scaling["default"] for name, module in ours.items()}
-    if scaling != {name: lora.scaling for name, lora in theirs.items()}:
+    ours = {name: m for name, m in student.get_base_model().named_modules() if hasattr(m, "lora_A")}
+    halves = {name: (m.lora_A["default"].weight, m.lora_B["default"].weight) for name, m in ours.items()}
+    shapes = {name: (ours[name].scaling["default"], a.shape, b.shape) for name, (a, b) in halves.items()}
+    if shapes != {name: (lora.scaling, lora.a.shape, lora.b.shape) for name, lora in theirs.items()}:
         raise ValueError(
-            f"The adapter in {work} is for {len(theirs)} modules and this draft's for {len(ours)}, or their rank and "
-            "alpha differ. Set layers, distill.rank and distill.alpha as in that run."
+            f"The adapter in {work} is for {len(theirs)} modules and this draft's for {len(ours)}, or their rank or "
+            "alpha differs. Set layers and distill.rank as in that run."
         )
-    for name, module in ours.items():
-        for half, trained in ((module.lora_A, theirs[name].a), (module.lora_B, theirs[name].b)):
-            weight = half["default"].weight
-            if weight.shape != trained.shape:
-                raise ValueError(
-                    f"The adapter in {work} has {list(trained.shape)} for {name}, this draft's {list(weight.shape)}. "
-                    "Set distill.rank and distill.alpha as in that run."
-                )
-            weight.copy_(trained)
+    for name, (a, b) in halves.items():
+        a.copy_(theirs[name].a)
+        b.copy_(theirs[name].b)
     if student.fusion is not None:
         fusion = load_fusion(work)
         if fusion.to_config() != student.fusion.to_config():

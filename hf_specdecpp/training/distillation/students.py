@@ -1,146 +1,284 @@
-"""Make the draft that a run teaches: with an adapter, with a fusion, or a layer of its own (`student_of`)."""
+"""The draft as it is taught (`Taught`): an adapter (`Student`), a layer of its own (`LayerStudent`), or a block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets import Dataset
-from peft import LoraConfig
-from torch import Tensor
-from transformers.utils import logging
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
 
-from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
-from hf_specdecpp.drafts.dflash.kind import meet as meet_block
-from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.eagle3.meeting import meet, usual_reads
-from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.files import load_tensors, save_tensors
-from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
-from hf_specdecpp.models.early_exit import check_layers
-from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation.block_student import BlockStudent
-from hf_specdecpp.training.distillation.initial import block as initial_block
-from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
-from hf_specdecpp.training.distillation.initial import layer as initial_layer
-from hf_specdecpp.training.distillation.start import start_from
-from hf_specdecpp.training.distillation.student import LayerStudent, Student, Taught
-from hf_specdecpp.training.models import layers_of, reads_of
-from hf_specdecpp.training.processes import process_state
-from hf_specdecpp.training.resuming import last_checkpoint
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.training.distillation.initial.block import DECAY
 
-logger = logging.get_logger("hf_specdecpp")
-
-CHECKPOINTS = "distillation-checkpoints"
-FITTED_ON = 128  # answers, for what a draft that reads the target's states begins with
-FITTED = "fitted-fusion.safetensors"  # beside the checkpoints: what the fusion was before training
+ANCHORS = 16  # blocks of a text in one pass
+# Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
+CHUNK = 256
 
 
-def student_of(
-    config: TrainingConfig,
-    target: CausalLM,
-    draft: CausalLM,
-    vocab: Tensor | None,
-    train: Dataset,
-    earlier: Any = None,
-) -> Taught:
-    """The draft that a run teaches.
+def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(p || q) of logits `[..., vocab]`."""
+    return F.kl_div(q_logits.log_softmax(-1), p_logits.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+
+
+def total_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """1 - sum min(p, q), the chance that a candidate from q is rejected, of the same."""
+    return (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum(-1)
+
+
+def divergence_and_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL plus twice the total variation, which are of one size while a draft learns."""
+    return divergence(p_logits, q_logits) + 2 * total_variation(p_logits, q_logits)
+
+
+DISTANCES = {"kl": divergence, "tv": total_variation, "kl+tv": divergence_and_variation}
+
+
+class Taught(nn.Module):
+    """A draft that is taught. All that needs its weights is in its forward, because DDP and FSDP act at the outermost.
+
+    Attributes:
+        drafter: it. Not registered: its model is, already, and its LM head is not to be trained, moved or stored.
+        unroll: candidates of a round that a draft is taught which reads the target's states.
+        distance: one of `DISTANCES`.
+    """
+
+    drafter: Any
+    unroll: int
+    distance: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def fusion(self) -> StateReader | None:
+        return self.drafter.reads
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        answers: Tensor,
+        p_logits: Callable[[Any], Tensor],
+        states: Tensor | None = None,
+        measure: bool = False,
+    ) -> Tensor:
+        """Teach or measure the draft at the answers' positions.
+
+        Args:
+            input_ids: `[batch, n]`, padded on the right, where nothing that is causal looks.
+            answers: bool `[batch, n - 1]`: the target wrote the token after this one.
+            p_logits: the target's logits at some of the answers' positions, numbered in order: `[positions, vocab]` to
+                measure; to teach, those of the draft's tokens.
+            states: `[batch, n, width]` of the target, for a conditioned draft.
+            measure: report on the draft instead of teaching it.
+
+        Returns:
+            The sum of the distance between p and q over the positions, the mean of all steps; or
+            `[positions, steps, 2]`: how likely a candidate is accepted and whether the likeliest token is the target's.
+            An unconditioned draft reads real tokens alone, and has one step.
+        """
+        if states is None:
+            steps = [self.drafter.hidden_states(input_ids)]
+        else:
+            steps = list(unrolled(self.drafter, input_ids, states, self.unroll))
+        hidden = torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
+        if measure:
+            return self.measured(hidden, p_logits)
+        return through(hidden, lambda at, states: self.distances(states, p_logits(at)).sum()) / len(steps)
+
+    def measured(self, hidden: Tensor, p_logits: Callable[[Any], Tensor]) -> Tensor:
+        """`[positions, steps, 2]` of what the LM head reads, `[positions, steps, hidden_size]`."""
+        at_once = max(CHUNK // hidden.shape[1], 1)
+        return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden), at_once)])
+
+    def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
+        """`[positions, steps, 2]` of `hidden` `[positions, steps, hidden_size]` and `p_logits` `[positions, vocab]`.
+
+        q is zero outside the draft's tokens, so only these are looked at, with p as it is among all.
+        """
+        q_logits, vocab = self.drafter.head_logits(hidden), self.drafter.draft_vocab
+        if vocab is None:
+            q_logits = q_logits[..., : p_logits.shape[-1]]
+        kept: Any = slice(q_logits.shape[-1]) if vocab is None else vocab
+        p = (p_logits - p_logits.logsumexp(-1, keepdim=True))[:, kept].exp()
+        q = q_logits.softmax(-1)
+        likeliest = q_logits.argmax(-1)
+        agree = p_logits.argmax(-1)[:, None] == (likeliest if vocab is None else vocab[likeliest])
+        return torch.stack((torch.minimum(p[:, None], q).sum(-1), agree.float()), dim=-1)
+
+    def distances(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
+        """The distance `[positions, steps]` of q from p, which is renormalised on the tokens that the draft has.
+
+        Args:
+            hidden: `[positions, steps, hidden_size]`, what the LM head reads.
+            p_logits: `[positions, d]`, of these tokens.
+
+        Where q is zero by construction KL would be infinite whatever the draft says. With S the draft's tokens and p_S
+        the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is
+        not in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
+        """
+        q_logits = self.drafter.head_logits(hidden)
+        both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
+        q_logits = q_logits[..., :both]
+        return self.distance(p_logits[:, None, :both].expand_as(q_logits), q_logits)
+
+
+def with_own_parameters(model: CausalLM) -> CausalLM:
+    """The model's structure with new, frozen `Parameter` objects over the same memory.
+
+    So an early exit can be trained although it shares its tensors with the target: whatever freezes, wraps or gathers
+    gradients of the copy's parameters does not reach the target's.
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+class Student(Taught, PeftModel):
+    """The draft with a LoRA adapter. A PEFT model, so that checkpoints hold the adapter and nothing else.
 
     Args:
-        draft: whose adapter is trained; a layer of its own only begins like one of the target's.
-        vocab: token ids that it may propose, or `None` for all.
-        earlier: the layers that training goes on with, if it does.
+        draft: its weights stay as they are.
+        lora: the adapter. For a conditioned draft its `modules_to_save` names `"fusion"`, which is trained, too.
+        draft_vocab: token ids that the draft may propose, or `None` for all.
+        fusion: of a conditioned draft.
+        unroll: steps of a round that a conditioned draft is taught.
+        loss: one of `DISTANCES`.
     """
-    if config.trains_block:
-        distill, block = config.distill, _block(config, target, train, earlier)
-        return BlockStudent(DFlashDraft(block, target), distill.block_anchors, distill.block_decay, distill.loss)
-    if config.trains_layer:
-        layer = _layer(config, target, vocab, train, earlier)
-        return LayerStudent(Eagle3Drafter(layer, target), config.distill.unroll, config.distill.loss)
-    return _adapted(config, target, draft, vocab, train)
+
+    def __init__(
+        self,
+        draft: CausalLM,
+        lora: LoraConfig,
+        draft_vocab: Tensor | None,
+        fusion: StateReader | None = None,
+        unroll: int = 1,
+        loss: str = "kl",
+    ) -> None:
+        own = with_own_parameters(draft)
+        if fusion is not None:
+            own.fusion = fusion
+        PeftModel.__init__(self, own, lora)
+        base: Any = self.get_base_model()
+        drafter = Drafter(base, draft_vocab, shares_target=True, fusion=fusion)
+        if fusion is not None:
+            drafter.fusion = base.fusion.modules_to_save["default"]
+        object.__setattr__(self, "drafter", drafter)
+        self.unroll = unroll
+        self.distance = DISTANCES[loss]
 
 
-def _adapted(
-    config: TrainingConfig, target: CausalLM, draft: CausalLM, vocab: Tensor | None, train: Dataset
-) -> Student:
-    distill = config.distill
-    lora = LoraConfig(
-        r=distill.rank,
-        lora_alpha=distill.alpha,
-        lora_dropout=distill.dropout,
-        target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
-        exclude_modules=r"fusion\..*" if config.trains_module else None,
-        modules_to_save=["fusion"] if config.trains_module else None,
-        base_model_name_or_path=draft.config.name_or_path,
-    )
-    fusion = _initial_fusion(config, target, train) if config.trains_module else None
-    student = Student(draft, lora, vocab, fusion, distill.unroll, distill.loss)
-    if distill.start_from is not None:
-        start_from(student, Path(distill.start_from))
-    return student
+class LayerStudent(Taught):
+    """A draft with a layer of its own, all of which is trained but its embeddings and its LM head.
+
+    Args:
+        drafter: of the layer.
+        unroll, loss: as above.
+    """
+
+    def __init__(self, drafter: Drafter, unroll: int = 1, loss: str = "kl") -> None:
+        super().__init__()
+        self.model: Any = drafter.model.requires_grad_(True)
+        for frozen in (self.model.lm_head, getattr(self.model.decoder, "embed_tokens", None)):
+            if frozen is not None:
+                frozen.requires_grad_(False)
+        object.__setattr__(self, "drafter", drafter)
+        self.unroll, self.distance = unroll, DISTANCES[loss]
 
 
-def _layer(
-    config: TrainingConfig, target: CausalLM, vocab: Tensor | None, train: Dataset, earlier: Eagle3Model | None
-) -> Eagle3Model:
-    """The layer that is trained: an earlier one, or like the target's last; a run that goes on reads its checkpoint."""
-    depth, distill = target.config.get_text_config(decoder=True).num_hidden_layers, config.distill
-    if earlier is not None:
-        meet(earlier, target, repr(distill.start_from), torch.float32)
-        return earlier
-    reads = usual_reads(depth) if config.reads is None else config.reads
-    settings = initial_layer.settings_for(target, reads, vocab)
-    model = initial_layer.untrained(settings, target, vocab)
-    if last_checkpoint(config.work / CHECKPOINTS) is None:
-        logger.info(f"Fitting the layer's input on {min(len(train), FITTED_ON)} answers.")
-        initial_layer.fit(model, target, _texts_to_fit_on(config, target, train))
-    return model
+class BlockStudent(Taught):
+    """A draft whose block has `places` candidates; all of it is trained. Embeddings and LM head are the target's.
+
+    Args:
+        drafter: has met the target.
+        loss: one of `DISTANCES`.
+        anchors: blocks of a text in one pass.
+        decay: of the weights of places, in places.
+    """
+
+    def __init__(self, drafter: Any, loss: str = "kl", anchors: int = ANCHORS, decay: float = DECAY) -> None:
+        super().__init__()
+        self.model = drafter.model.requires_grad_(True)
+        object.__setattr__(self, "drafter", drafter)
+        self.unroll, self.distance = drafter.places, DISTANCES[loss]
+        self.anchors = anchors
+        self.weights = [math.exp(-place / decay) for place in range(self.unroll)]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        answers: Tensor,
+        p_logits: Callable[[Any], Tensor],
+        states: Any = None,
+        measure: bool = False,
+    ) -> Tensor:
+        """Teach or measure the draft at the answers' positions; arguments as above.
+
+        To teach, the distance between p and q is taken at all places of the blocks after some of the positions, and
+        what is returned is its weighted mean times the number of the answers' positions, as if all had a block. To
+        measure, each position is the first candidate of one block, the second of another, and so on.
+        """
+        if measure:
+            return self._measured(input_ids, answers, p_logits, states)
+        anchors, taught = chosen(answers, self.anchors, self.unroll)
+        hidden = self.drafter.blocks_after(input_ids, states, anchors)[taught]
+        places = (anchors[..., None] + torch.arange(self.unroll, device=anchors.device))[taught]
+        rows = torch.arange(len(answers), device=anchors.device)[:, None, None].expand_as(taught)[taught]
+        number = (answers.flatten().cumsum(0) - 1).view_as(answers)[rows, places]  # among the answers' positions
+        weights = torch.tensor(self.weights, device=hidden.device).expand(taught.shape)[taught]
+        total = through(
+            hidden, lambda at, own: (weights[at] * self.distances(own[:, None], p_logits(number[at]))[:, 0]).sum()
+        )
+        return total / weights.sum() * answers.sum()
+
+    def _measured(
+        self, input_ids: Tensor, answers: Tensor, p_logits: Callable[[Any], Tensor], states: Tensor
+    ) -> Tensor:
+        first = max(int(answers.any(0).nonzero()[0]) - self.unroll + 1, 1)
+        anchors = torch.arange(first, answers.shape[1], device=answers.device).expand(len(answers), -1)
+        blocks = self.drafter.blocks_after(input_ids, states, anchors)
+        rows, places = answers.nonzero().unbind(1)
+        hidden = torch.stack([blocks[rows, places - place - first, place] for place in range(self.unroll)], 1)
+        return self.measured(hidden, p_logits)
 
 
-def _block(config: TrainingConfig, target: CausalLM, train: Dataset, earlier: DFlashModel | None) -> DFlashModel:
-    """The block draft that is trained: an earlier one, or one that begins by least squares; in float32."""
-    distill = config.distill
-    if earlier is not None:
-        meet_block(earlier, target, repr(distill.start_from))
-        return earlier.float()
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    reads = [max(depth - 2, 0)] if config.reads is None else config.reads
-    mask = _unused_token(target, train) if distill.mask_token is None else distill.mask_token
-    settings = initial_block.settings_for(target, reads, distill.block_size, distill.block_layers, mask)
-    model = initial_block.untrained(settings, target)
-    if last_checkpoint(config.work / CHECKPOINTS) is None:
-        logger.info(f"Fitting the first layer's attention on {min(len(train), FITTED_ON)} answers.")
-        initial_block.fit(model, target, _texts_to_fit_on(config, target, train), distill.block_decay)
-    return model
+def chosen(answers: Tensor, count: int, places: int) -> tuple[Tensor, Tensor]:
+    """Anchors `[batch, a]`, at random among the answers' positions, and which places `[batch, a, places]` are taught.
+
+    Example: of a text of 9 tokens the answer begins with token 5, and blocks have 3 places. Positions 4 to 7 may be
+    anchors, and after 6 two places are taught, the tokens 7 and 8.
+
+    Args:
+        answers: bool `[batch, n - 1]`: the target wrote the token after this one.
+    """
+    draw = torch.rand(answers.shape, device=answers.device).masked_fill(~answers, -1.0)
+    value, anchors = draw.topk(min(count, answers.shape[1]), dim=1)
+    at = anchors[..., None] + torch.arange(places, device=answers.device)
+    inside = at < answers.shape[1]
+    later = answers.gather(1, at.clamp_max(answers.shape[1] - 1).flatten(1)).view_as(at)
+    return anchors.clamp_min(1), (value >= 0.0)[..., None] & inside & later
 
 
-def _unused_token(target: CausalLM, train: Dataset) -> int:
-    """The largest token id that no training text has; the last one where they have all."""
-    count = num_embeddings(target)
-    used = {token for ids in train["input_ids"] for token in ids}
-    return next((token for token in reversed(range(count)) if token not in used), count - 1)
+def _chunks(count: int, at_once: int = CHUNK) -> list[slice]:
+    return [slice(start, start + at_once) for start in range(0, count, at_once)]
 
 
-def _texts_to_fit_on(config: TrainingConfig, target: CausalLM, train: Dataset) -> Iterator[Tensor]:
-    chosen = train.select(range(0, len(train), -(-len(train) // FITTED_ON)))
-    for ids in chosen["input_ids"]:
-        yield torch.tensor([ids[: config.distill.max_length]], device=target.device)
+def through(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
+    """The sum of `loss` over chunks of `hidden`, differentiable, with the logits of one chunk in memory at a time.
 
-
-def _initial_fusion(config: TrainingConfig, target: CausalLM, train: Dataset) -> Fusion:
-    fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
-    fitted = config.work / CHECKPOINTS / FITTED
-    if fitted.exists():
-        fusion.load_state_dict(load_tensors(fitted))
-    elif config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
-        logger.info(f"Fitting the fusion on {min(len(train), FITTED_ON)} answers.")
-        texts = _texts_to_fit_on(config, target, train)
-        depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        initial_fusion.fit(fusion, target, check_layers(layers_of(config, target), depth)[0], texts)
-        if process_state().is_main_process:
-            fitted.parent.mkdir(parents=True, exist_ok=True)
-            save_tensors(fusion.state_dict(), fitted)
-    return fusion
+    The gradient with respect to `hidden` is taken chunk by chunk here; what is returned has that gradient and that
+    value. No parameter between hidden states and loss is trained (the LM head is frozen), so nothing else is lost.
+    """
+    total, gradients = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
+    for at in _chunks(len(hidden)):
+        with torch.enable_grad():
+            states = hidden[at].detach().requires_grad_()
+            value = loss(at, states)
+        (gradients[at],) = torch.autograd.grad(value, states)
+        total += value.detach()
+    linear = (hidden * gradients).sum(dtype=torch.float32)
+    return linear + (total - linear).detach()

@@ -1,27 +1,30 @@
-"""The `Trainer` that knows the target."""
+"""The `Trainer` that knows the target, and the rollouts that it reads, in batches of similar length."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
+from transformers.utils import logging
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
-from hf_specdecpp.training.distillation.data import IGNORED
-from hf_specdecpp.training.distillation.state_cache import StateCache
-from hf_specdecpp.training.distillation.student import Taught
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation.students import Taught
+from hf_specdecpp.training.draft_vocab import answer_counts
 
+logger = logging.get_logger("hf_specdecpp")
 
-def _num_ids(drafter: Reader) -> int:
-    return drafter.model.get_output_embeddings().weight.shape[0]
+IGNORED = -100  # label of the positions where the target wrote nothing
+SORTED_BATCHES = 50  # batches that answers of similar length are grouped within
 
 
 class DistillationTrainer(Trainer):
@@ -30,29 +33,19 @@ class DistillationTrainer(Trainer):
     Args:
         target: on the trainer's device; never wrapped, moved, trained or stored.
         fusion_learning_rate: of what mixes the target's states, in the place of `args.learning_rate`.
-        cache: of the states that the draft reads, `with_final`.
     """
 
     model: Taught
 
-    def __init__(
-        self,
-        *args: Any,
-        target: CausalLM,
-        fusion_learning_rate: float,
-        cache: StateCache | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, target: CausalLM, fusion_learning_rate: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.cache = cache
         self.fusion_learning_rate = fusion_learning_rate
         # Losses of micro-batches and processes are weighted by their answer tokens.
         self.model_accepts_loss_kwargs = True
-        vocab = self.model.drafter.draft_vocab
         self.target = Reader(target)
-        self.num_ids = _num_ids(self.target)
+        self.num_ids = target.get_output_embeddings().weight.shape[0]
         # The loss needs the target's logits only where the draft has tokens, too.
-        self.teacher = Drafter(target, vocab, shares_target=True)
+        self.teacher = Drafter(target, self.model.drafter.draft_vocab, shares_target=True)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The usual one; the fusion is a group of its own."""
@@ -125,28 +118,17 @@ class DistillationTrainer(Trainer):
         return answers, p_logits, states
 
     def _read(self, inputs: dict[str, Any], reader: StateReader | None) -> tuple[Tensor, Tensor | None]:
-        """The target's final states `[batch, n, hidden_size]`, and all that the draft reads of it."""
-        ids, rows = inputs["input_ids"], inputs["row"].tolist()
+        """The target's final states `[batch, n, hidden_size]`, which teaching needs, and all that the draft reads."""
+        ids, size = inputs["input_ids"], self.target.hidden_size
         if reader is None:
             return self.target.hidden_states(ids), None
-        cache = self.cache if min(rows) >= 0 else None
-        found: Any = None if cache is None else cache.get(rows, ids.shape[1])
-        if found is None:
-            with TargetStates(self.target.model, with_final(reader, self.target.hidden_size)) as caught:
-                self.target.hidden_states(ids)
-                found = caught.take()
-            if cache is not None and found is not None:
-                cache.put(rows, found)
+        catching = StateReader()  # the final states come first
+        catching.hidden_size, catching.reads = size, reader.reads
+        with TargetStates(self.target.model, catching) as caught:
+            self.target.hidden_states(ids)
+            found: Any = caught.take()
         found = found.to(ids.device)
-        final, read = found.split((self.target.hidden_size, found.shape[-1] - self.target.hidden_size), dim=-1)
-        return final, found if reader.reads_final else read
-
-
-def with_final(reader: StateReader, size: int) -> StateReader:
-    """What catches the final state of a target first, which teaching needs, and then what a draft reads."""
-    both = StateReader()
-    both.hidden_size, both.reads = size, reader.reads
-    return both
+        return found[..., :size], found if reader.reads_final else found[..., size:]
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
@@ -165,3 +147,62 @@ def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float
                 report |= {f"{name}/acceptance{which}": accepted / count, f"{name}/agreement{which}": agreed / count}
             report[f"{name}/tokens"] = int(count)
     return report
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+def useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConfig) -> Dataset:
+    """The rollouts that have something to learn from within the first `limit` tokens."""
+    begins, lengths = np.maximum(answers["prompt_length"], 1), np.minimum(lengths_of(answers), limit)
+    kept = np.flatnonzero(begins < lengths)
+    if len(kept) < len(answers):
+        found = f"{len(answers) - len(kept)} of {len(answers)} rollouts in {config.work} have no answer within the "
+        found += f"first {limit} tokens (prompts have {begins.min()} to {begins.max()})"
+        if len(kept) == 0:
+            raise ValueError(f"{found}, so there is nothing to learn from. Raise distill.max_length.")
+        logger.warning(f"{found} and are left out.")
+    largest = len(answer_counts(answers, 1)) - 1
+    num_ids = target.get_output_embeddings().weight.shape[0]
+    if largest >= num_ids:
+        raise ValueError(
+            f"The rollouts in {config.work} have token id {largest}, and {config.target!r} only {num_ids} ids: another "
+            "model wrote them. Choose another work_dir for this target."
+        )
+    return answers.select(kept)
+
+
+def lengths_of(answers: Dataset) -> list[int]:
+    return [len(ids) for batch in answers.select_columns("input_ids").iter(1000) for ids in batch["input_ids"]]
+
+
+def answer_tokens(answers: Dataset, limit: int) -> int:
+    return int((np.minimum(lengths_of(answers), limit) - np.maximum(answers["prompt_length"], 1)).sum())
+
+
+def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
+    """A random order in which the answers of a batch have about the same length, so that little is padding.
+
+    It depends on nothing but its arguments: not on the number of processes, nor on what ran before a resume.
+    """
+    random = np.random.default_rng(seed)
+    order, batches = random.permutation(len(lengths)), []
+    for block in np.array_split(order, range(batch_size * SORTED_BATCHES, len(order), batch_size * SORTED_BATCHES)):
+        block = block[np.argsort(-np.asarray(lengths)[block], kind="stable")]
+        batches += np.array_split(block, range(batch_size, len(block), batch_size))
+    # The one batch that may be smaller stays last.
+    shuffled = [batches[i] for i in random.permutation(len(batches) - 1)] + batches[-1:]
+    return np.concatenate(shuffled).tolist()
+
+
+def collate(rows: list[dict[str, Any]], max_length: int, sources: list[str]) -> dict[str, Tensor]:
+    """Pad on the right; labels are the answers' tokens, where a draft is to predict what the target wrote."""
+    ids = [torch.tensor(row["input_ids"][:max_length]) for row in rows]
+    labels = [tokens.clone() for tokens in ids]
+    for label, row in zip(labels, rows, strict=True):
+        label[: max(row["prompt_length"], 1)] = IGNORED
+    return {
+        "input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),
+        "labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "source": torch.tensor([sources.index(row["source"]) if row["source"] in sources else -1 for row in rows]),
+    }

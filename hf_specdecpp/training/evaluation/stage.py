@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,28 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.estimation.metrics import auc
-from hf_specdecpp.files import save_text
+from hf_specdecpp.estimation.metrics import auc, reliability
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.intervals import ratio_of_sums
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.plotting import COLOURS, MARKERS, new_figure, save
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.calibration import chains
-from hf_specdecpp.training.calibration.stage import calibration_half, fitted_head, quality
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import plots
+from hf_specdecpp.training.evaluation import chains
+from hf_specdecpp.training.evaluation.calibration import calibration_half, quality
+from hf_specdecpp.training.evaluation.rules import Outcome, RecordedChain, curve, discards_at
 from hf_specdecpp.training.head import features
-from hf_specdecpp.training.metrics import Outcome, RecordedChain, curve, discards_at
-from hf_specdecpp.training.models import load_assistant, load_target
-from hf_specdecpp.training.rollouts.prompts import sets_to_evaluate
-from hf_specdecpp.training.temperatures import sampling_at
+from hf_specdecpp.training.models import Trained
+from hf_specdecpp.training.resuming import save_json
+from hf_specdecpp.training.rollouts.stage import sets_to_evaluate
 
+FOLDER, REPORT = "evaluation", "evaluation.json"
 LENGTHS = range(1, 15)  # fixed lengths
 THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
 # A draft token's price in target passes, for naming the best fixed length: that of the paper's pair of models.
@@ -50,35 +47,29 @@ def run(config: TrainingConfig) -> dict[str, Any]:
     Raises:
         ValueError: there is no head, or there are no rollouts to evaluate on.
     """
-    folder = config.work / "evaluation"
+    folder = config.work / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    target = load_target(config)
-    assistant = load_assistant(config, target)
+    made = Trained.load(config)
     sets = {
-        split: {
-            f"{temperature:g}": _evaluate(config, split, sampling_at(config, temperature), assistant, target, folder)
-            for temperature in config.rollouts.temperatures
-        }
+        split: {f"{each:g}": _evaluate(made, split, config.sampling(each)) for each in config.rollouts.temperatures}
         for split in ("heldout", *sets_to_evaluate(config))
     }
+    target = made.target
     measured_on = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    ranks = acceptance_by_rank(config, assistant, target)
-    report = {"cost_ratio": COST_RATIO, **measured_on, "acceptance_by_rank": ranks, "sets": sets}
-    save_text(json.dumps(report, indent=2) + "\n", folder / "evaluation.json")
+    report = {"cost_ratio": COST_RATIO, **measured_on, "acceptance_by_rank": acceptance_by_rank(made), "sets": sets}
+    save_json(report, folder / REPORT)
     return report
 
 
-def acceptance_by_rank(
-    config: TrainingConfig, assistant: SpecDecPPAssistant, target: CausalLM
-) -> dict[str, list[float]]:
+def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
     """How often each of the siblings that the head was fitted with is the accepted one, on the held-out answers.
 
     For `"sampled"` and `"greedy"` targets; what a static tree's best shape depends on (`tree_shapes.best_shape`). Empty
     for heads that know nothing of siblings.
     """
-    if config.head.inputs != "before":
+    if made.config.head.inputs != "before":
         return {}
-    texts = features.build(config, "heldout", assistant.ready_drafter(), target)
+    texts = features.build(made, "heldout")
     rows: dict[str, list[Tensor]] = {}
     for text in map(texts.__getitem__, range(len(texts))):
         mode = MODES[bool(text["scalars"][0, 0, -1])]
@@ -86,35 +77,30 @@ def acceptance_by_rank(
     return {mode: torch.cat(accepted).mean(0).tolist() for mode, accepted in rows.items()}
 
 
-def _evaluate(
-    config: TrainingConfig,
-    split: str,
-    sampling: Sampling,
-    assistant: SpecDecPPAssistant,
-    target: CausalLM,
-    folder: Path,
-) -> dict[str, Any]:
+def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
     """One set at one temperature: report and pictures."""
-    rows = _rows(config, split, assistant, target, sampling)
-    estimates = all_estimates(fitted_head(assistant.head, config).cpu(), rows, assistant, sampling.greedy)
-    report, curves = assess(rows, estimates, assistant.head)
-    sources = list(chains.texts_at(config, split, sampling)["source"])
+    rows = chains.record(made, split, sampling)
+    if split == "heldout":
+        measuring = ~calibration_half(made, sampling, rows["text"])
+        rows = _at(rows, measuring)
+    estimates = all_estimates(made, rows, sampling.greedy)
+    report, curves = assess(rows, estimates, made.head)
+    sources = list(made.texts(split, sampling)["source"])
     report["sources"] = {
-        source: assess(*_select(rows, estimates, here), assistant.head)[0]
+        source: assess(_at(rows, here), _at(estimates, here), made.head)[0]
         for source, here in _by_source(rows["text"], sources)
     }
-    where, name = f"{split}, temperature {sampling.temperature:g}", f"{split}-{sampling.temperature:g}"
-    plots.plot_curves(curves, folder / f"curve-{name}.png", f"Where to stop drafting ({where})")
-    shown = {key: estimates[key] for key in ("head", "draft probability")}
-    plots.plot_reliability(shown, rows["label"], folder / f"reliability-{name}.png", f"Reliability ({where})")
+    where, name = f"{split}, temperature {sampling.temperature:g}", f"{split}-{sampling.temperature:g}.png"
+    folder = made.config.work / FOLDER
+    plot_curves(curves, folder / f"curve-{name}", f"Where to stop drafting ({where})")
+    plot_reliability(estimates, rows["label"], folder / f"reliability-{name}", f"Reliability ({where})")
     return report
 
 
-def all_estimates(
-    head: AcceptanceHead, rows: dict[str, Tensor], assistant: SpecDecPPAssistant, greedy: bool
-) -> dict[str, Tensor]:
+def all_estimates(made: Trained, rows: dict[str, Tensor], greedy: bool) -> dict[str, Tensor]:
     """Acceptance probabilities `[n]` by the head and by the draft itself, in (0, 1)."""
-    log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
+    head = made.head.cpu()
+    log_odds = chains.head_estimates(head, rows, made.drafter)
     if (calibration := head.calibration.get(MODES[greedy])) is not None:
         log_odds = calibration.apply(log_odds, rows["index"])
     estimates = {"head": log_odds.sigmoid(), "draft probability": rows["scalars"][:, 0].exp()}
@@ -122,11 +108,11 @@ def all_estimates(
 
 
 def assess(
-    rows: dict[str, Tensor], estimates: dict[str, Tensor], head: AcceptanceHead | None
+    rows: dict[str, Tensor], estimates: dict[str, Tensor], head: AcceptanceHead
 ) -> tuple[dict[str, Any], dict[str, list[Outcome]]]:
     """Everything that is measured on one set of chains, and the curves as they are plotted."""
     label, index = rows["label"].double(), rows["index"]
-    recorded = list(recorded_chains(rows, estimates, "before" if head is None else head.inputs))
+    recorded = list(recorded_chains(rows, estimates, head.inputs))
     curves = rule_curves(recorded)
     judged = {name: {"auc": auc(e, label), **quality(e, label, index)} for name, e in estimates.items()}
     report = {
@@ -193,16 +179,6 @@ def time_per_token(point: Outcome, cost_ratio: float) -> float:
     return cost_ratio * (1.0 + point.discard_rate - point.verification_rate) + point.verification_rate
 
 
-def _rows(
-    config: TrainingConfig, split: str, assistant: SpecDecPPAssistant, target: CausalLM, sampling: Sampling
-) -> dict[str, Tensor]:
-    rows = chains.record(config, split, assistant, target, sampling)
-    if split != "heldout":
-        return rows
-    measuring = ~calibration_half(config, sampling, rows["text"])
-    return {name: value[measuring] for name, value in rows.items()}
-
-
 def _by_source(text: Tensor, sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Which of the candidates (`[n]`) are from each source, where there are several."""
     of_row = [sources[index] for index in text.tolist()]
@@ -211,7 +187,33 @@ def _by_source(text: Tensor, sources: Sequence[str]) -> Iterator[tuple[str, Tens
         yield name, torch.tensor([source == name for source in of_row])
 
 
-def _select(
-    rows: dict[str, Tensor], estimates: dict[str, Tensor], here: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return {name: v[here] for name, v in rows.items()}, {name: e[here] for name, e in estimates.items()}
+def _at(columns: dict[str, Tensor], here: Tensor) -> dict[str, Tensor]:
+    return {name: values[here] for name, values in columns.items()}
+
+
+def plot_curves(curves: Mapping[str, Sequence[Outcome]], path: Path, title: str) -> None:
+    """Discard rate over verification rate, a line a rule. Down and left is better."""
+    figure, axes = new_figure(7, 5)
+    for (name, points), colour, marker in zip(curves.items(), COLOURS, MARKERS, strict=False):
+        x, y = [point.verification_rate for point in points], [point.discard_rate for point in points]
+        width = 2.2 if name == "head" else 1.2
+        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=width, label=name)
+    axes.set(xlabel="verification rate: target passes per generated token", title=title, ylim=(0, None))
+    axes.set_ylabel("discard rate: discarded candidates per generated token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, title="stopping rule (down and left is better)")
+    save(figure, path)
+
+
+def plot_reliability(estimates: Mapping[str, Tensor], label: Tensor, path: Path, title: str) -> None:
+    """Mean acceptance over mean estimate in ten bins, an estimator a line. On the diagonal is calibrated."""
+    figure, axes = new_figure(5.5, 5.5)
+    axes.plot([0, 1], [0, 1], color="#999999", linestyle="--", linewidth=1, label="calibrated")
+    for (name, estimate), colour, marker in zip(estimates.items(), COLOURS, MARKERS, strict=False):
+        _, predicted, observed, _ = reliability(estimate, label, bins=10)
+        axes.plot(predicted, observed, color=colour, marker=marker, markersize=5, label=name)
+    axes.set(xlabel="estimated chance of acceptance", ylabel="true chance of acceptance", title=title)
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    save(figure, path)

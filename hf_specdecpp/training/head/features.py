@@ -8,6 +8,7 @@ text X; it then reads a mixture Z of both texts, and its states at the positions
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,81 +28,129 @@ from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.head.labels import analytic_label, draw_siblings, sibling_labels
-from hf_specdecpp.training.models import fingerprint
-from hf_specdecpp.training.resuming import Record, shards
-from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
+from hf_specdecpp.training.models import Trained, fingerprint
+from hf_specdecpp.training.resuming import Record, joined, shards
 
 FOLDER, RECORD = "features", "features.json"
 TEXTS_PER_SHARD = 64
 ROWS_AT_ONCE = 64  # positions whose distributions [rows, vocab] are in memory together
+MIXING = 0.15  # share of positions where the draft of an "after" head reads the target's token (paper)
 
 
-def build(config: TrainingConfig, split: str, drafter: Drafter, target: CausalLM) -> FeatureSet:
+def build(made: Trained, split: str) -> FeatureSet:
     """Cache the features of every rollout of `split` in `work/features`; what is there already is not made again.
 
     Raises:
         ValueError: there are no rollouts, or a shard is damaged.
     """
+    config = made.config
     texts = answers.load(config.work, split)
     if config.head.temperature is not None:
         texts = answers.written_at(texts, config.head.temperature)
     if split == "train" and config.head.max_texts is not None:
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
         texts = texts.select(sorted(order[: config.head.max_texts].tolist()))
-    folder = config.work / FOLDER / split
-    record = Record(folder / RECORD, settings(config), [folder])
-    made = shards(
-        record,
-        range(len(texts)),
-        TEXTS_PER_SHARD,
-        lambda rows: _shard(config, texts, rows, drafter, target),
-        f"features of {split} texts",
-    )
-    return FeatureSet(made)
+    record = Record(config.work / FOLDER / split / RECORD, settings(config), [config.work / FOLDER / split])
+    title = f"features of {split} texts"
+    return FeatureSet(shards(record, range(len(texts)), TEXTS_PER_SHARD, lambda rows: _shard(made, texts, rows), title))
 
 
 def settings(config: TrainingConfig) -> dict[str, Any]:
     """What features depend on."""
     head = config.head
-    names = ("inputs", "label", "mixing") if head.inputs == "after" else ("inputs", "label", "siblings")
+    names = ("inputs", "label") if head.inputs == "after" else ("inputs", "label", "siblings")
     chosen = {name: getattr(head, name) for name in names}
-    sampling = {"temperatures": head_temperatures(config), "top_k": sampling_at(config, 1.0).top_k}
+    sampling = {"temperatures": config.head_temperatures, "top_k": config.rollouts.top_k}
     return {**chosen, **sampling, "max_texts": head.max_texts, "seed": config.seed, **fingerprint(config)}
 
 
-@torch.no_grad()
-def text_features(
-    input_ids: Tensor, prompt_length: int, head: HeadConfig, sampling: Sampling, drafter: Drafter, target: CausalLM,
-    generator: torch.Generator,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Examples from one text, one row a position of its answer (n rows), s candidates a row.
+def _shard(made: Trained, texts: Any, rows: Iterable[int]) -> dict[str, Tensor]:
+    config, drafter, parts = made.config, made.drafter, []
+    examples = Examples(config.head, drafter, made.target)
+    for row in rows:
+        text = texts[row]
+        ids = torch.tensor([text["input_ids"]])[:, : int(min(drafter.max_length, len(text["input_ids"])))]
+        if ids.shape[1] <= text["prompt_length"]:
+            continue  # an empty answer, or a prompt that the draft cannot read
+        # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
+        generator = torch.Generator(drafter.device).manual_seed(config.seed * 1_000_003 + row)
+        part = examples.of_text(ids, text["prompt_length"], config.sampling(text["temperature"]), generator)
+        length = torch.tensor([len(part["hidden"])], device=drafter.device)
+        parts.append({**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": length})
+    if not parts:
+        raise ValueError(f"The texts up to number {row} have no answers that the draft can read.")
+    return joined(parts)
 
-    Args:
-        input_ids: `[1, length]`, prompt and answer.
-        generator: on the draft's device.
 
-    Returns:
-        `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (`"before"`), `label` `[n, s]`, and
-        `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
-    """
-    ids = input_ids.to(drafter.device)
-    with TargetStates(target, drafter.reads) as caught:
-        logits = target_logits(target, input_ids, prompt_length)
-        target_states = caught.take()
-    before = _states_along(drafter, ids, target_states)[0, prompt_length - 1 : -1]
-    chunks = [
-        _candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), head, sampling, generator)
-        for p, hidden in zip(logits.split(ROWS_AT_ONCE), before.split(ROWS_AT_ONCE), strict=True)
-    ]
-    rows = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-    if head.inputs == "before":
-        return {"hidden": before, **rows}
-    answer, drafted = ids[0, prompt_length:], rows["tokens"][:, 0]
-    keeps_target = torch.rand(answer.shape, generator=generator, device=answer.device) < head.mixing
-    mixed = torch.cat((ids[0, :prompt_length], answer.where(keeps_target, drafted)))
-    after = drafter.hidden_states(mixed[None])[0, prompt_length:]
-    # As in the released code, what was mixed in does not count, not even where it happens to be the draft's token.
-    return {"hidden": after, **rows, "mask": (~keeps_target)[:, None].float()}
+def to_half(hidden: Tensor) -> Tensor:
+    """In float16; what would overflow is cut off."""
+    largest = torch.finfo(torch.float16).max
+    return hidden.clamp(-largest, largest).half()
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Makes a head's examples of texts, for which the draft and the target read them."""
+
+    head: HeadConfig
+    drafter: Drafter
+    target: CausalLM
+
+    @torch.no_grad()
+    def of_text(
+        self, input_ids: Tensor, prompt_length: int, sampling: Sampling, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Examples from one text, one row a position of its answer (n rows), s candidates a row.
+
+        Args:
+            input_ids: `[1, length]`, prompt and answer.
+            generator: on the draft's device.
+
+        Returns:
+            `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (`"before"`), `label` `[n, s]`, and
+            `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
+        """
+        drafter, ids = self.drafter, input_ids.to(self.drafter.device)
+        with TargetStates(self.target, drafter.reads) as caught:
+            logits = target_logits(self.target, input_ids, prompt_length)
+            target_states = caught.take()
+        before = _states_along(drafter, ids, target_states)[0, prompt_length - 1 : -1]
+        rows = joined(
+            [
+                self._candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), sampling, generator)
+                for p, hidden in zip(logits.split(ROWS_AT_ONCE), before.split(ROWS_AT_ONCE), strict=True)
+            ]
+        )
+        if self.head.inputs == "before":
+            return {"hidden": before, **rows}
+        answer, drafted = ids[0, prompt_length:], rows["tokens"][:, 0]
+        keeps_target = torch.rand(answer.shape, generator=generator, device=answer.device) < MIXING
+        mixed = torch.cat((ids[0, :prompt_length], answer.where(keeps_target, drafted)))
+        after = drafter.hidden_states(mixed[None])[0, prompt_length:]
+        # As in the released code, what was mixed in does not count, not even where it happens to be the draft's token.
+        return {"hidden": after, **rows, "mask": (~keeps_target)[:, None].float()}
+
+    def _candidates(
+        self, p_logits: Tensor, q_logits: Tensor, sampling: Sampling, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Candidates for n positions, and their labels, from logits `[n, vocab]`."""
+        p, q = sampling.p(p_logits), sampling.q(q_logits)
+        analytic, is_before = self.head.label == "analytic", self.head.inputs == "before"
+        drawn = draw_siblings(q, self.head.siblings if is_before else 1, generator, sampling.greedy)
+        columns = drawn.tokens.unbind(-1)
+        from_q = [sampling.drawn_from(q_left, token) for q_left, token in zip(drawn.drawn_from, columns, strict=True)]
+        if not is_before:
+            label = analytic_label(p, from_q[0]) if analytic else acceptance(p, from_q[0], columns[0])
+            return {"tokens": drawn.tokens, "label": label[:, None]}
+        label, reach = sibling_labels(p, from_q, drawn.tokens, analytic)
+        scalars = [
+            scalar_features(q_left, token, sampling.greedy, mass, index)
+            for q_left, token, mass, index in zip(
+                drawn.drawn_from, columns, drawn.mass.unbind(-1), drawn.index.unbind(-1), strict=True
+            )
+        ]
+        mask, label = torch.where(drawn.valid, reach, 0.0), torch.where(drawn.valid, label, 0.0)
+        return {"tokens": drawn.tokens, "scalars": torch.stack(scalars, 1), "label": label, "mask": mask}
 
 
 def _states_along(drafter: Any, ids: Tensor, target_states: Tensor | None) -> Tensor:
@@ -119,63 +168,8 @@ def target_logits(target: CausalLM, input_ids: Tensor, prompt_length: int) -> Te
     return target(input_ids.to(target.device), use_cache=False, **kept).logits[0, -count:-1]
 
 
-def _candidates(
-    p_logits: Tensor, q_logits: Tensor, head: HeadConfig, sampling: Sampling, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Candidates for n positions, and their labels, from logits `[n, vocab]`."""
-    p, q = sampling.p(p_logits), sampling.q(q_logits)
-    analytic = head.label == "analytic"
-    drawn = draw_siblings(q, head.siblings if head.inputs == "before" else 1, generator, sampling.greedy)
-    columns = drawn.tokens.unbind(-1)
-    drawn_from = [sampling.drawn_from(q_left, token) for q_left, token in zip(drawn.drawn_from, columns, strict=True)]
-    if head.inputs == "after":
-        label = analytic_label(p, drawn_from[0]) if analytic else acceptance(p, drawn_from[0], columns[0])
-        return {"tokens": drawn.tokens, "label": label[:, None]}
-    label, reach = sibling_labels(p, drawn_from, drawn.tokens, analytic)
-    scalars = [
-        scalar_features(q_left, token, sampling.greedy, mass, index)
-        for q_left, token, mass, index in zip(
-            drawn.drawn_from, columns, drawn.mass.unbind(-1), drawn.index.unbind(-1), strict=True
-        )
-    ]
-    mask = torch.where(drawn.valid, reach, 0.0)
-    label = torch.where(drawn.valid, label, 0.0)
-    return {"tokens": drawn.tokens, "scalars": torch.stack(scalars, 1), "label": label, "mask": mask}
-
-
-def _shard(
-    config: TrainingConfig, texts: Any, rows: Iterable[int], drafter: Drafter, target: CausalLM
-) -> dict[str, Tensor]:
-    parts: list[dict[str, Tensor]] = []
-    for row in rows:
-        text = texts[row]
-        ids = torch.tensor([text["input_ids"]])[:, : int(min(drafter.max_length, len(text["input_ids"])))]
-        if ids.shape[1] <= text["prompt_length"]:
-            continue  # an empty answer, or a prompt that the draft cannot read
-        # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
-        generator = torch.Generator(drafter.device).manual_seed(config.seed * 1_000_003 + row)
-        sampling = sampling_at(config, text["temperature"])
-        part = text_features(ids, text["prompt_length"], config.head, sampling, drafter, target, generator)
-        parts.append(
-            {**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": _length(part)}
-        )
-    if not parts:
-        raise ValueError(f"The texts up to number {row} have no answers that the draft can read.")
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _length(part: dict[str, Tensor]) -> Tensor:
-    return torch.tensor([part["hidden"].shape[0]], device=part["hidden"].device)
-
-
-def to_half(hidden: Tensor) -> Tensor:
-    """In float16; what would overflow is cut off."""
-    largest = torch.finfo(torch.float16).max
-    return hidden.clamp(-largest, largest).half()
-
-
 class FeatureSet(Dataset[dict[str, Tensor]]):
-    """Cached features, an item a text (see `text_features`); read from disk when asked for.
+    """Cached features, an item a text (see `Examples.of_text`); read from disk when asked for.
 
     Raises:
         ValueError: a shard is damaged.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
-from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
+from transformers import EvalPrediction, Trainer, set_seed
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -21,10 +21,9 @@ from hf_specdecpp.files import read_json
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.head import features
 from hf_specdecpp.training.head.labels import weighted_bce
-from hf_specdecpp.training.models import load_assistant, load_target, save_head
-from hf_specdecpp.training.processes import process_state
-from hf_specdecpp.training.resuming import Record, last_checkpoint, telling_of_full_disks
-from hf_specdecpp.training.trackers import LOGS, tensorboard_in
+from hf_specdecpp.training.models import HEAD, Trained, save_head
+from hf_specdecpp.training.resuming import Record
+from hf_specdecpp.training.trainers import LOGS, go_on, logging_to, process_state, training_arguments
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
 FRACTIONS = (0.25, 0.5)  # of the texts, for the learning curve
@@ -65,7 +64,7 @@ def run(config: TrainingConfig) -> dict[str, float]:
 
 def record_of(config: TrainingConfig, fraction: float) -> Record:
     """The record of the head that is fitted on this share of the texts."""
-    folder = config.work / "head"
+    folder = config.work / HEAD
     if fraction < 1.0:
         folder /= f"fraction-{fraction:g}"
     fitted = {name: value for name, value in asdict(config.head).items() if name != "learning_curve"}
@@ -74,7 +73,7 @@ def record_of(config: TrainingConfig, fraction: float) -> Record:
 
 def learning_curve(work: Path) -> list[dict[str, Any]]:
     """`fraction`, `texts` and held-out metrics of the heads in a `work_dir`, from few texts to all."""
-    found = [read_json(path) for path in (work / "head").glob(f"**/{RECORD}")]
+    found = [read_json(path) for path in (work / HEAD).glob(f"**/{RECORD}")]
     return sorted((each for each in found if each["complete"]), key=lambda each: each["fraction"])
 
 
@@ -91,10 +90,8 @@ def _part(texts: features.FeatureSet, fraction: float, seed: int) -> Texts:
 
 def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:
     """The draft, and the features of training and held-out texts."""
-    target = load_target(config)
-    drafter = load_assistant(config, target).ready_drafter()
-    train, heldout = (features.build(config, split, drafter, target) for split in ("train", "heldout"))
-    return drafter, train, heldout
+    made = Trained.load(config)
+    return made.drafter, features.build(made, "train"), features.build(made, "heldout")
 
 
 def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
@@ -113,7 +110,7 @@ def fit(
     """Fit `head` in place with AdamW and a cosine schedule; metrics on `heldout`.
 
     Args:
-        train, heldout: texts as in `features.text_features`.
+        train, heldout: texts as in `features.Examples`.
         drafter: knows the embeddings of the candidates.
         checkpoints: where the Trainer keeps its state; a run that finds some goes on from the newest.
 
@@ -121,14 +118,12 @@ def fit(
         ValueError: the loss is not a number.
     """
     options = config.head
-    arguments = TrainingArguments(
-        output_dir=str(checkpoints),
+    arguments = training_arguments(
+        config,
+        checkpoints,
+        options.batch_size,
         num_train_epochs=options.epochs,
         learning_rate=options.learning_rate,
-        per_device_train_batch_size=options.batch_size,
-        per_device_eval_batch_size=options.batch_size,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.03,  # a share of all steps
         weight_decay=0.0,
         eval_strategy="epoch",
         save_strategy="epoch",
@@ -136,14 +131,10 @@ def fit(
         logging_steps=10,
         logging_nan_inf_filter=False,
         label_names=["label", "mask"],
-        remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         use_cpu=not torch.accelerator.is_available(),  # else it takes each process for the only one
-        ddp_find_unused_parameters=False,
-        report_to=config.report_to,
-        seed=config.seed,
     )
-    with tensorboard_in(config.work / LOGS / "head"):
+    with logging_to(config.work / LOGS / "head"):
         trainer = HeadTrainer(
             model=head,
             args=arguments,
@@ -154,8 +145,7 @@ def fit(
             options=options,
             drafter=drafter,
         )
-    with telling_of_full_disks(checkpoints, 4 * sum(parameter.nbytes for parameter in head.parameters())):
-        trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
+    go_on(trainer)
     measured = trainer.evaluate()
     head.to("cpu").eval()
     rows = sum(int((train[index]["mask"] > 0).sum()) for index in range(len(train)))
@@ -202,7 +192,7 @@ class HeadTrainer(Trainer):
 
 
 def batch_log_odds(model: nn.Module, inputs: dict[str, Tensor], drafter: Drafter) -> Tensor:
-    """The head's verdict `[..., n, s]` on features as in `features.text_features`, with or without a batch."""
+    """The head's verdict `[..., n, s]` on features as in `features.Examples`, with or without a batch."""
     hidden = inputs["hidden"][..., None, :].float()
     if "scalars" not in inputs:
         return model(hidden)

@@ -43,10 +43,7 @@ class ServerTarget:
     def __call__(
         self, items: list[Encoded], temperature: float, seed: int, done: Set[int] = frozenset()
     ) -> Iterator[tuple[int, list[int], bool]]:
-        """Index of an item, the new tokens, and whether the target ended them; in any order.
-
-        Args:
-            done: indices of items that need no answer.
+        """As `LocalTarget`; `done` are not asked.
 
         Raises:
             ConnectionError: the server cannot be reached, or fails again and again.

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 from transformers.utils import logging
@@ -28,27 +27,19 @@ from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.answers import FOLDER, RECORD
 from hf_specdecpp.texts.encoding import Codec, Encoded
-from hf_specdecpp.texts.prompts import Prompt
+from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts, split_prompts
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.processes import process_state
 from hf_specdecpp.training.resuming import Record
 from hf_specdecpp.training.rollouts.local_target import LocalTarget
-from hf_specdecpp.training.rollouts.prompts import all_prompts
 from hf_specdecpp.training.rollouts.server_target import ServerTarget
+from hf_specdecpp.training.trainers import process_state
 
 logger = logging.get_logger(__name__)
 
-FEATURES = datasets.Features(
-    {
-        "prompt_id": datasets.Value("string"),
-        "source": datasets.Value("string"),
-        "sample": datasets.Value("int32"),
-        "temperature": datasets.Value("float32"),
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "prompt_length": datasets.Value("int32"),
-        "finished": datasets.Value("bool"),
-    }
-)
+COLUMNS = {
+    "prompt_id": "string", "source": "string", "sample": "int32", "temperature": "float32",
+    "input_ids": pyarrow.list_(pyarrow.int32()), "prompt_length": "int32", "finished": "bool",
+}  # fmt: skip
 
 # Prompts, a temperature, a seed and the indices that have an answer already to indices, new tokens, and whether the
 # target ended them.
@@ -61,6 +52,45 @@ class Row(NamedTuple):
     item: Encoded
     sample: int
     temperature: float
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+def sets_to_evaluate(config: TrainingConfig) -> dict[str, str]:
+    """The name of each test set, and its file or data set.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    named = {Path(source).stem.partition(":")[0]: source for source in config.evaluation.data}
+    if len(named) < len(config.evaluation.data) or {"train", "heldout"} & set(named):
+        raise ValueError(
+            f"The test sets {config.evaluation.data} need names of their own, which are those of their files, other "
+            "than train and heldout. Rename the files."
+        )
+    return named
+
+
+def training_prompts(config: TrainingConfig) -> list[Prompt]:
+    """All that may be trained on: the prompts that are neither held out nor in a test set, answered or not."""
+    if not config.rollouts.data:
+        return []
+    unseen = {prompt.opening for source in config.evaluation.data for prompt in read_prompts(source)}
+    return split_prompts(config.rollouts.data, config.rollouts.heldout, unseen=unseen)["train"]
+
+
+def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
+    """The prompts of `train`, `heldout` and every test set."""
+    rollouts = config.rollouts
+    whole = {name: read_prompts(source) for name, source in sets_to_evaluate(config).items()}
+    unseen = {prompt.opening for prompts in whole.values() for prompt in prompts}  # also those that are not measured
+    prompts = split_prompts(rollouts.data, rollouts.heldout, rollouts.max_prompts, config.seed, unseen)
+    tests = {name: sample_prompts(each, config.evaluation.max_prompts, config.seed) for name, each in whole.items()}
+    return {**prompts, **tests}
+
+
+# Answers -------------------------------------------------------------------------------------------------------------
 
 
 def run(config: TrainingConfig) -> None:
@@ -145,14 +175,13 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
     if not missing:
         return
     target: Target = (ServerTarget if config.rollouts.server else LocalTarget)(config, codec)
-    early = {path: _read_early(path) for path in missing}
-    total, left = sum(map(len, shards.values())), sum(len(rows) - len(early[path]) for path, rows in missing.items())
+    found = {path: _read_early(path) for path in missing}
+    total, left = sum(map(len, shards.values())), sum(len(rows) - len(found[path]) for path, rows in missing.items())
     begin, tokens = time.perf_counter(), 0
     quiet = not process_state().is_main_process
     with logging.tqdm(total=total, initial=total - left, desc="rollouts", unit="answer", disable=quiet) as bar:
         for path, rows in missing.items():
-            finished = early[path]
-            seed = seed_of(config.seed, path.parent.name, path.name)
+            finished, seed = found[path], seed_of(config.seed, path.parent.name, path.name)
             items = [row.item for row in rows]
             try:
                 for index, answer, ended in target(items, rows[0].temperature, seed, frozenset(finished)):
@@ -200,14 +229,8 @@ def _record(row: Row, answer: list[int], finished: bool) -> dict[str, Any]:
 def _write(rows: list[dict[str, Any]], path: Path) -> None:
     """Write a shard, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    noisy = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()  # one bar is enough
-    try:
-        with replacing(path) as temporary:
-            datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(str(temporary))
-    finally:
-        if noisy:
-            datasets.enable_progress_bars()
+    with replacing(path) as temporary:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(COLUMNS)), temporary)
 
 
 def _is_whole(path: Path, num_rows: int) -> bool:

@@ -131,9 +131,10 @@ def test_tensors(name: str, tmp_path: Path) -> None:
 def test_what_it_is_not_for(tmp_path: Path) -> None:
     folder = PLAIN.save(tmp_path / "theirs")
     named = TrainingConfig(target="org/model", output=str(tmp_path), draft=str(folder))
+    named.rollouts.data = ["prompts.jsonl"]
     named.find_ready_made()
     assert (named.draft, named.ready_made) == (DFLASH.name, str(folder)), "it stays as it is, and gets a head"
-    named._validate_distill()
+    named.validate()
 
 
 def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:

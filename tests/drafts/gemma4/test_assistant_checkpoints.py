@@ -178,6 +178,7 @@ def test_an_order_without_clusters(tmp_path: Path) -> None:
 def test_what_it_is_not_for(tmp_path: Path) -> None:
     folder = saved(tmp_path / "theirs")
     named = TrainingConfig(target="org/model", output=str(tmp_path), draft=str(folder))
+    named.rollouts.data = ["prompts.jsonl"]
     named.find_ready_made()
     with pytest.raises(ValueError, match="loaded, not trained"):
-        named._validate_distill()
+        named.validate()

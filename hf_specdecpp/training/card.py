@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,26 @@ import transformers
 import yaml
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import Rule, SpeculationConfig
+from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import read_json, save_text
-from hf_specdecpp.hub.card import make_card
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD
+from hf_specdecpp.hub.card import make_card, number
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import command, public_name, source_commit
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.stage import REPORT
+from hf_specdecpp.training.evaluation import stage as evaluation
+from hf_specdecpp.training.evaluation.rules import Outcome
 from hf_specdecpp.training.evaluation.stage import COST_RATIO, time_per_token
 from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.metrics import Outcome
-from hf_specdecpp.training.models import load_assistant, load_target
+from hf_specdecpp.training.models import HEAD, load_assistant, load_target
+from hf_specdecpp.training.resuming import save_json
 from hf_specdecpp.version import __version__
 
+EVALUATION = Path(evaluation.FOLDER, evaluation.REPORT)
 SPEED = "speed.json"
 
 
@@ -61,15 +65,14 @@ def run(config: TrainingConfig) -> Path:
 
 def results(config: TrainingConfig) -> dict[str, Any]:
     """What the stages measured, as `card.make_card` takes it; `None` for what was not made."""
-    evaluation = Path("evaluation", "evaluation.json")
-    if not (config.work / evaluation).is_file():
+    if not (config.work / EVALUATION).is_file():
         raise ValueError(
-            f"{config.work / evaluation} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'."
+            f"{config.work / EVALUATION} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'."
         )
     other = Path(config.evaluation.compare) if config.evaluation.compare else None
-    if other is not None and not (other / evaluation).is_file():
+    if other is not None and not (other / EVALUATION).is_file():
         raise ValueError(
-            f"evaluation.compare={str(other)!r} has no {evaluation}, so there is nothing to compare with. It must be "
+            f"evaluation.compare={str(other)!r} has no {EVALUATION}, so there is nothing to compare with. It must be "
             "the work_dir of a run whose stage 'eval' has ended."
         )
     return {
@@ -88,13 +91,13 @@ def _measured(work: Path) -> dict[str, Any]:
     """What a run left in its `work_dir`."""
     curve = head_fitting.learning_curve(work)
     return {
-        "evaluation": _read(work / "evaluation" / "evaluation.json"),
+        "evaluation": _read(work / EVALUATION),
         "rollouts": _read(work / answers.FOLDER / answers.RECORD),
         "distillation": _read(work / REPORT),
         "head": curve[-1]["settings"]["head"] if curve else None,
         "head_metrics": curve[-1] if curve else None,
         "learning_curve": curve if len(curve) > 1 else None,
-        "calibration": _read(work / "head" / "calibration.json"),
+        "calibration": _read(work / HEAD / "calibration.json"),
     }
 
 
@@ -119,7 +122,7 @@ def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[s
 def _name_base(path: Path, assistant: SpecDecPPAssistant) -> None:
     """Let the adapter's config name the same model."""
     base = getattr(assistant.config, f"{assistant.kind.rests_on}_id")
-    save_text(json.dumps({**read_json(path), "base_model_name_or_path": base}, indent=2) + "\n", path)
+    save_json({**read_json(path), "base_model_name_or_path": base}, path)
 
 
 def settings(config: TrainingConfig) -> str:
@@ -169,3 +172,36 @@ def provenance() -> dict[str, str | None]:
         "torch": torch.__version__,
         "git_commit": source_commit(),
     }
+
+
+def summary(config: TrainingConfig) -> str:
+    """What a finished run says in the terminal; figures of the held-out prompts, the first temperature."""
+    made = read_json(Path(config.output) / CONFIG)
+    measured = read_json(config.work / EVALUATION)
+    temperature, report = next(iter(measured["sets"]["heldout"].items()))
+    draft = config.named_draft or describe(SpecDecPPConfig.from_dict(made))
+    adapter = " with an adapter" if made["adapter"] else ""
+    best = report["equal_verification"]["at_best"]
+    fixed = f"drafting {best['length']} candidates every time, with as many target passes"
+    discards, fewer = best["discard_rate_of"]["head"], best["fewer_discards"]["head"]
+    if discards is None:
+        compared = (
+            f"{number(best['discard_rate'])} candidates a generated token by {fixed}; the head's rule has no such point"
+        )
+    else:
+        share = "" if fewer is None else f" ({number(abs(fewer), percent=True)} {'fewer' if fewer >= 0 else 'more'})"
+        compared = f"{number(discards)} candidates a generated token, {number(best['discard_rate'])}{share} by {fixed}"
+    arguments = "target=model"
+    if config.named_draft is not None:
+        arguments += f", draft={config.named_draft!r}"
+    return "\n".join(
+        (
+            f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",
+            f"acceptance  {number(report['mean_acceptance'])} of a candidate on average ({report['texts']} texts, "
+            f"temperature {temperature})",
+            f"discards    {compared}",
+            f"use it      assistant = SpecDecPPAssistant.from_pretrained({config.output!r}, {arguments})",
+            "            model.generate(**inputs, assistant_model=assistant)",
+            "share it    the same command with --stage card --push_to_hub YOU/NAME",
+        )
+    )

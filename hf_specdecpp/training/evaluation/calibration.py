@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,14 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_specdecpp.estimation.estimators import MODES
-from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
+from hf_specdecpp.estimation.head import Calibration
 from hf_specdecpp.estimation.metrics import binary_kl, ece
-from hf_specdecpp.files import save_text
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.calibration import chains
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.models import load_assistant, load_target, save_head
-from hf_specdecpp.training.temperatures import head_temperatures, sampling_at
+from hf_specdecpp.training.evaluation import chains
+from hf_specdecpp.training.models import HEAD, Trained, save_head
+from hf_specdecpp.training.resuming import save_json
 
 MIN_CANDIDATES = 200  # a position with fewer shares the temperature of the one before
 
@@ -36,19 +34,16 @@ def run(config: TrainingConfig) -> dict[str, object]:
     Raises:
         ValueError: there is no head, fewer than two held-out prompts, or no answer at one of the temperatures.
     """
-    samplings = [sampling_at(config, temperature) for temperature in head_temperatures(config)]
+    made = Trained.load(config)
+    head, report = made.head.cpu(), dict[str, object]()
+    samplings = [config.sampling(temperature) for temperature in config.head_temperatures]
     for sampling in samplings:
-        chains.texts_at(config, "heldout", sampling)  # raises now, and not after minutes
-    folder = config.work / "head"
-    target = load_target(config)
-    assistant = load_assistant(config, target)
-    head = fitted_head(assistant.head, config).cpu()
-    report: dict[str, object] = {}
+        made.texts("heldout", sampling)  # raises now, and not after minutes
     # The last temperature of a mode wins where there are several: one calibration serves all sampled targets.
     for sampling in samplings:
-        rows = chains.record(config, "heldout", assistant, target, sampling)
-        log_odds = chains.head_estimates(head, rows, assistant.ready_drafter())
-        fitting = calibration_half(config, sampling, rows["text"])
+        rows = chains.record(made, "heldout", sampling)
+        log_odds = chains.head_estimates(head, rows, made.drafter)
+        fitting = calibration_half(made, sampling, rows["text"])
         calibration = calibrate(log_odds[fitting], rows["label"][fitting], rows["index"][fitting])
         raw, label, index = log_odds[~fitting], rows["label"][~fitting], rows["index"][~fitting]
         report[f"{sampling.temperature:g}"] = {
@@ -58,25 +53,18 @@ def run(config: TrainingConfig) -> dict[str, object]:
             "after": quality(calibration.apply(raw, index).sigmoid(), label, index),
         }
         head.calibration[MODES[sampling.greedy]] = calibration
-    save_head(head, folder)
-    save_text(json.dumps(report, indent=2) + "\n", folder / "calibration.json")
+    save_head(head, config.work / HEAD)
+    save_json(report, config.work / HEAD / "calibration.json")
     return report
 
 
-def fitted_head(head: AcceptanceHead | None, config: TrainingConfig) -> AcceptanceHead:
-    """The head, or `ValueError` where there is none."""
-    if head is None:
-        raise ValueError(f"{config.work / 'head'} has no fitted head yet: run the stage 'head' before this one.")
-    return head
-
-
-def calibration_half(config: TrainingConfig, sampling: Sampling, text: Tensor) -> Tensor:
+def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
     """Which candidates (`text` `[n]`: the rollout that each belongs to) are for fitting: those of every other prompt.
 
     Raises:
         ValueError: only one prompt, so that nothing would be left to measure with.
     """
-    prompts = list(chains.texts_at(config, "heldout", sampling)["prompt_id"])
+    prompts = list(made.texts("heldout", sampling)["prompt_id"])
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:
         raise ValueError(

@@ -1,1 +1,0 @@
-"""The head's estimates are calibrated on recorded chains."""

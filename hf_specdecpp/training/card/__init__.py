@@ -1,1 +1,0 @@
-"""The repository and its card are put together."""
