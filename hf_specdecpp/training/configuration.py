@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,20 +16,16 @@ from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.texts.sampling import Sampling
 
-# The least that whole numbers may be.
+# What whole numbers have to be at least.
 LEAST = {
-    "rollouts.max_prompts": 2,  # some are held out
+    **dict.fromkeys(("rollouts.max_prompts", "distill.max_length", "distill.block_size"), 2),
+    **dict.fromkeys(("rollouts.top_k", "head.num_blocks"), 0),
     **dict.fromkeys(("rollouts.samples_per_prompt", "rollouts.max_new_tokens", "rollouts.batch_size"), 1),
-    "rollouts.shard_size": 1,
-    "rollouts.top_k": 0,
-    **dict.fromkeys(("distill.draft_vocab_size", "distill.rank", "distill.batch_size", "distill.unroll"), 1),
-    **dict.fromkeys(("distill.gradient_accumulation_steps", "distill.fusion_rank", "distill.block_layers"), 1),
-    "distill.max_length": 2,  # a token to learn, and one before it
-    "distill.block_size": 2,
-    **dict.fromkeys(("head.rank", "head.siblings", "head.batch_size", "head.max_texts"), 1),
-    "head.num_blocks": 0,
+    **dict.fromkeys(("rollouts.shard_size", "distill.draft_vocab_size", "distill.rank", "distill.batch_size"), 1),
+    **dict.fromkeys(("distill.gradient_accumulation_steps", "distill.unroll", "distill.fusion_rank"), 1),
+    **dict.fromkeys(("distill.block_layers", "head.rank", "head.siblings", "head.batch_size", "head.max_texts"), 1),
     "evaluation.max_prompts": 1,
-}
+}  # fmt: skip
 ABOVE_ZERO = (
     "distill.epochs", "distill.learning_rate", "distill.fusion_learning_rate", "head.rejection_weight", "head.epochs",
     "head.learning_rate",
@@ -58,8 +55,7 @@ class RolloutConfig:
         top_k (tokens): how many of its likeliest tokens the target draws from; 0 for all.
         max_new_tokens (tokens): the longest answer.
         batch_size (prompts): answered at once by a local target, or requests in flight to the server.
-        server: base URL of an OpenAI-compatible server that serves the target and takes token ids, as vLLM, SGLang and
-            llama.cpp do; by default the target runs here.
+        server: base URL of an OpenAI-compatible server of the target that takes token ids; by default it runs here.
         server_model: name of the target on that server, by default the target's id.
         shard_size (answers): in a parquet shard; a killed run loses at most one shard.
         heldout (share of prompts): kept out of all training, chosen by a hash of the text.
@@ -85,8 +81,7 @@ class DistillConfig:
     Args:
         enabled: `False` leaves the draft as it is (the paper's setting): it gets an acceptance head.
         draft_vocab_size (tokens): keep only so many in the draft's LM head, the most frequent of the answers and then
-            of the prompts; all by default. With too few texts to choose from it costs acceptance: see what the stage
-            says it covers.
+            of the prompts; all by default. Of few texts it costs acceptance: the stage says what it covers.
         on_prompts: learn on the prompts' tokens, too: more text for no more answers. Good for an early exit, which has
             much to learn; what is measured are the answers alone.
         rank (dimensions): of the adapter, LoRA's r; its alpha is twice that.
@@ -106,10 +101,9 @@ class DistillConfig:
             `"kl+tv"` the first and twice the second.
         bf16: train in mixed precision: float32 weights, bfloat16 products.
         start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layers, training
-            goes on with: for more answers, or more epochs. For EAGLE-3 and block drafts also the repository of one that
-            others trained, which then learns from these answers, with its own vocabulary; or is only measured, and gets
-            a head, where `enabled` is off. Of two runs' draft vocabularies the one that covers more of the held-out
-            answers is kept. By default training begins with an adapter that changes nothing.
+            goes on with. For EAGLE-3 and block drafts also the repository of one that others trained, which then learns
+            from these answers, with its own vocabulary; or only gets a head, where `enabled` is off. Of two runs' draft
+            vocabularies the one that covers more of the held-out answers is kept.
     """
 
     enabled: bool = True
@@ -142,10 +136,8 @@ class HeadConfig:
         tied: whether these blocks share their weights, as in the released code.
         rank (dimensions): of a `"before"` head's low-rank correction.
         label: `"sampled"` is the paper's min(1, p(y)/q(y)) of the drawn token; `"analytic"` is sum min(p, q).
-        rejection_weight: weight w_rej of the BCE (paper: 6). 1 leaves the estimates as they are; more makes the head
-            wary, which the calibration then takes back from its average.
-        siblings (candidates): drawn without replacement at each position (`inputs="before"`). Trees ask about siblings;
-            for chains 1 is enough.
+        rejection_weight: weight w_rej of the BCE (paper: 6), whose effect on the average calibration takes back.
+        siblings (candidates): drawn without replacement at each position (`inputs="before"`), for trees.
         dropout (share of inputs): of the hidden states, left out at random while a `"before"` head is fitted: what few
             texts teach does not carry over to others without it.
         temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
@@ -198,15 +190,13 @@ class TrainingConfig:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
         draft: Hub id or folder of an independent draft; `"conditioned"` for layers of the target that read its hidden
-            states; `"eagle3"` for a layer of its own that reads them, which other engines serve, too; `"block"` for
-            layers of its own that read them and propose a block of candidates with one pass (DFlash); the repository
-            of an EAGLE-3 or DFlash draft that others trained, which stays as it is and gets an acceptance head; by
-            default an early exit of the target.
+            states; `"eagle3"` for a layer of its own that reads them; `"block"` for layers that read them and propose a
+            block of candidates with one pass (DFlash); the repository of an EAGLE-3 or DFlash draft of others, which
+            stays as it is and gets an acceptance head; by default an early exit of the target.
         layers: of the target, that draft: a number of first layers, or ascending indices. By default an early exit has
             the first 4, a conditioned draft the last.
-        reads: layers of the target whose outputs a conditioned draft reads beside the final state, or an EAGLE-3 or
-            block draft in its place. By default a low one, a middle one and a high one; for an EAGLE-3 draft those that
-            every engine serves, for a block draft the last one alone.
+        reads: layers of the target whose outputs a conditioned draft reads beside the final state, an EAGLE-3 or block
+            draft in its place. By default a low, a middle and a high one; for a block the last but one.
         dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
         target_id: what the published config names in place of `target`, where that is a local copy.
         target_revision: commit of `target_id`.
@@ -217,9 +207,6 @@ class TrainingConfig:
         seed: of everything random.
         report_to: trackers, as in `transformers.TrainingArguments`: one, a list, or "none".
         work_dir: shards, checkpoints and features; by default `<output>-work`.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     target: str = ""
@@ -256,8 +243,7 @@ class TrainingConfig:
     @property
     def own_files(self) -> list[str]:
         """The file with what is trained beside an adapter, if there is something."""
-        own = self.kind.stored.own
-        return [] if own is None else [own.name]
+        return [] if self.kind.stored.own is None else [self.kind.stored.own.name]
 
     @property
     def independent_draft(self) -> str | None:
@@ -396,16 +382,9 @@ def _built(cls: Any, values: dict[str, Any], path: str) -> Any:
         if is_dataclass(default) and isinstance(value, dict):
             built[name] = _built(type(default), value, f"{path}{name}.")
         if isinstance(default, float) and isinstance(value, str):
-            built[name] = _number(value)
+            with suppress(ValueError):
+                built[name] = float(value)  # YAML reads 2e-4, which has no point, as text
     return cls(**built)
-
-
-def _number(text: str) -> float | str:
-    """YAML reads 2e-4, which has no point, as text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def refuse_unknown(cls: Any, values: dict[str, Any], path: str) -> None:
