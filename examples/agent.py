@@ -13,15 +13,17 @@ from pathlib import Path
 
 from smolagents import CodeAgent, TransformersModel
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import assist
 
 PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "specdecpp-qwen2.5-coder-1.5b-instruct"
 
+if len(sys.argv) not in (2, 4):
+    sys.exit(__doc__)
 question, *models = sys.argv[1:]
 target, assistant_id = models or ("Qwen/Qwen2.5-Coder-1.5B-Instruct", PUBLISHED)
 
 model = TransformersModel(target, max_new_tokens=256, do_sample=False)
-assistant = SpecDecPPAssistant.from_pretrained(assistant_id, target=model.model, default=True)
+assistant = assist(model.model, assistant_id)
 
 agent = CodeAgent(tools=[], model=model, max_steps=4)
 print(agent.run(question))

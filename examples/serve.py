@@ -1,7 +1,7 @@
 """Serve a model with an assistant behind an OpenAI-compatible endpoint, by transformers' own server.
 
 python examples/serve.py                                # SmolLM2-135M-Instruct and its published assistant
-python examples/serve.py TARGET ASSISTANT --port 8000   # Hub ids or folders; without ASSISTANT texts are looked up in
+python examples/serve.py TARGET ASSISTANT --port 8000   # Hub ids or folders; by default own layers, or lookups
 
 curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \\
     -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
@@ -19,7 +19,7 @@ from typing import Any
 from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp import assist
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "specdecpp-smollm2-135m-instruct"
@@ -36,17 +36,12 @@ def serve(target: str, assistant: str | Path | None, **options: Any) -> Serve:
         def load_model_and_processor(self, *args: Any, **kwargs: Any) -> Any:
             model, processor = super().load_model_and_processor(*args, **kwargs)
             if model is not self.assisted:
-                attach(model, assistant)
+                print(assist(model, assistant or "auto"))  # the model keeps it
                 self.assisted = model
             return model, processor
 
     model_manager.ModelManager = WithAssistant  # `Serve` makes one
     return Serve(force_model=target, **options)
-
-
-def attach(model: Any, assistant: str | Path | None) -> SpecDecPPAssistant:
-    """Make an assistant the model's default one. The model keeps it."""
-    return assist(model, assistant or "auto")
 
 
 def main() -> None:

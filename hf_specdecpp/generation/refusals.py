@@ -158,14 +158,20 @@ def check_prompt(outputs: Any) -> None:
         raise LateRefusalError(str(reason)) from reason
 
 
+def check_for_one(streamer: Any, has_trees: bool) -> None:
+    """Raise `ValueError` for what a batch cannot have, since it is for one sequence."""
+    if streamer is not None:
+        raise ValueError(NO_BATCH.format("a streamer prints one sequence"))
+    if has_trees:
+        raise ValueError(NO_BATCH.format("trees are verified for one sequence at a time: set tree=None"))
+
+
 def check_batch(
     target: CausalLM,
     model_kwargs: dict[str, Any],
     config: GenerationConfig,
     processors: Iterable[LogitsProcessor],
     criteria: Any,
-    streamer: Any,
-    has_trees: bool,
 ) -> None:
     """Raise `ValueError` for batches that cannot be assisted. Runs before the first forward."""
     if in_order := [type(each).__name__ for each in (*processors, *criteria) if not reads_prefix_only(each)]:
@@ -181,11 +187,7 @@ def check_batch(
             "generate() needs, too."
         )
     reason = None
-    if streamer is not None:
-        reason = "a streamer prints one sequence"
-    elif has_trees:
-        reason = "trees are verified for one sequence at a time: set tree=None"
-    elif config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
+    if config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"

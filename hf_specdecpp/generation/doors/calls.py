@@ -18,7 +18,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.drafting import OneDraft
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_inputs
+from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
@@ -80,8 +80,8 @@ def decoding_of(
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(logits_processor), count)
     if count > 1:
-        has_trees = assistant.speculation.tree is not None
-        check_batch(target, model_kwargs, config, logits_processor, stopping_criteria, streamer, has_trees)
+        check_for_one(streamer, assistant.speculation.tree is not None)
+        check_batch(target, model_kwargs, config, logits_processor, stopping_criteria)
         run = _batch_decoding(target, assistant, logits_processor, stopping_criteria, config, model_kwargs, count)
         return partial(_run, run, cache, unused)
     known_as = as_static(config, model_kwargs)
