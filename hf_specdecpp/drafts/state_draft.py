@@ -29,7 +29,7 @@ class StateDraft(Draft):
     draft_vocab = None  # all tokens
     lacks: Mapping[str, str] = {}
 
-    def __init__(self, model: Any, reader: StateReader, target: CausalLM) -> None:
+    def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
         self.model, self.reader, self.beside = model, reader, Beside(target)
 
     @property
@@ -48,15 +48,16 @@ class StateDraft(Draft):
 
     @property
     def reads(self) -> StateReader:
-        return self.reader
+        reader: StateReader = self.reader
+        return reader
 
     @property
     def hidden_size(self) -> int:
-        return self.reader.hidden_size
+        return self.reads.hidden_size
 
     @property
     def embedding_size(self) -> int:
-        return self.reader.embedding_size
+        return self.reads.embedding_size
 
     def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
         self.beside.check()

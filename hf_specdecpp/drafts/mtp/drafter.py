@@ -6,61 +6,39 @@ target's. Of several, the last does so once each has drafted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from hf_specdecpp.drafting.draft import Draft, Reading
-from hf_specdecpp.drafting.drafter import NO_STATES, Drafter
-from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafts.state_draft import StateDraft
+from hf_specdecpp.models.causal_lm import CausalLM
 
 
-class MtpDraft(Draft):
+class MtpDraft(StateDraft):
     """Drafts with several multi-token layers, of which each proposes one candidate of a round; the last goes on alone.
 
     Args:
         layers: in the order in which they draft, each with its input.
+        target: whose they are.
     """
 
-    def __init__(self, layers: Sequence[Drafter]) -> None:
+    def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
         self.layers, self.first = list(layers), layers[0]
-        self.model = self.first.model
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        return {
-            "unattached": NO_STATES,
+        super().__init__(self.first.model, self.first.fusion, target)
+        self.lacks = {
             "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
             "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=None); a "
             "single multi-token layer drafts trees, too.",
         }
 
     @property
-    def device(self) -> torch.device:
-        return self.first.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.first.dtype
-
-    @property
     def parts(self) -> list[nn.Module]:
         return list(dict.fromkeys(part for layer in self.layers for part in layer.parts))
-
-    @property
-    def reads(self) -> StateReader | None:
-        return self.first.reads
-
-    @property
-    def hidden_size(self) -> int:
-        return self.first.hidden_size
-
-    @property
-    def embedding_size(self) -> int:
-        return self.first.embedding_size
 
     @property
     def max_length(self) -> float:
@@ -68,9 +46,6 @@ class MtpDraft(Draft):
 
     def session(self, vocab_size: int) -> Reading:
         return LayersReading(self.layers, vocab_size)
-
-    def check_unmoved(self, has_adapter: bool) -> None:
-        self.first.check_unmoved(has_adapter)
 
     def describe(self) -> dict[str, Any]:
         return {**self.first.describe(), "multi_token_layers": len(self.layers)}

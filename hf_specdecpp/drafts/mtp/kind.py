@@ -217,7 +217,7 @@ class Mtp(Kind):
         layers: MtpLayers = parts.module
         made = [one_layer(tensors, place, how.target, layers.source) for place, tensors in enumerate(layers.tensors)]
         drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
-        return drafters[0] if len(drafters) == 1 else MtpDraft(drafters)
+        return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, how.target)
 
 
 def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
