@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.bounds import CURE, ROPE
+from hf_specdecpp.config.bounds import CURE, LAYER, ROPE
 from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.files import load_strict
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, renew_rotary
@@ -70,6 +70,17 @@ def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None 
     if kind in ("mrope", "default") or "mrope_section" in rope:
         rope, kind = {}, "default"  # a draft's positions are those of text
     return {"rope_type": kind, "rope_theta": found, **{name: rope[name] for name in ROPE if name in rope}}
+
+
+def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
+    """What a config says of a draft's layers, in transformers' names; bounds are not checked yet.
+
+    Args:
+        but: fields that are left out.
+        cure, theta: as above.
+    """
+    names = [name for name in LAYER if name not in (*but, "rope_parameters") and config.get(name) is not None]
+    return {**{name: config[name] for name in names}, "rope_parameters": rotary_parameters(config, cure, theta)}
 
 
 @contextmanager

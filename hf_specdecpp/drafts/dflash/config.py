@@ -19,7 +19,7 @@ from hf_specdecpp.config.bounds import (
     check_fields,
     check_layers,
 )
-from hf_specdecpp.drafts.checkpoints import SPECULATORS, mapping, rotary_parameters
+from hf_specdecpp.drafts.checkpoints import SPECULATORS, layers_of, mapping
 
 NOT_NEGATIVE = (0.0, 2.0**31)
 BOUNDS: dict[str, Bounds] = {
@@ -32,11 +32,6 @@ BOUNDS: dict[str, Bounds] = {
     "num_target_layers": range(1, OF_TARGET.stop + 1),
 }
 TRANSFORMERS = "muse_glimmer_assistant"
-COPIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "layer_types",
-    "sliding_window", "use_sliding_window", "max_window_layers",
-)  # fmt: skip
 NUMBERS = {
     **{name: BOUNDS[name] for name in ("block_size", "mask_token_id", "output_multiplier", "num_target_layers")},
     **dict.fromkeys(("input_embedding_scale", "final_logit_softcapping"), NOT_NEGATIVE),
@@ -205,7 +200,7 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
         raise ValueError(
             f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {INSTEAD}."
         )
-    layer = {name: layers[name] for name in COPIED if layers.get(name) is not None}
+    layer = layers_of(layers, ["mlp_bias"], f"{INSTEAD}.")
     types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
     some_have = isinstance(types, list) and "sliding_attention" in types
     all_have = bool(said.get("use_swa")) and not some_have
@@ -221,7 +216,6 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
         layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
     if size is not None and (all_have or some_have):
         layer["sliding_window"] = size
-    layer["rope_parameters"] = rotary_parameters(layers, f"{INSTEAD}.")
     check_layers(layer, "")
     return layer, all_have
 

@@ -20,7 +20,7 @@ from hf_specdecpp.config.bounds import (
     check_layers,
 )
 from hf_specdecpp.config.types import check_arguments
-from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, mapping, rotary_parameters
+from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, layers_of, mapping
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
@@ -31,11 +31,7 @@ BOUNDS: dict[str, Bounds] = {
     "num_reads": range(DEPTH.stop),
     "draft_vocab_size": TOKENS,
 }
-COPIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias",
-)  # fmt: skip
-COPIED_OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 ABOVE: dict[str, Bounds] = {"target_hidden_size": SIZE, "draft_vocab_size": TOKENS}  # beside the layers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -257,16 +253,14 @@ def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
             f"so it would see too much. {TRAIN}."
         )
-    return {name: value for name, value in layer.items() if name not in COPIED_OF_QWEN3} | {"model_type": kind}
+    return {name: value for name, value in layer.items() if name not in OF_QWEN3} | {"model_type": kind}
 
 
 def _layer(inner: Mapping[str, Any], kind: str, theta: float | None) -> dict[str, Any]:
-    """The config of the draft's layers."""
+    """The config of the draft's layers, whose number tensors tell."""
     is_its_own = inner.get("model_type") in (None, *LAYER_CONFIGS)  # else windows are the target's, too
-    copied = COPIED + (COPIED_OF_QWEN3 if is_its_own else ())
-    layer = {name: inner[name] for name in copied if inner.get(name) is not None}
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
-    layer["rope_parameters"] = rotary_parameters(inner, cure, theta)
+    layer = layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
     check_fields(layer, LAYER)
     return {"model_type": kind, **layer}
 

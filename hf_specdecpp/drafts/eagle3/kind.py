@@ -9,11 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.bounds import LAYER
 from hf_specdecpp.drafts.checkpoints import described, target_of
 from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS, NO_REPLAYS
 from hf_specdecpp.drafts.eagle3.checkpoint import build, read_model, tensors_of
 from hf_specdecpp.drafts.eagle3.config import (
     FLAGS,
+    OF_QWEN3,
     Eagle3Settings,
     check_overrides,
     is_marked,
@@ -40,10 +42,7 @@ from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving.commands import eagle3_commands
 from hf_specdecpp.serving.destination import Destination, Exported
 
-WRITTEN = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
-)  # fmt: skip
+WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]  # of the layers
 
 
 class Eagle3Readings(Readings):
