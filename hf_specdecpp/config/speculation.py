@@ -184,7 +184,9 @@ class SpeculationConfig:
             listed = len(self.tree_shape)  # either way of writing a shape has no more items than nodes
             nodes = listed if listed > MOST_CANDIDATES else size(make_shape(self.tree_shape))
             if not 1 <= nodes <= MOST_CANDIDATES:
-                raise ValueError(f"tree_shape has {nodes} nodes or more; 1 to {MOST_CANDIDATES} are possible.")
+                raise ValueError(
+                    f"tree_shape has {nodes} nodes or more; 1 to {MOST_CANDIDATES} are possible: choose another."
+                )
 
     @property
     def most_tokens(self) -> int:

@@ -325,6 +325,7 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 10**12}, "vocab_size=1000000000000 must be a whole number from 1 to 4194304"),
     ({"acceptance_by_rank": {"greedy": [0.1] * 5000}}, "acceptance_by_rank has 5000 ranks; 32 are the most"),
     ({"speculation": {"tree": "static", "tree_shape": [1] * 9_000}}, "tree_shape has 9000 nodes or more; 1 to"),
+    ({"speculation": {"tree_shape": []}}, "1 to 1024 are possible: choose"),
     ({"speculation": {"tree": "static", "tree_shape": [[0]] * 9_000}}, "tree_shape has 9000 nodes or more"),
     ({"speculation": {"tree_budget": 10**9}}, "tree_budget=1000000000 must be a whole number from 2 to 1024"),
     ({"speculation": {"max_tokens": 10**9}}, "max_tokens=1000000000 must be a whole number from 1 to 1024"),
