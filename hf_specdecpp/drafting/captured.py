@@ -27,18 +27,22 @@ logger = logging.get_logger("hf_specdecpp")
 
 SEVERAL = 8  # tokens of the wider of the two captured steps of a chain
 LEAST_WIDTH, LEAST_NODES = 4, 64  # of passes over levels of a tree; that the masks of all of them have room for
-Read = Callable[..., tuple[Tensor, Tensor]]
+Arguments = Sequence[Any]  # tensors, and `None` for those that a step does not take
+Read = Callable[[DraftModel, RoomCache, Arguments, int], tuple[Tensor, Tensor]]
 _choosing = Lock()
 
 
-def read(
-    drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, last: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Read `tokens` `[1, n]`, of which those after number `last` are dummies that are not kept.
+def read(drafter: DraftModel, cache: RoomCache, arguments: Arguments, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Read tokens `[1, n]`, with the states `[1, n, size]` before them for a draft that reads any. Those after number
+    `last`, which is `[1]`, are dummies that are not kept.
+
+    Args:
+        arguments: tokens, states and `last`.
 
     Returns:
-        Logits `[vocab_size]` and hidden state `[hidden_size]` after token number `last`, which is `[1]`.
+        Logits `[vocab_size]` and hidden state `[hidden_size]` after token number `last`.
     """
+    tokens, states, last = arguments
     span = torch.arange(tokens.shape[1], device=tokens.device)
     depths = span.minimum(last)  # dummies need no position that the tokens do not
     inputs = inputs_in_place(drafter.model, cache.room, span <= span[:, None], depths, depths, cache.length)
@@ -48,28 +52,18 @@ def read(
     return drafter.logits(hidden, vocab_size)[0], hidden[0]
 
 
-def read_level(
-    drafter: DraftModel,
-    cache: RoomCache,
-    tokens: Tensor,
-    states: Tensor | None,
-    ancestors: Tensor,
-    depths: Tensor,
-    counts: Tensor,
-    vocab_size: int,
-) -> tuple[Tensor, Tensor]:
-    """Read nodes of a tree, `tokens` `[1, w]`; dummies after them are not kept.
+def read_level(drafter: DraftModel, cache: RoomCache, arguments: Arguments, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Read nodes of a tree after those that were read before; dummies after them are not kept.
 
     Args:
-        cache: holds a text, then the nodes that were read before.
-        states: `[1, w, size]` before each node, for a draft that reads them.
-        ancestors: bool `[w, n]`: which of up to n nodes each sees.
-        depths: `[n + w]`, of all nodes, then of these.
-        counts: `[2]`: how many nodes were read before, and how many of `tokens` are nodes.
+        arguments: tokens `[1, w]`; states `[1, w, size]` before them, for a draft that reads any; ancestors, bool
+            `[w, n]`: which of up to n nodes each sees; depths `[n + w]` of all nodes, then of these; counts `[2]`: how
+            many nodes were read before, and how many of the tokens are nodes.
 
     Returns:
         Logits `[w, vocab_size]` and hidden states `[w, hidden_size]`.
     """
+    tokens, states, ancestors, depths, counts = arguments
     room = ancestors.shape[1]
     num_prefix = cache.length - counts[0]
     inputs = inputs_in_place(drafter.model, cache.room, ancestors, depths[:room], depths[room:], num_prefix)
@@ -159,11 +153,11 @@ class CapturedSteps:
         width = 1 if count == 1 and is_own else SEVERAL
         last = self._last[count - 1 : count] if count <= SEVERAL else self._last.new_full((1,), count - 1)
         if not cache.is_initialized or count > width or (width > count and not may_pad):
-            return read(self.drafter, cache, tokens, states, last, vocab_size)
+            return read(self.drafter, cache, [tokens, states, last], vocab_size)
         return self.call(read, width, cache, [tokens, states, last], vocab_size)
 
     def call(
-        self, function: Read, width: int, cache: RoomCache, arguments: Sequence[Tensor | None], vocab_size: int
+        self, function: Read, width: int, cache: RoomCache, arguments: Arguments, vocab_size: int
     ) -> tuple[Tensor, Tensor]:
         """What a function of a draft returns, by a graph for tokens of this width.
 
@@ -172,7 +166,7 @@ class CapturedSteps:
                 width, and others, which stay as they are.
         """
         if not self.works:
-            return function(self.drafter, cache, *_padded(arguments, width), vocab_size)
+            return function(self.drafter, cache, _padded(arguments, width), vocab_size)
         states = arguments[1]
         size = 0 if states is None else states.shape[-1]
         shapes = tuple(each.shape for each in arguments[2:] if each is not None)
@@ -187,13 +181,13 @@ class CapturedSteps:
                 own[tuple(slice(0, length) for length in each.shape)] = each
 
         def run() -> None:
-            graphs.write_lasting(slot.outputs, function(self.drafter, cache, *slot.arguments, vocab_size))
+            graphs.write_lasting(slot.outputs, function(self.drafter, cache, slot.arguments, vocab_size))
 
         try:
             self._graphs.run(key, run, [cache.length])
         except graphs.CannotCaptureError as error:
             self._give_up(self.drafter, str(error))
-            return function(self.drafter, cache, *slot.arguments, vocab_size)
+            return function(self.drafter, cache, slot.arguments, vocab_size)
         logits, hidden = slot.outputs
         return logits.clone(), hidden.clone()  # the next step writes to the same place
 
@@ -205,7 +199,7 @@ class CapturedSteps:
         )
 
 
-def _padded(arguments: Sequence[Any], width: int) -> list[Any]:
+def _padded(arguments: Arguments, width: int) -> list[Any]:
     """Tokens and states filled up with zeros to the width; the others as they are."""
     tokens, states, *rest = arguments
     missing = width - tokens.shape[1]

@@ -128,7 +128,7 @@ class CapturedChain:
                 self.session.steps.read(cache, tokens[:, piece], known, self.vocab_size)
             else:
                 last = self.last.new_full((1,), piece.stop - piece.start - 1)
-                read(self.session.steps.drafter, cache, tokens[:, piece], known, last, self.vocab_size)
+                read(self.session.steps.drafter, cache, [tokens[:, piece], known, last], self.vocab_size)
         self.tokens[:, :now] = tokens[:, before:]
         if self.states is not None and states is not None:
             self.states[:, :now] = states[:, before:]
@@ -153,7 +153,7 @@ class CapturedChain:
         """What is captured first: k steps, each of which draws a candidate, and the place at which the rule stops."""
         drafter, cache = self.session.steps.drafter, self.text.cache
         before = cache.length.clone()
-        logits, hidden = read(drafter, cache, self.tokens, self.states, self.last, self.vocab_size)
+        logits, hidden = read(drafter, cache, [self.tokens, self.states, self.last], self.vocab_size)
         alone = torch.zeros_like(self.last)
         judged: list[Tensor | None] = []
         for index in range(k):
@@ -162,7 +162,7 @@ class CapturedChain:
             self.candidates[index] = step.token
             if index + 1 < k:
                 own = hidden[None, None] if self.reads_states else None
-                logits, hidden = read(drafter, cache, step.token.view(1, 1), own, alone, self.vocab_size)
+                logits, hidden = read(drafter, cache, [step.token.view(1, 1), own, alone], self.vocab_size)
         cache.length.copy_(before)
         self.count.copy_(self._count(k, judged, rules))
 
