@@ -12,6 +12,7 @@ from support.models import tiny
 
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models import cpu_products
 
 OURS = str(Path(hf_specdecpp.__file__).parent)
@@ -29,7 +30,7 @@ def calls_before_the_first_round(layers: int) -> int:
         nonlocal count
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(OURS):
-            if code.co_name == "draft":  # of `SpecDecPPCandidateGenerator`: the first round has begun
+            if code is AssistedDecoding.round.__code__:
                 sys.setprofile(None)
             count += 1
 
