@@ -202,8 +202,9 @@ class CapturedSteps:
 def _padded(arguments: Arguments, width: int) -> list[Any]:
     """Tokens and states filled up with zeros to the width; the others as they are."""
     tokens, states, *rest = arguments
-    missing = width - tokens.shape[1]
-    return [F.pad(tokens, (0, missing)), None if states is None else F.pad(states, (0, 0, 0, missing)), *rest]
+    if states is not None:
+        states = F.pad(states, (0, 0, 0, width - states.shape[1]))
+    return [F.pad(tokens, (0, width - tokens.shape[1])), states, *rest]
 
 
 def _why_not(drafter: DraftModel) -> str | None:
