@@ -350,11 +350,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             except Exception as error:  # noqa: BLE001
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
-    def remember(self, text: Tensor) -> None:
-        """Keep the answer for later lookups, if there shall be any: the end of the text `[1, length]`."""
+    def remember(self, answer: Tensor) -> None:
+        """Keep an answer `[n]` for later lookups, if there shall be any."""
         config = self.setup.speculation
-        if config.lookup and config.lookup_memory and self.stats.generated:
-            self.setup.memory.answers.add(text[0, -self.stats.generated :].tolist())
+        if config.lookup and config.lookup_memory:
+            self.setup.memory.answers.add(answer.tolist())
 
     def _time_round(self, input_ids: Tensor) -> None:
         if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan

@@ -69,7 +69,7 @@ class AssistedDecoding:
     def _read_prompt(self, input_ids: Tensor) -> None:
         """The forward over the prompts and the first token of each text, exactly as in plain `generate()`."""
         for text, ids in zip(self.texts, input_ids.split(1), strict=True):
-            text.ids = ids
+            text.begin(ids)
         rounds = [Round(text, DraftTree.chain(), is_prompt=True) for text in self.texts]
         self.target.read_prompt(rounds, input_ids)
         self._take(rounds)

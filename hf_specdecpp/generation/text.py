@@ -36,6 +36,7 @@ class Text:
     """
 
     ids: Tensor
+    prompt_length: int
 
     def __init__(
         self,
@@ -57,6 +58,10 @@ class Text:
             generator.processing, generator.randomness, generator.setup.speculation.verification, self.eos,
             keeps_raw=self.records.keeps_logits,
         )  # fmt: skip
+
+    def begin(self, ids: Tensor) -> None:
+        """The text is a prompt, `[1, length]`."""
+        self.ids, self.prompt_length = ids, ids.shape[1]
 
     @property
     def length(self) -> int:
@@ -94,7 +99,7 @@ class Text:
 
     def end(self) -> None:
         """The text is complete."""
-        self.generator.remember(self.ids)
+        self.generator.remember(self.ids[0, self.prompt_length :])
         if self.streamer is not None:
             self.streamer.end()
 

@@ -151,7 +151,7 @@ class RoundsOfText:
         self, side: Any, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
     ) -> None:
         self.side, self.rounds, self.rules = side, rounds, rules
-        self.rule, self._has_begun = side.generator.rule, False
+        self.rule, self.made = side.generator.rule, 0
         self.tiers = tiers
         self._unread: list[tuple[Tensor, Tensor | None]] = []  # tokens and states of rounds without candidates
 
@@ -159,7 +159,7 @@ class RoundsOfText:
         """A round after a text, which gets what is emitted."""
         stats, rounds = self.side.stats, self.rounds
         begin = time.perf_counter()
-        if not self._has_begun:
+        if not self.made:
             self.begin(text.ids)
         k = self._candidates(text.ids)
         if k:
@@ -180,6 +180,7 @@ class RoundsOfText:
         self._emit(text, [*candidates[:accepted], token])
         if not k and not text.finished:
             self._unread.append((text.ids[:, -1:], None if rounds.state is None else rounds.state.clone()))
+        self.made += 1
         stats.overhead_seconds += time.perf_counter() - end
 
     def _emit(self, text: Text, emitted: list[int]) -> None:
@@ -199,7 +200,6 @@ class RoundsOfText:
         session, tokens, states = generator.read_prompt(input_ids, self.side.states.found)
         rounds.begin(session, input_ids)
         rounds.chain.append(tokens, states)
-        self._has_begun = True
         if isinstance(self.tiers, MostTokens):
             device = rounds.passes.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a seed is for the text alone

@@ -160,10 +160,10 @@ class Captured:
         try:
             self.rounds.round(text)
         except CannotCaptureError as error:
-            stats, self.rounds = self.side.stats, None
-            stats.uncaptured = f"a round cannot be captured ({error})"
+            made, self.rounds = self.rounds.made, None
+            self.side.stats.uncaptured = f"a round cannot be captured ({error})"
             # What a draft would have to read of the target is gone after a round.
-            self.drafts = not stats.rounds
+            self.drafts = not made
             if self.drafts:
                 self.side.generator.begin_again()
             return False
