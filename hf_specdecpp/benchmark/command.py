@@ -14,9 +14,9 @@ from rich.console import Console
 from hf_specdecpp.benchmark import report
 from hf_specdecpp.benchmark.live import LiveBenchmark, mismatches, neutralise
 from hf_specdecpp.benchmark.loading import Benchmark
-from hf_specdecpp.benchmark.replay.recorded import replay, text_sets
 from hf_specdecpp.benchmark.replay.rounds import replay_rounds
-from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs
+from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs, replay
+from hf_specdecpp.benchmark.replay.texts import text_sets
 from hf_specdecpp.benchmark.run_log import RESULTS, ROUNDS, RunLog, environment
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, overall, speed_table, summarise

@@ -160,7 +160,7 @@ def replay_rounds(
 
     Args:
         log: what has been counted before; grows. A run that goes on learns anew.
-        sets: `replay.recorded.text_sets`.
+        sets: `replay.texts.text_sets`.
     """
     wanted = []
     for each in benchmark.contestants:

@@ -1,31 +1,74 @@
-"""Every chain rule with every setting on the same records, and the bounds."""
+"""The replayed half of a benchmark: every chain rule with every setting on the same records, and the bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from hf_specdecpp.benchmark.contestants import changed
+from hf_specdecpp.benchmark.live import answer, neutralise
+from hf_specdecpp.benchmark.loading import Benchmark
 from hf_specdecpp.benchmark.replay.baselines import BASELINES
 from hf_specdecpp.benchmark.replay.chains import ChainReplay, MakeRule, Outcomes, oracle, recorded_estimator, replay_all
-from hf_specdecpp.benchmark.replay.record import MAX_TOKENS
+from hf_specdecpp.benchmark.replay.record import MAX_TOKENS, record
+from hf_specdecpp.benchmark.replay.texts import Texts, text_sets
+from hf_specdecpp.benchmark.run_log import RECORDS, RunLog
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import read_json
-from hf_specdecpp.generation.setup import make_rule, plan_for
+from hf_specdecpp.generation.setup import make_rule, plan_for, plan_of
 from hf_specdecpp.intervals import ratio_of_sums
+from hf_specdecpp.sampling.randomness import seed_of
+from hf_specdecpp.texts.sampling import Sampling
 
+TIMED_TEXTS, TIMED_TOKENS = 4, 96  # of which rounds are timed, with each number of candidates in turn
 LENGTHS = range(1, 15)
 THRESHOLDS = [round(i / 20, 2) for i in range(1, 20)] + [0.97, 0.99]
 FIXED, INFORMED, ORACLE = "fixed", "informed bound", "oracle"
 BOUNDS = (INFORMED, ORACLE)
 # The paper's, digitised from its figures: the draft's step and the target's pass, whatever its length.
 PAPER = Costs(draft=0.0214, verify=(0.116,))
+
+
+def replay(benchmark: Benchmark, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Every rule on records of the target's texts: `costs` and `replays` of the results.
+
+    Args:
+        runs: generations, whose plain texts are taken where they are not from rollouts.
+    """
+    config, assistant = benchmark.config, benchmark.assistant
+    neutralise(benchmark.target)
+    costs = read_costs(config.costs, partial(timed_costs, benchmark))
+    replays, log = [], RunLog(config.output, benchmark.settings, RECORDS)
+    for temperature in config.temperatures:
+        for name, texts, sampling in text_sets(benchmark, runs, temperature):
+            if chains := _chains(benchmark, log, name, texts, sampling):
+                found = sweep(chains, assistant.head, sampling.greedy, costs)
+                replays.append({"set": name, "temperature": temperature, **found})
+    return {"costs": {name: each.to_dict() for name, each in costs.items()}, "replays": replays}
+
+
+def _chains(benchmark: Benchmark, log: RunLog, name: str, texts: Texts, sampling: Sampling) -> list[ChainReplay]:
+    """The records of a set's texts, each made once; of sampled texts several, with other draws."""
+    config, chains = benchmark.config, []
+    for prompt, text in logging.tqdm(texts.items(), desc=f"records of {name}", unit="text"):
+        if text.first >= len(text.ids):
+            continue  # too short for a round
+        for draw in range(1 if sampling.greedy else config.draws):
+            seed = seed_of(config.seed, name, prompt, sampling.temperature, draw, text.ids)
+            made = partial(record, text, benchmark.assistant, benchmark.target, sampling, seed)
+            chains.append(ChainReplay(text, log.once({"seed": seed}, made)))
+    return chains
 
 
 def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str, Costs]:
@@ -50,6 +93,19 @@ def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str,
                 message = f"--costs {name} is neither 'measured', 'paper', a ratio such as 0.1, nor a file."
                 raise FileNotFoundError(message) from None
     return costs
+
+
+def timed_costs(benchmark: Benchmark) -> Costs:
+    """What rounds cost here, by those of a few texts, in which each length is tried."""
+    target, assistant = benchmark.target, benchmark.assistant
+    speculation = replace(assistant.speculation, rule="throughput", max_tokens=MAX_TOKENS, tree=None, costs=None)
+    options = {"max_new_tokens": TIMED_TOKENS, "assistant_model": assistant}
+    with changed(assistant, speculation=speculation):
+        plan: Any = plan_of(assistant.setup(), target, GenerationConfig(do_sample=False), captures=False)
+        for question in islice(cycle(benchmark.questions), TIMED_TEXTS):
+            plan.asked = list(range(MAX_TOKENS, -1, -1))
+            answer(target, question.ids, 0.0, 0, options)
+    return plan.costs
 
 
 def sweep(
