@@ -21,9 +21,10 @@ EDGES = (0.1, 0.25, 0.45, 0.65, 0.8, 0.9, 0.96, 0.99)
 CENTRES = np.array([0.05, 0.175, 0.35, 0.55, 0.725, 0.85, 0.93, 0.975, 0.995])
 NO_VERDICT = len(CENTRES)  # the row of a round whose first verdict is still to come
 
-# Before anything is observed: the estimates are right, and mostly high. Each prior counts as so many candidates.
+# Before anything is observed: the estimates are right, and mostly high. Each prior counts as so many candidates, how
+# high they are as fewer: a useless draft with low estimates shows by these.
 PRIOR_PROBS = np.array([0.05, 0.05, 0.08, 0.10, 0.10, 0.10, 0.12, 0.15, 0.25])
-PRIOR_COUNT = 8.0
+PRIOR_COUNT, BIN_COUNT = 8.0, 3.0
 UNCHANGED = (0.0, 1.0)  # the line that leaves log-odds as they are: intercept and slope
 LINE_PRIOR = (2.0, 0.5)  # standard deviations of both
 
@@ -147,9 +148,9 @@ class AcceptanceRates:
         self.acceptance = (self.accepted + PRIOR_COUNT * expected) / (judged + PRIOR_COUNT)
         # What to add to the log-odds of an estimate, by bin.
         self.shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
-        usual = (judged + PRIOR_COUNT * PRIOR_PROBS) / (judged.sum() + PRIOR_COUNT)
+        usual = (judged + BIN_COUNT * PRIOR_PROBS) / (judged.sum() + BIN_COUNT)
         rows = self.transitions.sum(1, keepdims=True)
-        self.following = (self.transitions + PRIOR_COUNT * usual) / (rows + PRIOR_COUNT)
+        self.following = (self.transitions + BIN_COUNT * usual) / (rows + BIN_COUNT)
 
 
 def bin_of(estimate: float) -> int:

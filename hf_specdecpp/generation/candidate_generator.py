@@ -139,6 +139,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._tree = DraftTree.chain()
 
     @property
+    def expects_drafts(self) -> bool:
+        """Whether rounds are expected to have candidates."""
+        return self.plan is None or self.plan.pays
+
+    @property
     def products(self) -> FasterProducts:
         """Made where they are needed first: that reads every packed weight."""
         if self._products is None:

@@ -69,7 +69,9 @@ class Text:
 
     def verify(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
         """Which candidates stand, and the token after them, by the target's logits `[rows, vocab]`."""
-        if (successors := self.generator.successors) is not None:
+        successors = self.generator.successors
+        # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
+        if successors is not None and (len(tree_pass.tree) or self.generator.expects_drafts):
             paths = [tree_pass.tree.path(node) for node in tree_pass.order]
             successors.learn(contexts_of(self.ids, paths), logits)
         return self.verifier.verify(self.ids, tree_pass, logits)

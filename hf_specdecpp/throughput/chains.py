@@ -75,10 +75,12 @@ class ChainPlan(Plan):
 
     def _worth_trying(self) -> list[int]:
         """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
-        which all others are judged, and those that would pay most if their passes cost as little as the cheapest."""
+        which all others are judged, and those that would pay most if their passes cost as little as the cheapest. The
+        first text, in which nothing is known of the draft, tries none only."""
         promise = self.rates.expected_tokens(self.most) / (self.seconds - self.verify + self.verify.min())
         promise[0] = math.inf
-        due = [k for k in self._to_try() if promise[k] > self.price and self._is_due(k)]
+        lengths = [0] if self.known.is_assumed else self._to_try()
+        due = [k for k in lengths if promise[k] > self.least_gain * self.price and self._is_due(k)]
         most = TRIED_WHEN_WRONG if self._were_wrong else TRIED
         return sorted(due, key=lambda k: -promise[k])[:most] * TRIALS
 

@@ -25,9 +25,10 @@ from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, correct
 from hf_specdecpp.version import __version__
 
 KEPT = 0.03  # change of a cost, as a share of it, that counts
-# Assumed shares of a pass over one token: of each further token; of a draft's step beside its share of the target's
-# weights; of a token that the draft reads among many, or of a further place of its pass, in its steps.
-WIDER, LEAST_STEP, AMONG_MANY = 0.03, 0.03, 0.1
+# Assumed shares of a pass over one token: of each further token, on a CPU and elsewhere; of a draft's step beside its
+# share of the target's weights; of a token that the draft reads among many, or of a further place of its pass, in its
+# steps.
+WIDER_ON_CPU, WIDER, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.03, 0.1
 
 # In this process, by what they depend on.
 _known: dict[str, KnownCosts] = {}
@@ -224,7 +225,8 @@ class Rounds:
 
         A measurement before the first text would take as long as many rounds, and on a busy machine be wrong.
         """
-        verify = tuple(1.0 + WIDER * self.rows * further for further in range(self.most + 1))
+        wider = WIDER_ON_CPU if self.owner.device.type == "cpu" else WIDER
+        verify = tuple(1.0 + wider * self.rows * further for further in range(self.most + 1))
         if not self.drafter.places:
             return Costs(0.0, verify)
         draft = _num_multiplied(self.drafter.parts) / max(_num_multiplied([self.owner]), 1) + LEAST_STEP

@@ -201,6 +201,8 @@ class Plan:
             unread: tokens that the draft read first.
         """
         seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
+        if self.known.is_assumed:  # and may be far more: a probe is charged a whole pass
+            seconds = max(seconds, 2.0 * self.plain)
         self.credit.settle(self.pays, tokens * self.plain / self.least_gain - seconds)
         self.earned.add(tokens, candidates, passes, read - passes)
         self.rate = max(self.earned.rate(self.costs, self.verify), self._promised)
