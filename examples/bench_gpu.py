@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import with_layers
 from hf_specdecpp.version import __version__
@@ -45,11 +46,11 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, 3 candidates": {"rule": "fixed", "num_tokens": 3},
     "ours, 5 candidates": {"rule": "fixed", "num_tokens": 5},
     "ours, 7 candidates": {"rule": "fixed", "num_tokens": 7},
-    "ours, tree of 15": {"tree": "dyspec", "tree_budget": 15, "tree_depth": 5},
+    "ours, tree of 15": {"tree": "dyspec", "tree_budget": 15},
     "ours, throughput": {"rule": "throughput"},
     "ours, 5 candidates, compile=True": {"rule": "fixed", "num_tokens": 5, "compile": True},
     "ours, 7 candidates, compile=True": {"rule": "fixed", "num_tokens": 7, "compile": True},
-    "ours, tree of 15, compile=True": {"tree": "dyspec", "tree_budget": 15, "tree_depth": 5, "compile": True},
+    "ours, tree of 15, compile=True": {"tree": "dyspec", "tree_budget": 15, "compile": True},
     "ours, throughput, compile=True": {"rule": "throughput", "compile": True},
 }
 PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "plain passes, captured by us"
@@ -157,8 +158,9 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
         draft.generation_config.assistant_confidence_threshold = 0.0
         found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
         for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True)):
-            settings = SpeculationConfig(rule="fixed", lookup_tokens=1, compile=fuses)
+            settings = SpeculationConfig(rule="fixed", compile=fuses)
             lookup = assist(target, "lookup", speculation=settings, default=False)
+            lookup.decisions = Decisions(lookup_tokens=1)
             found[name] = partial(contest.run, assistant=lookup)
     assistants = {
         name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name]))

@@ -38,8 +38,8 @@ SHAPE: dict[str, Any] = {
 OURS: dict[str, dict[str, Any]] = {
     "ours, as many": {"rule": "fixed"},
     "ours, throughput": {"rule": "throughput"},
-    "ours, tree of 12": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 4},
-    "ours, tree, throughput": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 4, "rule": "throughput"},
+    "ours, tree of 12": {"tree": "dyspec", "tree_budget": 12},
+    "ours, tree, throughput": {"tree": "dyspec", "tree_budget": 12, "rule": "throughput"},
 }
 Made = tuple[nn.Module, dict[str, Any], Callable[..., SpecDecPPAssistant], int]
 

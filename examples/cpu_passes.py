@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python examples/cpu_passes.py HuggingFaceTB/SmolLM2-135M-Instruct
 
-Four rows: plain PyTorch, oneDNN with the weights as they are, oneDNN with packed weights (`pack_weights=True`), and
-int8, which is for drafts only (`int8_draft=True`). Milliseconds, the least of several passes taken in turns.
+Four rows: plain PyTorch, oneDNN with the weights as they are, oneDNN with packed weights, and
+int8, which is for drafts only. Milliseconds, the least of several passes taken in turns.
 """
 
 import sys

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python examples/draft_successors.py HuggingFaceTB/SmolLM2-135M-Instruct \
         hub_cards/specdecpp-smollm2-135m-instruct alpaca_train.jsonl --ask "Responde en español. {}"
 
-Printed is what `SpeculationConfig(draft_successors=True)` adds to a draft step and to a round, and for answers to the
+Printed is what `Decisions(draft_successors=True)` adds to a draft step and to a round, and for answers to the
 last prompts of a file, greedy and other ones at temperature 1, tokens a pass of the target and tokens a second with and
 without it. Both answer each prompt, one after the other in turn, and the first prompt warms both up. The table goes on
 from text to text. Seconds are those of this thread where there is only one, so that other programs count little.
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.intervals import median_of_ratios
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of
@@ -55,11 +56,12 @@ def price(target, assistant) -> None:
 
 def rounds_without(target, assistant):
     """Statistics of rounds of as many candidates, without the table."""
-    settings = assistant.speculation
-    assistant.speculation = replace(settings, rule="fixed", num_tokens=CANDIDATES, draft_successors=False)
+    settings, decisions = assistant.speculation, assistant.decisions
+    assistant.speculation = replace(settings, rule="fixed", num_tokens=CANDIDATES)
+    assistant.decisions = Decisions(draft_successors=False)
     prompt = torch.arange(8, device=target.device)[None]
     target.generate(prompt, assistant_model=assistant, max_new_tokens=64, do_sample=False)
-    assistant.speculation = settings
+    assistant.speculation, assistant.decisions = settings, decisions
     return assistant.stats
 
 
@@ -89,7 +91,7 @@ def main() -> None:
     target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target), AutoTokenizer.from_pretrained(args.target)
     arms = [SpecDecPPAssistant.from_pretrained(args.assistant, target=target) for _ in range(2)]
     for mixes, arm in enumerate(arms):
-        arm.speculation.draft_successors = bool(mixes)
+        arm.decisions = Decisions(draft_successors=bool(mixes))
     if args.fixed:
         for arm in arms:
             arm.speculation.rule, arm.speculation.num_tokens = "fixed", args.fixed

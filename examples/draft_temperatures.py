@@ -5,7 +5,7 @@
 
 The target answers the last 16 prompts, greedily and at temperature 1. Printed is the mean chance over their places
 that the first candidate of a round is accepted at temperature 1, which is sum min(p, q), with q at another temperature
-(`SpeculationConfig.draft_temperature`).
+(`Decisions.draft_temperature`).
 """
 
 import sys

@@ -121,7 +121,7 @@ def times(rows: dict[str, Tensor], estimates: Tensor, cost: float) -> list[float
     """Of a generated token in target passes, for each of the thresholds."""
 
     def maker(threshold: float) -> StoppingRule:
-        config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=MAX_TOKENS, adapt=False)
+        config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=MAX_TOKENS)
         return make_rule(config, DraftProbability())
 
     chains = list(recorded_chains(rows, {"head": estimates}, "before"))

@@ -36,7 +36,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "ours, fixed 4": {"rule": "fixed", "num_tokens": LENGTH},
     "ours, throughput": {"rule": "throughput"},
     "ours, not speculating": {"rule": "throughput", "costs": {"draft": 1.0, "verify": [1.0, 2.0, 3.0]}},
-    "ours, dyspec tree of 8": {"tree": "dyspec", "tree_budget": 8, "tree_depth": 4},
+    "ours, dyspec tree of 8": {"tree": "dyspec", "tree_budget": 8},
 }
 
 

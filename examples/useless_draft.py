@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.config.decisions import Decisions
 
 SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
 NEW_TOKENS, REPETITIONS, WARM_UP = 96, 9, 3
@@ -34,8 +35,8 @@ def random_llama(hidden: int, layers: int, seed: int) -> LlamaForCausalLM:
 def ratios(hidden: int, layers: int, pack_weights: bool, repetitions: int = REPETITIONS) -> list[tuple[float, float]]:
     """Seconds a token of plain `generate()` and of ours, pair by pair."""
     target, draft = random_llama(hidden, layers, 0), random_llama(hidden, max(layers // 7, 1), 1)
-    knobs = SpeculationConfig(rule="throughput", pack_weights=pack_weights)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(rule="throughput"))
+    assistant.decisions = Decisions(pack_weights=pack_weights)
     prompt = torch.arange(10)[None]
     clock, pairs = computing_clock(), []
     for repetition in range(WARM_UP + repetitions):

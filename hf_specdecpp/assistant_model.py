@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
@@ -36,7 +37,6 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.models.products import PackedWeights, quantise
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
@@ -52,6 +52,7 @@ class AssistantModel(PreTrainedModel):
     """An assistant of given parts. `SpecDecPPAssistant` adds the ways to make and store one.
 
     Attributes:
+        decisions: what the package decides beside the settings; for experiments (`config.decisions.Decisions`).
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
         memory: what was learned of targets while generating, and earlier answers if lookups search them
@@ -81,7 +82,7 @@ class AssistantModel(PreTrainedModel):
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
-        self.stats = SpeculationStats()
+        self.decisions, self.stats = Decisions(), SpeculationStats()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
         if head is not None and isinstance(drafter, Drafter):
@@ -264,11 +265,13 @@ class AssistantModel(PreTrainedModel):
             drafter=drafter,
             head=self.head,
             speculation=self.speculation,
-            memory=self.memory,
+            decisions=self.decisions,
+            memory=Memory(self.config.calibration) if self.speculation.reproducible else self.memory,
             packed=self.packed,
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
+            is_independent=self.kind.rests_on == "draft",
             trainable=self._trainable(),
         )
 
@@ -286,18 +289,19 @@ class AssistantModel(PreTrainedModel):
         logits_processor: Sequence[LogitsProcessor] | None = None,
         attention_mask: Tensor | None = None,
         rows: int = 1,
-        products: FasterProducts | None = None,
+        first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
         """Begin one `generate()` call of `target`, or of a target that this assistant is not attached to (`None`).
 
         Args:
             rows: how many sequences the call has; each is begun by itself.
-            products: those of the rows begun before, which all share.
+            first: of these sequences; all share its setup and its matrix products.
 
         Raises:
             ValueError: the generation cannot be assisted.
         """
-        setup = replace(self.setup(), rows=rows)
+        setup = replace(self.setup(), rows=rows) if first is None else first.setup
+        products = None if first is None else first.products
         generator = SpecDecPPCandidateGenerator(
             setup, config, logits_processor, attention_mask, target=target, products=products
         )
@@ -338,7 +342,7 @@ class AssistantModel(PreTrainedModel):
             ValueError: that loop is being set up for something that it would get wrong.
         """
         check_loop(self.ready_drafter)
-        return AssistantGenerationConfig(self.speculation.most_tokens)
+        return AssistantGenerationConfig(self.decisions.most_tokens(self.speculation))
 
     @property
     def device(self) -> torch.device:

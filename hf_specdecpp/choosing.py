@@ -96,6 +96,8 @@ def as_told(model: CausalLM, choice: DraftChoice, default: bool = False) -> Spec
     assistant.speculation.lookup = choice.lookup or assistant.speculation.lookup
     if choice.tree and assistant.speculation.tree is None:
         assistant.speculation.tree = "dyspec"
+        if choice.layers is not None:  # no tree of an untrained draft would be worth its price
+            assistant.speculation.rule = "threshold"
     return assistant
 
 
@@ -144,7 +146,7 @@ def _own_layers(
 def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **options: Any) -> SpecDecPPAssistant:
     """With what followed in the text before, after the same tokens (`docs/lookup.md`)."""
     config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig(rule="throughput")
-    options["speculation"] = replace(settings, lookup=True)
+    options["speculation"] = replace(settings, lookup=settings.lookup or True)
     drafter = LOOKUP.draft(config, Parts(), Loading())
     return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))
 

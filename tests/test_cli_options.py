@@ -33,7 +33,7 @@ class Settings:
         costs: likewise.
         quick: off by default.
         live: on by default.
-        pack_weights: undecided by default.
+        merge: undecided by default.
         output: a folder.
     """
 
@@ -44,7 +44,7 @@ class Settings:
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     quick: bool = False
     live: bool = True
-    pack_weights: bool | None = None
+    merge: bool | None = None
     output: Path = Path("out")
 
 
@@ -73,8 +73,8 @@ def test_defaults_are_those_of_the_dataclass() -> None:
         (["--data", "a", "--data", "b"], {"data": ["a", "b"]}),
         (["--costs", "0.1"], {"costs": ["0.1"]}),
         (["--quick", "--no-live"], {"quick": True, "live": False}),
-        (["--pack_weights"], {"pack_weights": True}),
-        (["--no-pack-weights"], {"pack_weights": False}),
+        (["--merge"], {"merge": True}),
+        (["--no-merge"], {"merge": False}),
         (["--output", "there"], {"output": Path("there")}),
     ],
 )

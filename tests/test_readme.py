@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.cli import app
-from hf_specdecpp.config.speculation import RULES, TREES
+from hf_specdecpp.config.speculation import GROWTHS, RULES
 from hf_specdecpp.version import REPOSITORY
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_every_rule_and_tree_is_in_the_guide_to_choosing() -> None:
     guide = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert f"`{rule}`" in guide
-    for tree in TREES:
+    for tree in GROWTHS:
         assert f'`tree="{tree}"`' in guide
 
 

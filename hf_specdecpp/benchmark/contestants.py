@@ -1,6 +1,6 @@
 """Who takes part: plain generation, transformers' own ways to speculate, and ours with every rule.
 
-`(head)` and `(q)` say who estimates; `online` estimates are calibrated by earlier rounds (`SpeculationConfig.adapt`).
+`(head)` and `(q)` say who estimates; `online` estimates are calibrated by earlier rounds (`Decisions.adapt`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.memory import Memory
@@ -32,7 +33,6 @@ STOCK = {
     "heuristic": (5, "heuristic", 0.0),
 }
 # Fields of `SpeculationConfig` that say how passes compute, not what is drafted.
-PASSES = ("cpu_products", "pack_weights", "int8_draft")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Contestant:
     Args:
         name: as it appears in reports.
         family: contestants of one family differ in one setting.
-        speculation: ours: the settings of the assistant, but for its passes, which are as the assistant has them.
+        speculation: ours: the settings of the assistant, but for its CPU products, which are as the assistant has them.
+        decisions: ours: what it decides.
         with_head: ours: whether the head judges, or the draft's own probability.
         alone: ours: without the draft, so that all candidates are looked up.
         stock: transformers' assisted generation: what the draft's generation config says.
@@ -55,6 +56,7 @@ class Contestant:
     family: str
     speculation: SpeculationConfig | None = None
     with_head: bool = True
+    decisions: Decisions = field(default_factory=Decisions)
     alone: bool = False
     stock: dict[str, Any] | None = None
     lookup: dict[str, int] | None = None
@@ -80,7 +82,7 @@ class Contestant:
             return False
         if config.rule == "fixed":
             return config.num_tokens <= 8
-        return config.rule == "threshold" and 0.3 <= config.threshold <= 0.7 and not config.adapt
+        return config.rule == "threshold" and 0.3 <= config.threshold <= 0.7 and not self.decisions.adapt
 
     @contextmanager
     def arguments(self, assistant: SpecDecPPAssistant, target: CausalLM) -> Iterator[dict[str, Any]]:
@@ -93,13 +95,13 @@ class Contestant:
             with changed(draft, generation_config=GenerationConfig(**self.stock)):
                 yield {"assistant_model": draft}
         elif self.speculation is not None:
-            speculation = replace(self.speculation, **{name: getattr(assistant.speculation, name) for name in PASSES})
+            speculation = replace(self.speculation, cpu_products=assistant.speculation.cpu_products)
             if self.alone:
                 yield {"assistant_model": (helper := self._helper(assistant, target, speculation))}
                 assistant.stats = helper.stats
                 return
             head = assistant.head if self.with_head else None
-            with changed(assistant, speculation=speculation, memory=self.memory, head=head):
+            with changed(assistant, speculation=speculation, decisions=self.decisions, memory=self.memory, head=head):
                 yield {"assistant_model": assistant}
         else:
             yield self.lookup or {}
@@ -111,7 +113,7 @@ class Contestant:
         if not self._without_draft:
             self._without_draft.append(assist(target, "lookup", default=False))
         helper = self._without_draft[0]
-        helper.speculation, helper.packed = replace(speculation, int8_draft=False), assistant.packed
+        helper.speculation, helper.packed = speculation, assistant.packed
         return helper
 
     def forget(self) -> None:
@@ -181,8 +183,9 @@ def without_draft() -> list[Contestant]:
 def _judged(family: str, setting: Any, judge: str, **settings: Any) -> Contestant:
     """Ours, with candidates or slots judged by `"head"`, `"q"`, `"head online"` or `"q online"`."""
     name = family if setting is None else f"{family} {setting:g}"
-    speculation = SpeculationConfig(**{"adapt": judge.endswith("online"), **settings})
-    return Contestant(f"{name} ({judge})", f"{family} ({judge})", speculation, judge.startswith("head"))
+    decisions = Decisions(adapt=judge.endswith("online") or settings["rule"] == "throughput")
+    speculation = SpeculationConfig(**settings)
+    return Contestant(f"{name} ({judge})", f"{family} ({judge})", speculation, judge.startswith("head"), decisions)
 
 
 def _chains(judges: Sequence[str]) -> list[Contestant]:
@@ -192,7 +195,7 @@ def _chains(judges: Sequence[str]) -> list[Contestant]:
     for judge in judges:
         for how in (judge, f"{judge} online"):
             found += [_judged("threshold", h, how, rule="threshold", threshold=h) for h in THRESHOLDS]
-        found.append(_judged("throughput", None, judge, rule="throughput", adapt=True))
+        found.append(_judged("throughput", None, judge, rule="throughput"))
     return found
 
 
@@ -200,17 +203,17 @@ def _trees(judges: Sequence[str], has_rates: bool) -> list[Contestant]:
     sizes = [("dyspec", size, "") for size in BUDGETS]
     sizes += [("dyspec", max(BUDGETS), " online"), ("dyspec-exact", EXACT_BUDGET, "")]
     found = [
-        _judged(tree, size, judge + online, tree=tree, tree_budget=size)
+        _judged(tree, size, judge + online, rule="threshold", tree=tree, tree_budget=size)
         for tree, size, online in sizes
         for judge in judges
     ]
     for judge in judges:
-        found.append(_judged("dyspec throughput", None, judge, rule="throughput", tree="dyspec", adapt=True))
-    shapes: dict[str, dict[str, Any]] = {"-".join(map(str, shape)): {"tree_shape": list(shape)} for shape in SHAPES}
+        found.append(_judged("dyspec throughput", None, judge, rule="throughput", tree="dyspec"))
+    shapes: dict[str, dict[str, Any]] = {"-".join(map(str, shape)): {"tree": list(shape)} for shape in SHAPES}
     if has_rates:
-        shapes |= {f"best {budget}": {"tree_budget": budget} for budget in BUDGETS}
+        shapes |= {f"best {budget}": {"tree": "static", "tree_budget": budget} for budget in BUDGETS}
     for name, settings in shapes.items():
-        speculation = SpeculationConfig(tree="static", **settings)
+        speculation = SpeculationConfig(rule="threshold", **settings)
         found.append(Contestant(f"static {name}", "static tree", speculation, "head" in judges))
     return found
 

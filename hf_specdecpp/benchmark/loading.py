@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import (
-    PASSES,
     Contestant,
     all_contestants,
     choose,
@@ -122,7 +121,8 @@ class Benchmark:
             "max_new_tokens": config.max_new_tokens,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "seed": config.seed,
-            **{name: getattr(assistant.speculation, name) for name in PASSES},
+            "cpu_products": assistant.speculation.cpu_products,
+            "products": assistant.setup().described_products(self.target),
             **environment(self.target.device),
         }
 
@@ -149,7 +149,7 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
         assistant = as_told(target, DraftChoice(config.target, None, config.layers, config.lookup, config.mtp))
     else:
         assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
-    told = {name: value for name in PASSES if (value := getattr(config, name)) is not None}
+    told: dict[str, Any] = {} if config.cpu_products is None else {"cpu_products": config.cpu_products}
     assistant.speculation = replace(assistant.speculation, **told)
     return assistant
 

@@ -98,10 +98,10 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [f"target {settings['target']} ({place}), draft: {settings['draft_name']}"]
     if not results["runs"]:
         return lines
-    if settings["pack_weights"] and settings["dtype"] == "float32":
-        lines.append("Ours keeps packed copies of the float32 weights (pack_weights): twice their memory.")
-    if settings["int8_draft"] and settings["dtype"] == "float32":
-        lines.append("Ours drafts in int8 (int8_draft), transformers with the same draft in float32.")
+    if "packed" in settings["products"]:
+        lines.append("Ours keeps packed copies of the float32 weights: twice their memory.")
+    if "int8" in settings["products"]:
+        lines.append("Ours drafts in int8, transformers with the same draft in float32.")
     lines.append(f'"{SAME_PASSES.name}" is plain generate() on the CPU products and packed weights of ours.')
     if rows := [row for row in results["runs"] if row["disturbed"]]:
         lines.append(

@@ -42,9 +42,6 @@ class BenchmarkConfig:
         threads (threads): number of torch's threads; as many as torch takes by default.
         seed: seed of the choice of prompts and of all draws.
         cpu_products: CPU products of ours, `"auto"` or `"off"` (`SpeculationConfig`); by default as the assistant says.
-        pack_weights: whether ours keeps packed copies of the weights (`SpeculationConfig`); by default as the assistant
-            says.
-        int8_draft: whether ours drafts in int8 (`SpeculationConfig`); by default as the assistant says.
         costs: what replays reckon with: `measured`, `paper`, a ratio t_draft / t_target, a JSON file; may be repeated.
         rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
         live: time generations.
@@ -74,8 +71,6 @@ class BenchmarkConfig:
     threads: int | None = _at_least_one(None)
     seed: int = 0
     cpu_products: str | None = None
-    pack_weights: bool | None = None
-    int8_draft: bool | None = None
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     rollouts: Path | None = field(default=None, metadata={"metavar": "WORK_DIR"})
     live: bool = True

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark.contestants import BASELINES, PASSES, SAME_PASSES, Contestant
+from hf_specdecpp.benchmark.contestants import BASELINES, SAME_PASSES, Contestant
 from hf_specdecpp.config.speculation import SpeculationConfig
 
 PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
@@ -109,8 +109,8 @@ def _kept(best: Contestant, assistant: SpecDecPPAssistant) -> str:
     """The line of code with which the assistant generates like a contestant."""
     if best.alone or best.speculation is None:
         return "assist(model, 'lookup')"
-    passes = {name: getattr(assistant.speculation, name) for name in PASSES}
-    chosen, usual = asdict(replace(best.speculation, **passes)), asdict(SpeculationConfig())
-    told = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != usual[name])
+    chosen = asdict(replace(best.speculation, cpu_products=assistant.speculation.cpu_products))
+    usual = asdict(SpeculationConfig())
+    told = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != usual[name] or name == "rule")
     without_head = "; assistant.head = None" if assistant.head is not None and not best.with_head else ""
     return f"assistant.speculation = SpeculationConfig({told}){without_head}"

@@ -110,11 +110,14 @@ class Threshold(StoppingRule):
     Args:
         rates: calibrates the estimates by what earlier rounds said, and learns from each round; `None` takes them as
             they are, as the paper does.
+        min_tokens (candidates): the fewest in a round.
     """
 
-    def __init__(self, config: SpeculationConfig, estimator: Estimator, rates: AcceptanceRates | None = None) -> None:
+    def __init__(
+        self, config: SpeculationConfig, estimator: Estimator, rates: AcceptanceRates | None = None, min_tokens: int = 1
+    ) -> None:
         super().__init__(config.max_tokens)
-        self.min_tokens, self.h, self.estimator, self.rates = config.min_tokens, config.threshold, estimator, rates
+        self.min_tokens, self.h, self.estimator, self.rates = min_tokens, config.threshold, estimator, rates
         self.begin_round()
 
     def begin_round(self) -> None:

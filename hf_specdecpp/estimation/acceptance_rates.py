@@ -1,7 +1,7 @@
 """What rounds say about estimates: how often each came true, and which follows which.
 
 The verifier tells the truth about a few candidates in every round, so estimates are calibrated while a text is
-generated (`SpeculationConfig.adapt`). What a candidate is judged by is known before that candidate is verified, so the
+generated (`Decisions.adapt`). What a candidate is judged by is known before that candidate is verified, so the
 output stays exact.
 """
 

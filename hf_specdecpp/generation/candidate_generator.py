@@ -95,19 +95,22 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.processing = Processing(logits_processor or [])
         self.draft_processing = self.processing if target is None else self.processing.for_draft()
         greedy = not generation_config.do_sample
-        temperature = 1.0 if greedy else setup.speculation.draft_temperature
+        temperature = 1.0 if greedy else setup.decisions.draft_temperature
         self.successors: Successors | None = None
         captures = setup.speculation.graphs == "auto" and target is not None and setup.rows == 1
         captures = captures and graphs.can_capture(input_device(target))
         # Rounds that are captured whole are faster than what the target said lately makes others.
-        unasked = captures and setup.speculation.draft_successors is None
-        mixes = setup.speculation.mixes(greedy, setup.drafter.reads is not None) and not unasked
+        unasked = captures and setup.decisions.draft_successors is None
+        mixes = setup.decisions.mixes(greedy, setup.drafter.reads is not None) and not unasked
         if mixes and target is not None and setup.drafter.places:
             self.successors = setup.memory.recall_successors(target, self.vocab_size, setup.drafter.device)
             self.draft_processing = MixedProcessing(self.draft_processing, self.successors, greedy, temperature)
         elif temperature != 1.0:
             self.draft_processing = self.draft_processing.cooled(temperature)
-        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target))
+        at_once = target is not None and not self.processing.in_order
+        verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
+        decided = setup.decided(target, verification, self.successors is not None)
+        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target), decided=decided)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         draws = setup.drafter.places > 0
@@ -125,7 +128,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.trees is None:
             self.rule = rule_of(setup, target, generation_config, self.plan)
         elif target is not None:
-            self.trees.follow(self.plan, setup.memory, target, generation_config)
+            self.trees.follow(self.plan, target, generation_config)
         self.lookup: LookingUp | None = looking_up(setup, target, generation_config, self.plan)
         self.times: RoundTimes | None = None
         if self.plan is not None:
@@ -155,11 +158,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return self._products
 
     def _tree_drafting(self) -> TreeDrafting:
-        setup, estimator = self.setup, self.setup.head or DraftProbability()
-        return TreeDrafting(
-            setup.speculation, estimator, self.session, self.draft_processing, self.randomness, self.eos_token_ids,
-            setup.rates,
-        )  # fmt: skip
+        return TreeDrafting(self.setup, self.session, self.draft_processing, self.randomness, self.eos_token_ids)
 
     def begin_text(self, length: int) -> None:
         """Find out, before a prompt of so many tokens is read, whether the text rests."""
@@ -167,7 +166,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.rests = self.plan is not None and not follows and self.plan.rests(length)
         if self.rests and self._target is not None:
             self.successors = None
-            if passes_of(self._target, self.setup.speculation).chosen.get(1) == "own":
+            if passes_of(self._target, self.setup.other_product(self._target)).chosen.get(1) == "own":
                 self._products = FasterProducts()  # hardly a pass of the text would take others
 
     @torch.inference_mode()
@@ -320,7 +319,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """What rounds of this target, drawn in this way, have said of estimates."""
         setup = self.setup
         owner = setup.drafter if self._target is None else self._target
-        return setup.memory.recall(setup.speculation, owner, self.estimator, self._generation_config).rates
+        return setup.memory.recall(setup.decisions, owner, self.estimator, self._generation_config).rates
 
     def note_captured(self, candidates: list[int], estimates: list[float], accepted: int, steps: int) -> None:
         """Learn what became of a round that is over: its candidates, what they were judged by, how many stand."""
@@ -357,8 +356,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def remember(self, answer: Tensor) -> None:
         """Keep an answer `[n]` for later lookups, if there shall be any."""
-        config = self.setup.speculation
-        if config.lookup and config.lookup_memory:
+        if self.setup.speculation.lookup == "history":
             self.setup.memory.answers.add(answer.tolist())
 
     def _time_round(self, input_ids: Tensor) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Rule, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
@@ -17,17 +19,18 @@ from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.lookup.text import TextLookup
-from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, Part, can_be_packed, large_layers
-from hf_specdecpp.models.products import PackedWeights, has_int8, quantise
+from hf_specdecpp.models.causal_lm import CausalLM, num_processes
+from hf_specdecpp.models.cpu_products import FasterProducts, Part, large_layers
+from hf_specdecpp.models.products import PackedWeights, Product, has_int8, quantise
 from hf_specdecpp.models.vocabulary import special_ids
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.target_passes import parts_of
+from hf_specdecpp.throughput.target_passes import other_product, parts_of
 
 logger = logging.get_logger("hf_specdecpp")
+HISTORY = 50_000  # tokens of earlier answers, which `lookup="history"` searches
 
 
 @dataclass(frozen=True)
@@ -38,65 +41,120 @@ class DraftSetup:
         drafter: the draft.
         head: the acceptance head, or `None`: then the draft's own probability takes its place.
         speculation: the settings of a run.
+        decisions: what the package decides beside them.
         memory: what was learned of targets, which generations add to.
         packed: packed copies of weights, which a generation renews.
         int8: int8 copies of the draft's, likewise.
-        rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
+        rates: `SpecDecPPConfig.acceptance_by_rank`, for the best static tree.
         rows: sequences in the batch, which share the target's passes.
         vocab_size: width of the target's logits, where no target says it.
+        is_independent: whether the draft is a model of its own.
         trainable: what could be trained and is not, of "training" (the draft) and "head".
     """
 
     drafter: Draft
     head: AcceptanceHead | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    decisions: Decisions = field(default_factory=Decisions)
     memory: Memory = field(default_factory=Memory)
     packed: PackedWeights = field(default_factory=PackedWeights)
     int8: PackedWeights = field(default_factory=lambda: PackedWeights(quantise))
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     rows: int = 1
     vocab_size: int | None = None
+    is_independent: bool = False
     trainable: frozenset[str] = frozenset()
+    _found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of one target
+
+    @property
+    def estimator(self) -> Estimator:
+        """What judges candidates."""
+        return self.head or DraftProbability()
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of candidates that a round can have."""
+        return self.decisions.most_tokens(self.speculation)
 
     def remedies(self, target: CausalLM | None) -> frozenset[str]:
         """What could still be done for the speed (`SpeculationStats.verdict`): `trainable`; "draft", where nothing
-        drafts; and settings that are not used and could be, of "throughput", "int8_draft" and "pack_weights".
+        drafts; "throughput", where another rule decides.
         """
         if target is None:
             return self.trainable
-        config, drafter, shared = self.speculation, self.drafter, set(target.modules())
-        large = [] if drafter.is_captured else large_layers(drafter.parts)
-        packs = config.cpu_products == "auto" and any(map(can_be_packed, large_layers([target])))
-        is_open = {
-            "draft": not drafter.places,
-            "throughput": config.rule != "throughput",
-            "int8_draft": not config.int8_draft and has_int8() and any(layer not in shared for layer in large),
-            "pack_weights": not config.pack_weights and packs,
-        }
+        is_open = {"draft": not self.drafter.places, "throughput": self.speculation.rule != "throughput"}
         return self.trainable | {name for name, value in is_open.items() if value}
 
+    def other_product(self, target: CausalLM) -> Product | None:
+        """What PyTorch's own product is compared with in the target's passes (`target_passes.other_product`)."""
+        if self.speculation.cpu_products == "off" or self.speculation.reproducible:
+            return None
+        if "other" not in self._found:  # looks through the layers
+            self._found["other"] = other_product(target, self.decisions.pack_weights)
+        return self._found["other"]
+
+    @property
+    def drafts_in_int8(self) -> bool:
+        """Whether the draft of an attached target reads a few tokens in int8: where that was measured to gain, which is
+        a model of its own (`docs/using.md`)."""
+        wanted = self.decisions.int8_draft
+        if wanted is None:
+            wanted = self.is_independent and self.speculation.cpu_products == "auto"
+        if not wanted or self.drafter.is_captured or not has_int8():
+            return False
+        if "int8" not in self._found:
+            self._found["int8"] = any(True for _ in large_layers(self.drafter.parts))
+        return bool(self._found["int8"])
+
+    def rule(self, target: CausalLM | None) -> Rule:
+        """The stopping rule of a generation: `"threshold"` in the place of `"throughput"` where what passes cost is
+        neither given nor can be learned, as in transformers' own loop, which gives no target, and where a target is
+        spread over processes, which would have to time its passes in step."""
+        if self.speculation.rule != "throughput" or self.speculation.costs is not None:
+            return self.speculation.rule
+        return "threshold" if target is None or num_processes(target) > 1 else "throughput"
+
+    def decided(self, target: CausalLM | None, verification: str, corrects: bool) -> dict[str, str]:
+        """What was decided for a generation (`SpeculationStats.decided`)."""
+        config = self.speculation
+        costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
+        return {
+            "rule": self.rule(target),
+            "costs": costs if self.rule(target) == "throughput" else "not asked",
+            "products": self.described_products(target),
+            "verification": verification,
+            "corrections": "on" if corrects else "off",
+        }
+
+    def described_products(self, target: CausalLM | None) -> str:
+        """Which matrix products passes may take, on which their costs depend: such as `"packed int8"`."""
+        if target is None:
+            return "own"
+        return f"{self.other_product(target) or 'own'}{' int8' if self.drafts_in_int8 else ''}"
+
     def products(self, target: CausalLM | None) -> FasterProducts:
-        """The context in which target and draft compute as `cpu_products`, `pack_weights` and `int8_draft` say.
+        """The context in which target and draft compute as the settings say.
 
         Copies of weights are made, checked or dropped now. Where no target is given, which is the unattached door,
         there are none: nothing would say when they are no longer needed.
         """
-        config = self.speculation
-        packs = config.cpu_products == "auto" and config.pack_weights and target is not None
-        in_int8 = config.int8_draft and target is not None and not self.drafter.is_captured
-        if in_int8 and not has_int8():
-            logger.warning_once("int8_draft=True: this PyTorch has no int8 products, so the draft runs in float32.")
-            in_int8 = False
+        other = None if target is None else self.other_product(target)
+        in_int8 = target is not None and self.drafts_in_int8
         if not in_int8:
             self.int8.clear()
-        packed, int8 = self.packed if packs else None, self.int8 if in_int8 else None
+        is_apart = in_int8 or self.drafter.is_captured
         parts: list[Part] = []
-        if config.cpu_products == "auto":
-            parts = parts_of(target, None if in_int8 or self.drafter.is_captured else self.drafter, config)
+        if self.speculation.cpu_products == "auto":
+            parts = parts_of(target, None if is_apart else self.drafter, other)
         if not any("packed" in part.ways.products for part in parts):
             self.packed.clear()
-        draft = [] if self.drafter.is_captured else self.drafter.parts
-        return FasterProducts(*parts, packed=packed, draft=draft, target=target, int8=int8)
+        return FasterProducts(
+            *parts,
+            packed=self.packed if other == "packed" else None,
+            draft=self.drafter.parts,
+            target=target,
+            int8=self.int8 if in_int8 else None,
+        )
 
 
 def looking_up(
@@ -115,16 +173,17 @@ def looking_up(
         return None
     models = [] if target is None else [target.config, target.config.get_text_config()]
     width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
-    memory.answers.most = config.lookup_memory
-    text = TextLookup(special_ids(generation, *models), width, memory.answers.seen if config.lookup_memory else None)
+    memory.answers.most = HISTORY if config.lookup == "history" else 0
+    earlier = memory.answers.seen if config.lookup == "history" else None
+    text = TextLookup(special_ids(generation, *models), width, earlier)
     learned = memory.recall_lookups(drafter if target is None else target, generation)
     draws, choice = drafter.places > 0, None
     if plan is not None:
-        key = config.tree, setup.rows, draws, plan.known.is_assumed
+        key = str(config.tree), setup.rows, draws, plan.known.is_assumed
         if key not in learned.choices:
             learned.choices[key] = Choice(plan.plain, plan.price if draws else None)
         choice = learned.choices[key]
-    most = config.tree_budget if config.tree is not None and target is not None else config.lookup_tokens
+    most = config.tree_budget if config.tree is not None and target is not None else setup.decisions.lookup_tokens
     return LookingUp(text, learned.rates, most, draws, plan, choice)
 
 
@@ -139,19 +198,19 @@ def plan_of(setup: DraftSetup, target: CausalLM | None, generation: GenerationCo
     """
     config, drafter = setup.speculation, setup.drafter
     trees = config.tree is not None and target is not None
-    if config.rule != "throughput" or (trees and config.tree != "dyspec"):
+    if setup.rule(target) != "throughput" or (trees and config.tree != "dyspec"):
         return None
     if trees:
         most = config.tree_budget
     else:
         most = int(min(config.max_tokens, drafter.places))
-        most = max(most, config.lookup_tokens) if config.lookup else most
+        most = max(most, setup.decisions.lookup_tokens) if config.lookup else most
     is_static = generation.cache_implementation == "static"
     passes = "captured" if captures else "static" if is_static and setup.rows == 1 else "growing"
-    mixes = config.mixes(not generation.do_sample, drafter.reads is not None)
-    estimator = setup.head or DraftProbability()
-    rounds = Rounds(target, drafter, estimator, most, trees, setup.rows, passes, mixes, config.products)
-    return setup.memory.plan(config, rounds, generation)
+    mixes = setup.decisions.mixes(not generation.do_sample, drafter.reads is not None)
+    products = setup.described_products(target)
+    rounds = Rounds(target, drafter, setup.estimator, most, trees, setup.rows, passes, mixes, products)
+    return setup.memory.plan(config, setup.decisions, rounds, generation)
 
 
 def make_rule(
@@ -159,12 +218,14 @@ def make_rule(
     estimator: Estimator,
     plan: ChainPlan | None = None,
     rates: AcceptanceRates | None = None,
+    min_tokens: int = 1,
 ) -> StoppingRule:
     """The stopping rule that `config` names, fresh for one generation.
 
     Args:
         plan: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
         rates: what calibrates the estimates of `rule="threshold"`, and learns from its rounds; by default nothing does.
+        min_tokens (candidates): the fewest in a round of `rule="threshold"`.
 
     Raises:
         ValueError: from `config.validate()`.
@@ -174,7 +235,7 @@ def make_rule(
         return (plan or plan_for(config, estimator)).rule(estimator)
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
-    return Threshold(config, estimator, rates)
+    return Threshold(config, estimator, rates, min_tokens)
 
 
 def plan_for(config: SpeculationConfig, estimator: Estimator) -> ChainPlan:
@@ -186,20 +247,22 @@ def rule_of(
     setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
     """The rule for the chains of one generation; `target` is `None` in transformers' own loop."""
-    config, estimator = setup.speculation, setup.head or DraftProbability()
+    config = replace(setup.speculation, rule=setup.rule(target))
+    decisions, estimator = setup.decisions, setup.estimator
     if config.tree is not None:
         logger.warning_once(
             f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
             "Attach it to the target for trees: assistant.attach(model)."
         )
-    if config.rule == "threshold" and setup.head is None and not config.adapt:
+    if config.rule == "threshold" and setup.head is None and not decisions.adapt:
         logger.warning_once(
             "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
             "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
         )
     if plan is not None:
         return plan.rule(estimator)
-    if not (config.adapt and config.rule == "threshold"):
-        return make_rule(config, estimator)
-    learned = setup.memory.recall(config, setup.drafter if target is None else target, estimator, generation_config)
-    return make_rule(config, estimator, rates=learned.rates)
+    rates: AcceptanceRates | None = None
+    if config.rule == "threshold" and decisions.adapt:
+        owner = setup.drafter if target is None else target
+        rates = setup.memory.recall(decisions, owner, estimator, generation_config).rates
+    return make_rule(config, estimator, rates=rates, min_tokens=decisions.min_tokens)

@@ -59,6 +59,9 @@ class SpeculationStats:
             target's times.
         refusal: why a target's default assistant was left out of a call, which was a plain one.
         remedies: what could still be done for its speed, of `DraftSetup.remedies`.
+        decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
+            "block", "products": "packed int8", "corrections": "off"}`, where oneDNN with packed weights is compared
+            with PyTorch's own products, and the draft reads in int8.
         has_products: whether any layer computes otherwise than in plain `generate()`.
     """
 
@@ -98,6 +101,7 @@ class SpeculationStats:
     refusal: str | None = None
     uncaptured: str | None = None
     remedies: frozenset[str] = frozenset()
+    decided: dict[str, str] = field(default_factory=dict, compare=False)
     has_products: bool = True
 
     @classmethod
@@ -309,9 +313,8 @@ class SpeculationStats:
             return f"{reason} The target is too fast for the overhead of a round: assistants pay with larger targets."
         if dearest == draft:
             slow = f"one of its tokens costs {draft * self.rounds / self.drafted:.2f} target passes"
-            ways = self._told(int8_draft="SpeculationConfig(int8_draft=True) makes it faster")
-            return f"{reason} The draft is too slow: {slow}.{ways}"
-        ways = self._told(throughput=FEWER, pack_weights="SpeculationConfig(pack_weights=True) makes it cheaper")
+            return f"{reason} The draft is too slow: {slow}."
+        ways = self._told(throughput=FEWER)
         return f"{reason} Verifying several tokens at once is expensive on this device.{ways}"
 
     def _better_draft(self) -> str:
@@ -331,9 +334,10 @@ class SpeculationStats:
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "rows", "remedies", "has_products", *LATEST, *REASONS):
+            if item.name not in ("last_tree", "rows", "remedies", "decided", "has_products", *LATEST, *REASONS):
                 setattr(total, item.name, _add(getattr(self, item.name), getattr(other, item.name)))
         total.last_tree = other.last_tree or self.last_tree
+        total.decided = other.decided or self.decided
         for name in LATEST:
             setattr(total, name, max(getattr(self, name), getattr(other, name)))
         total.complete = self.complete and other.complete

@@ -102,7 +102,7 @@ class OneTarget:
         self.prefix: TargetText = Prefix(model, self.states.asked_for(model_kwargs))
         self.generator.session.share(self.prefix)
         self.device = input_device(model)
-        self.passes = passes_of(model, setup.speculation)
+        self.passes = passes_of(model, setup.other_product(model))
         self.captured, self.rounds = Captured(self), 0  # the latter: how many there were, whole ones left out
 
     @property

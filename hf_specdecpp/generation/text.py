@@ -55,7 +55,7 @@ class Text:
         self.eos = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
         self.verifier = Verifier(
-            generator.processing, generator.randomness, generator.setup.speculation.verification, self.eos,
+            generator.processing, generator.randomness, generator.setup.decisions.verification, self.eos,
             keeps_raw=self.records.keeps_logits,
         )  # fmt: skip
 

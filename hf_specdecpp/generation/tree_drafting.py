@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 from torch import Tensor
 from transformers import GenerationConfig
 
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
+from hf_specdecpp.estimation.estimators import MODES, DraftProbability
+from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.shapes import Shape, best_shape, make_shape, size
+from hf_specdecpp.trees.shapes import Shape, best_shape, size
 from hf_specdecpp.trees.siblings import Level, check_estimator
 from hf_specdecpp.trees.slots import CalibratedSlots, Growth, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree
@@ -28,13 +27,11 @@ class TreeDrafting:
     """What stays the same from round to round, and the pace of growth, which learns.
 
     Args:
-        config: its `tree` says which algorithm.
-        estimator: values slots; not asked for static trees.
+        setup: its settings say which algorithm; its estimator values slots, but for static trees.
         session: the draft's side of the generation.
         processing: the target's logits processors; each node is processed after its own path.
         randomness: draws the candidates; `None` takes the likeliest tokens (greedy).
         eos_token_ids: candidates that get no children.
-        rates: `SpecDecPPConfig.acceptance_by_rank`, for static trees without a shape.
 
     Attributes:
         throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses the budget up.
@@ -46,37 +43,34 @@ class TreeDrafting:
 
     def __init__(
         self,
-        config: SpeculationConfig,
-        estimator: Estimator,
+        setup: DraftSetup,
         session: Reading,
         processing: Processing,
         randomness: TreeRandomness | None,
         eos_token_ids: Collection[int],
-        rates: Mapping[str, Sequence[float]],
     ) -> None:
-        if config.tree == "static":
-            estimator = DraftProbability()  # for the records only
-            self.shape = _static_shape(config, rates.get(MODES[randomness is None]))
-        check_estimator(estimator)
-        self.config, self.estimator, self.session = config, estimator, session
+        self.setup, self.config, self.session = setup, setup.speculation, session
+        self.shape = _static_shape(setup, greedy=randomness is None)
+        self.estimator = setup.estimator if self.shape is None else DraftProbability()  # for the records only
+        check_estimator(self.estimator)
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
         self.pace, self.unread = ThresholdSchedule(), 0
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
-        self.buffer = SoftmaxBuffer(config.tree_budget)
+        self.buffer = SoftmaxBuffer(self.config.tree_budget)
 
-    def follow(self, plan: Plan | None, memory: Memory, target: CausalLM, generation: GenerationConfig) -> None:
+    def follow(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
         """Let trees grow as `rule="throughput"` says, if there is a plan, else by what is known of the target."""
-        config, estimator = self.config, self.estimator
+        decisions, memory = self.setup.decisions, self.setup.memory
         if plan is not None:
-            self.throughput = plan.rule(estimator)
-        elif config.adapt and config.tree != "static":
-            self.rates = memory.recall(config, target, estimator, generation, trees=True).rates
+            self.throughput = plan.rule(self.estimator)
+        elif decisions.adapt and self.shape is None:
+            self.rates = memory.recall(decisions, target, self.estimator, generation, trees=True).rates
 
     @property
     def most_nodes(self) -> int:
         """The largest number of candidates in a tree."""
-        return size(self.shape) if self.config.tree == "static" else self.config.tree_budget
+        return self.config.tree_budget if self.shape is None else size(self.shape)
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
@@ -87,8 +81,8 @@ class TreeDrafting:
             scores = self.processing.after_each(input_ids, [tree.path(node) for node in nodes], logits)
             return Level(scores, hidden, self.session.embed, self.session.passes - passes)
 
-        config = self.config
-        depth = min(max_depth, config.tree_depth) if config.tree != "static" else max_depth
+        config, threshold = self.config, self.setup.decisions.tree_threshold
+        depth = min(max_depth, self.setup.decisions.tree_depth) if self.shape is None else max_depth
         root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
         if rule is not None and not rule.starts(self.unread):
             return DraftTree(root)
@@ -98,13 +92,13 @@ class TreeDrafting:
             valuation=valuation,
         )  # fmt: skip
         if rule is not None:
-            rule.grow(growth, config.tree_threshold)
-        elif config.tree == "dyspec":
-            grow_by_level(growth, config.tree_budget, self.pace, config.tree_threshold)
-        elif config.tree == "dyspec-exact":
-            grow_exactly(growth, config.tree_budget, config.tree_threshold)
-        else:
+            rule.grow(growth, threshold)
+        elif self.shape is not None:
             grow_shape(growth, self.shape)
+        elif config.tree == "dyspec":
+            grow_by_level(growth, config.tree_budget, self.pace, threshold)
+        else:
+            grow_exactly(growth, config.tree_budget, threshold)
         return growth.tree
 
     def learn(self, tree: DraftTree, path: list[int]) -> None:
@@ -115,12 +109,14 @@ class TreeDrafting:
             self.rates.observe_tree(tree.judged(path))
 
 
-def _static_shape(config: SpeculationConfig, rates: Sequence[float] | None) -> Shape:
-    if config.tree_shape is not None:
-        return make_shape(config.tree_shape)
+def _static_shape(setup: DraftSetup, greedy: bool) -> Shape | None:
+    """The shape of all trees; `None` where they are dynamic."""
+    config, rates = setup.speculation, setup.rates.get(MODES[greedy])
+    if config.tree != "static":
+        return config.shape
     if not rates:
         raise ValueError(
-            "tree='static' needs tree_shape, such as [4, 2, 1, 1] (four children, two each, ...): this assistant comes "
-            "without measured rates of acceptance that the best shape could be computed from."
+            "tree='static' is the best shape for measured rates of acceptance, which this assistant comes without. "
+            "Give a shape: tree=[4, 2, 1, 1] has four children, two for each of them, and so on."
         )
-    return best_shape(rates, config.tree_budget, config.tree_depth)
+    return best_shape(rates, config.tree_budget, setup.decisions.tree_depth)

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafts.known import describe
+from hf_specdecpp.drafts.known import describe, kind_of
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.provenance import public_name
@@ -59,6 +59,7 @@ def make_card(
         }
     shown |= {
         "draft": describe(config),
+        "is_independent": kind_of(config).rests_on == "draft",
         "opening": opening((training or {}).get("speed")),
         "unhelped": unhelped(training),
     }

@@ -68,7 +68,7 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     config = SpecDecPPConfig(
         **models,  # type: ignore[arg-type]
         head=head.to_config(),
-        speculation=SpeculationConfig(min_tokens=2).to_dict(),  # as in the paper
+        speculation=SpeculationConfig(rule="threshold").to_dict(),  # as in the paper
         specdecpp_version=__version__,
         architectures=["SpecDecPPAssistant"],
     )

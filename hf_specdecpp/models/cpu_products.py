@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from threading import RLock, local
 from types import MethodType
 from typing import Any, NamedTuple
@@ -25,6 +26,11 @@ from hf_specdecpp.models.products import MOST_INT8_ROWS, PackedCopy, PackedWeigh
 Forward = Callable[[Tensor], Tensor]
 UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that transformers handles
 LEAST_ELEMENTS = 100_000  # of a weight: below, calling another product costs more than PyTorch's own
+# Where a container's limit of memory and what it uses stand.
+CONTAINERS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 class Part(NamedTuple):
@@ -217,6 +223,19 @@ def can_be_packed(layer: nn.Linear) -> bool:
     weight = layer.weight
     even = weight.numel() % 2 == 0 and weight.storage_offset() % 2 == 0  # for `fingerprint`
     return even and weight.is_contiguous() and not weight.is_inference() and not layer._forward_pre_hooks
+
+
+def free_memory() -> float:
+    """Bytes that this process may still use; 0 where the system does not say."""
+    try:
+        found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024.0 * int(found["MemAvailable"].split()[0])
+        for limit, used in CONTAINERS:
+            if Path(limit).is_file() and (most := Path(limit).read_text().strip()) != "max":
+                free = min(free, int(most) - int(Path(used).read_text()))
+    except (OSError, KeyError, ValueError):
+        return 0.0
+    return max(free, 0.0)
 
 
 def _forward(layer: nn.Linear, ways: Ways, packed: PackedCopy | None) -> Forward:

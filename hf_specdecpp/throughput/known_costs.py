@@ -165,7 +165,7 @@ class Rounds:
         trees: whether these are trees, or chains.
         rows: of a batch.
         passes: how the target's are made: `"growing"`, or with widths that are filled up, `"static"` and `"captured"`.
-        mixes: whether the draft's logits are mixed with the target's successors (`SpeculationConfig.draft_successors`).
+        mixes: whether the draft's logits are mixed with the target's successors (`Decisions.draft_successors`).
         products: which matrix products they may take (`SpeculationConfig.products`).
     """
 

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
@@ -56,7 +57,7 @@ class LearnedOfLookups:
     """
 
     rates: LookupRates = field(default_factory=LookupRates)
-    choices: dict[tuple[str | None, int, bool, bool], Choice] = field(default_factory=dict)
+    choices: dict[tuple[str, int, bool, bool], Choice] = field(default_factory=dict)
 
 
 class Memory:
@@ -69,8 +70,8 @@ class Memory:
         calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
 
     Attributes:
-        answers: earlier ones, in which lookups search (`SpeculationConfig.lookup_memory`).
-        successors: by target what it said lately after each token (`SpeculationConfig.draft_successors`).
+        answers: earlier ones, in which lookups search (`lookup="history"`).
+        successors: by target what it said lately after each token (`Decisions.draft_successors`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -103,7 +104,7 @@ class Memory:
 
     def recall(
         self,
-        config: SpeculationConfig,
+        decisions: Decisions,
         owner: CausalLM,
         estimator: Estimator,
         how: GenerationConfig,
@@ -116,7 +117,7 @@ class Memory:
         def new() -> Learned:
             return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED)))
 
-        key = trees, type(estimator).__name__, *_sampling(how), *_correcting(config, how)
+        key = trees, type(estimator).__name__, *_sampling(how), *_correcting(decisions, how)
         return _latest(self.learned.setdefault(owner, {}), key, new)
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
@@ -130,7 +131,7 @@ class Memory:
             known = self.successors[target] = Successors(num_ids, device)
         return known
 
-    def plan(self, config: SpeculationConfig, rounds: Rounds, how: GenerationConfig) -> Plan:
+    def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:
         """What `rule="throughput"` knows of these rounds.
 
         Args:
@@ -139,7 +140,7 @@ class Memory:
         Raises:
             ValueError: nothing says what they cost.
         """
-        learned = self.recall(config, rounds.owner, rounds.estimator, how, rounds.trees)
+        learned = self.recall(decisions, rounds.owner, rounds.estimator, how, rounds.trees)
         known = self._costs(config, rounds)
         most = rounds.most if rounds.trees else int(min(config.max_tokens, rounds.drafter.places))
         settings = known.first if not known.follows else known, most, rounds.rows
@@ -161,7 +162,7 @@ class Memory:
                 return in_widths(costs, rounds.most) if rounds.passes == "static" else costs
 
             return KnownCosts.given(config.costs, form)
-        if not config.track_costs:
+        if config.reproducible:
             return KnownCosts(rounds.formed()(rounds.assumed()), follows=False)
         return costs_of(rounds)
 
@@ -171,9 +172,9 @@ def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
     return (how.temperature, how.top_k, how.top_p) if how.do_sample else ()
 
 
-def _correcting(config: SpeculationConfig, how: GenerationConfig) -> tuple[Any, ...]:
+def _correcting(decisions: Decisions, how: GenerationConfig) -> tuple[Any, ...]:
     """How the draft's distribution is corrected, of which acceptance depends, too."""
-    return config.draft_successors, config.draft_temperature if how.do_sample else 1.0
+    return decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
 
 
 def _latest(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], new: Callable[[], T]) -> T:

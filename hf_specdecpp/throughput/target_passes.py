@@ -18,10 +18,9 @@ import torch
 
 from hf_specdecpp.caches.text import text_in
 from hf_specdecpp.clocks import typical
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
-from hf_specdecpp.models.cpu_products import Part, large_layers
+from hf_specdecpp.models.cpu_products import Part, can_be_packed, free_memory, large_layers
 from hf_specdecpp.models.products import Always, Product, Ways
 
 MOST_ROWS = 16  # in the passes that are compared
@@ -31,6 +30,7 @@ FEW, CLEAR = 4, 1.1  # pairs of passes are enough where one product takes so man
 AT_ONCE = 3  # passes over one token with each product, which a text makes beside its rounds if these are others
 LATER = 24  # rounds of a text after which it does so for the rest of them
 TINY = 1e-6  # seconds; a coarse clock may see none
+MOST_OF_FREE = 0.25  # of the memory that is free, which packed copies of weights may take
 AGAIN = 256  # passes after which another one with PyTorch's product says whether the machine is still the same
 
 
@@ -171,31 +171,47 @@ class TargetPasses:
         return own, own / (1.0 if is_own else self._gains[rows])
 
 
-# Of each target by the product that is compared, and whether its passes are compiled.
-_known: WeakKeyDictionary[CausalLM, dict[tuple[Product | None, bool], TargetPasses]] = WeakKeyDictionary()
+# Of each target by the product that is compared with PyTorch's own; and which one that is, where it was not told.
+_known: WeakKeyDictionary[CausalLM, dict[Product | None, TargetPasses]] = WeakKeyDictionary()
+_other: WeakKeyDictionary[CausalLM, Product] = WeakKeyDictionary()
 
 
-def passes_of(target: CausalLM, config: SpeculationConfig, is_compiled: bool = False) -> TargetPasses:
-    """What is known of a target's passes."""
-    other: Product | None = "packed" if config.pack_weights else "onednn"
+def passes_of(target: CausalLM, other: Product | None) -> TargetPasses:
+    """What is known of a target's passes; `other` is compared with PyTorch's own product (`other_product`)."""
+    return _known.setdefault(target, {}).setdefault(other, TargetPasses(other))
+
+
+def other_product(target: CausalLM, packs: bool | None) -> Product | None:
+    """What PyTorch's own product is compared with in the passes of a target; `None` where there is no choice.
+
+    Args:
+        packs: whether with packed copies of the weights. `None` packs where the copies take a small part of the memory
+            that is free when the target is first met.
+    """
     # Several processes would have to take turns in step.
-    if config.cpu_products == "off" or num_processes(target) > 1 or not any(True for _ in large_layers([target])):
-        other = None
-    return _known.setdefault(target, {}).setdefault((other, is_compiled), TargetPasses(other))
+    if num_processes(target) > 1 or not any(True for _ in large_layers([target])):
+        return None
+    if packs is not None:
+        return "packed" if packs else "onednn"
+    if target not in _other:
+        copies = sum(layer.weight.nbytes for layer in large_layers([target]) if can_be_packed(layer))
+        _other[target] = "packed" if copies <= MOST_OF_FREE * free_memory() else "onednn"
+    return _other[target]
 
 
-def ways_of(target: CausalLM, config: SpeculationConfig) -> Ways:
+def ways_of(target: CausalLM, other: Product | None) -> Ways:
     """Which products the layers of a target and its draft take."""
-    return passes_of(target, config)
+    return passes_of(target, other)
 
 
-def parts_of(target: CausalLM | None, drafter: Draft | None, config: SpeculationConfig) -> list[Part]:
+def parts_of(target: CausalLM | None, drafter: Draft | None, other: Product | None) -> list[Part]:
     """Target and draft, both with the products that the target's passes have shown to be the fastest here.
 
     Args:
         drafter: `None` leaves it as it is.
+        other: as in `passes_of`.
     """
-    ways = Always("own") if target is None else ways_of(target, config)
+    ways = Always("own") if target is None else ways_of(target, other)
     return [
         *([] if target is None else [Part([target], ways)]),
         *([] if drafter is None or drafter.model is None else [Part(drafter.parts, ways)]),
@@ -205,3 +221,4 @@ def parts_of(target: CausalLM | None, drafter: Draft | None, config: Speculation
 def forget_products() -> None:
     """Forget what is known of all targets' passes."""
     _known.clear()
+    _other.clear()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_specdecpp.config.bounds import BLOCK
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
 from hf_specdecpp.config.types import check_types
 from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
@@ -301,6 +301,7 @@ class TrainingConfig:
         for name in ("target", "output"):
             if not getattr(self, name):
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
+        refuse_removed(self.speculation, "speculation.")
         refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
         SpeculationConfig(**self.speculation)
         self._check_ranges()

@@ -25,7 +25,7 @@ def from_expansions(counts: Sequence[int]) -> Shape:
     for count in counts:
         if count < 1 or len(level) * count > MOST_IN_A_LEVEL:
             raise ValueError(
-                f"tree_shape={list(counts)} must hold whole numbers of at least 1, and no level more than "
+                f"tree={list(counts)} must hold whole numbers of at least 1, and no level more than "
                 f"{MOST_IN_A_LEVEL} nodes: it says how many children every node of each depth gets."
             )
         shape |= dict.fromkeys(level, count)
@@ -45,7 +45,7 @@ def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
         *parent, rank = node
         if (parent and tuple(parent) not in listed) or (rank and (*parent, rank - 1) not in listed) or rank < 0:
             raise ValueError(
-                f"tree_shape lists node {list(node)} without its parent or the sibling before it. A node is named by "
+                f"tree lists node {list(node)} without its parent or the sibling before it. A node is named by "
                 "the ranks of the siblings on the way to it: [0] is the root's first child, [0, 1] its second child."
             )
         shape[tuple(parent)] = max(shape.get(tuple(parent), 0), rank + 1)

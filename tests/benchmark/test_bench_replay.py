@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
+from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny, told
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpeculationConfig
@@ -113,11 +113,15 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     replay = ChainReplay(text, record(text, assistant, target, Sampling(0.0, 0), seed=0))
     lengths = set()
     for knobs in RULES:
-        assistant.speculation = SpeculationConfig(**knobs)
+        told(assistant, **knobs)
         assistant.memory.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, None, do_sample=False)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=True)
-        replayed = replay.rounds(make_rule(assistant.speculation, estimator, rates=AcceptanceRates()))
+        replayed = replay.rounds(
+            make_rule(
+                assistant.speculation, estimator, rates=AcceptanceRates(), min_tokens=assistant.decisions.min_tokens
+            )
+        )
         assert live == ids
         assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
         lengths |= {drafted for drafted, _ in rounds}
@@ -137,11 +141,13 @@ def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, m
     fates = set()
     for seed, knobs in enumerate(RULES):
         recorded = ChainReplay(text, record(text, assistant, target, Sampling(0.8, 0), seed))
-        assistant.speculation = SpeculationConfig(**knobs, verification="token")  # as records are made
+        told(assistant, **knobs, verification="token")  # as records are made
         assistant.memory.clear()
         live, rounds = live_rounds(target, assistant, monkeypatch, recorded, **sampling)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=False)
-        replayed = recorded.rounds(make_rule(assistant.speculation, estimator, rates=AcceptanceRates()))
+        least = assistant.decisions.min_tokens
+        rule = make_rule(assistant.speculation, estimator, rates=AcceptanceRates(), min_tokens=least)
+        replayed = recorded.rounds(rule)
         assert live == ids
         assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
         fates |= {(accepted > 0, accepted < drafted) for drafted, accepted in rounds if drafted > 1}

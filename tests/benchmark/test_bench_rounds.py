@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import Replay, exact_distribution
-from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
 from support.repos import head_for
 from support.toy_rounds import Models
 from support.toy_trees import ToyTree
@@ -32,7 +32,7 @@ LENGTH, NEW_TOKENS = 12, 60
 KINDS: dict[str, dict[str, Any]] = {
     "dyspec": {"tree": "dyspec", "tree_budget": 10},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6},
-    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "static": {"tree": [3, 2, 1]},
     "fixed": {"rule": "fixed", "num_tokens": 3},
     "threshold": {"rule": "threshold", "threshold": 0.8, "max_tokens": 6},
 }
@@ -51,12 +51,12 @@ def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
     assistant = assistant_for(target, mix=0.9)
     assistant.head = head_for(assistant.drafter.model, inputs="before")
     text = text_of(target, do_sample=False)
-    contestant = Contestant(kind, kind, SpeculationConfig(**KINDS[kind]), with_head)
+    contestant = Contestant(kind, kind, SpeculationConfig(**{"rule": "threshold", **KINDS[kind]}), with_head)
     with contestant.arguments(assistant, target):
         rounds = list(RoundReplay(text, assistant, target, Sampling(0.0), 0).rounds(assistant.setup()))
     if not with_head:
         assistant.head = None
-    assistant.speculation = SpeculationConfig(**KINDS[kind])
+    told(assistant, **KINDS[kind])
     live = target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
     stats = assistant.stats
     assert live[0].tolist() == text.ids
@@ -74,7 +74,7 @@ def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
 def test_greedy_replays_of_drafts_that_read_states(draft: str, kind: str) -> None:
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of(draft, target)
-    assistant.speculation = SpeculationConfig(**KINDS[kind], adapt=False, draft_successors=False)
+    told(assistant, **KINDS[kind], adapt=False, draft_successors=False)
     text = text_of(target, do_sample=False)
     rounds = list(RoundReplay(text, assistant, target, Sampling(0.0), 0).rounds(assistant.setup()))
     target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
@@ -115,7 +115,7 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
 def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     target = tiny("llama")
     assistant = assistant_for(target, mix=0.7)
-    assistant.speculation = SpeculationConfig(**KINDS[kind])
+    told(assistant, **KINDS[kind])
     live, replayed, by_token = [0.0, 0.0], [0.0, 0.0], 0.0
     contestant = Contestant(kind, kind, assistant.speculation)
     for seed in range(12):
@@ -154,7 +154,9 @@ def test_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     target = sharp(tiny("llama"))
     assistant = assistant_for(target, mix=0.9)
     text = text_of(target, do_sample=False)
-    contestants = [Contestant(name, name, SpeculationConfig(**knobs)) for name, knobs in KINDS.items()]
+    contestants = [
+        Contestant(name, name, SpeculationConfig(**{"rule": "threshold", **knobs})) for name, knobs in KINDS.items()
+    ]
     contestants += [Contestant("other", "other", SpeculationConfig("throughput", tree="dyspec"))]
     config = BenchmarkConfig("target", output=tmp_path)
 

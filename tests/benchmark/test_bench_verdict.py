@@ -67,7 +67,7 @@ def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
 def test_the_next_step_is_the_fastest_of_ours() -> None:
     """Also where somebody else is faster, as it may be kept; not where even it is slower than plain generation."""
     target = tiny("llama")
-    settings = SpeculationConfig(pack_weights=True)
+    settings = SpeculationConfig(cpu_products="off")
     assistant: Any = SpecDecPPAssistant.from_early_exit(target, 1, speculation=settings, head=head_for(target))
     contestants = [
         Contestant("theirs", "theirs"),
@@ -77,9 +77,10 @@ def test_the_next_step_is_the_fastest_of_ours() -> None:
     ]
     rows = [summary_row(each.name, 1.9 - 0.2 * place, 1.2) for place, each in enumerate(contestants)]
     assert next_step(rows, contestants, assistant) == "assist(model, 'lookup')"
-    says = "assistant.speculation = SpeculationConfig(threshold=0.5, pack_weights=True); assistant.head = None"
+    q = "SpeculationConfig(rule='threshold', threshold=0.5, cpu_products='off')"
+    says = f"assistant.speculation = {q}; assistant.head = None"
     assert next_step([rows[0], *rows[2:]], contestants, assistant) == says
-    fixed = "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=3, pack_weights=True)"
+    fixed = "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens=3, cpu_products='off')"
     assert next_step(rows[3:], contestants, assistant) == fixed
     assistant.parts = Parts(adapter=Mock())
     for slow in ([], rows[:1], [summary_row("fixed 3", 1.0, 1.0)]):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import CHAIN, SETTINGS, drawn, generate
-from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting import captured
 from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.drafting.session import DraftSession
@@ -165,14 +165,14 @@ def test_one_draft_for_two_targets(pretended: Counter[str]) -> None:
 
 
 def test_what_rules_captured_steps_out_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(captured.logger, "warning", told.append)
+    said: list[str] = []
+    monkeypatch.setattr(captured.logger, "warning", said.append)
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     draft, target = tiny("llama", rope_parameters=rope), tiny("llama")
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **CHAIN)
     for _ in range(2):
         assistant.setup()
-    assert len(told) == 1
-    assert "rotary frequencies change" in told[0]
+    assert len(said) == 1
+    assert "rotary frequencies change" in said[0]
     assert not assistant.ready_drafter().steps.works
     assert not assistant.ready_drafter().is_captured

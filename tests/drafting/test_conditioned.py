@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
@@ -24,9 +25,9 @@ from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
 from hf_specdecpp.trees.tree import DraftTree
 
 FAMILIES = ("llama", "gemma3_text", "gpt2", "mistral")
-ITS_OWN: Any = {"draft_successors": False}  # what is drafted is the draft's own
-CHAIN = SpeculationConfig("fixed", num_tokens=3, **ITS_OWN)
-TREE = SpeculationConfig(tree="dyspec", tree_budget=7, tree_depth=3, **ITS_OWN)
+ITS_OWN: Any = {"draft_successors": False, "tree_depth": 3}  # what is drafted is the draft's own
+CHAIN = SpeculationConfig("fixed", num_tokens=3)
+TREE = SpeculationConfig(rule="threshold", tree="dyspec", tree_budget=7)
 
 Drafted = tuple[list[int], list[list[int]], list[Tensor]]  # the text, paths below it, and the logits after each
 
@@ -44,7 +45,7 @@ def reading(request: pytest.FixtureRequest) -> Making:
     """Makes an attached assistant with such a draft."""
 
     def made(target: CausalLM, speculation: SpeculationConfig = CHAIN) -> SpecDecPPAssistant:
-        return assistant_of(request.param, target, **{**speculation.to_dict(), **ITS_OWN})
+        return assistant_of(request.param, target, **speculation.to_dict(), **ITS_OWN)
 
     return made
 
@@ -121,6 +122,7 @@ def test_layers_of_its_own(llama: CausalLM, drafted: list[Drafted], speculation:
     assistant = SpecDecPPAssistant(
         SpecDecPPConfig(draft_kind="independent"), Drafter(own, fusion=fusion), speculation=speculation
     )
+    assistant.decisions = Decisions(**ITS_OWN)
     assistant.attach(llama)
     plain = llama.generate(prompt(), max_new_tokens=24, do_sample=False)
     output = llama.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
@@ -228,6 +230,7 @@ def test_round_trip(reading: Making, llama: CausalLM, tmp_path: Path) -> None:
     accepted = assistant.stats.accepted
     assistant.save_pretrained(tmp_path / "a")
     again = SpecDecPPAssistant.from_pretrained(tmp_path / "a", target=llama)
+    again.decisions = assistant.decisions
     assert again.config.draft_kind == assistant.config.draft_kind
     assert torch.equal(text, llama.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=again))
     assert again.stats.accepted == accepted

@@ -22,8 +22,9 @@ from hf_specdecpp.generation.setup import make_rule
 VOCAB = 3
 
 
-def rule_for(**knobs: Any) -> StoppingRule:
-    return make_rule(SpeculationConfig(**knobs), DraftProbability())
+def rule_for(min_tokens: int = 1, **knobs: Any) -> StoppingRule:
+    config = SpeculationConfig(**{"rule": "threshold", **knobs})
+    return make_rule(config, DraftProbability(), min_tokens=min_tokens)
 
 
 # Each rule's formula. -------------------------------------------------------------------------------------------------
@@ -124,10 +125,11 @@ def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str
         models = Models(scenario, VOCAB, seed)
         head = make_estimator("threshold/after, tied" if seed else "threshold/after, untied", seed)
         assert isinstance(head, AcceptanceHead)
-        config = SpeculationConfig(rule="threshold", threshold=h, min_tokens=bounds[0], max_tokens=bounds[1])
+        config = SpeculationConfig(rule="threshold", threshold=h, max_tokens=bounds[1])
 
         def ours(randomness: Replay, models: Models = models, config: Any = config, head: Any = head) -> Tokens:
-            chain = draft_chain(Steps(models), make_rule(config, head), randomness, 10, models.eos)
+            rule = make_rule(config, head, min_tokens=bounds[0])
+            chain = draft_chain(Steps(models), rule, randomness, 10, models.eos)
             return tuple(chain.candidates)
 
         def theirs(randomness: Replay, models: Models = models, head: Any = head) -> Tokens:
@@ -151,7 +153,9 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
             return torch.tensor(probability)
 
     steps = Steps(Models("plain", VOCAB, 0))
-    chain = draft_chain(steps, make_rule(SpeculationConfig(threshold=0.7), After()), Replay([]), max_tokens=20)
+    chain = draft_chain(
+        steps, make_rule(SpeculationConfig(rule="threshold", threshold=0.7), After()), Replay([]), max_tokens=20
+    )
     needed = math.floor(math.log(0.3) / math.log(probability)) + 1  # verdicts until 1 - probability^n > 0.7
     assert judged == list(range(needed))
     assert len(chain.candidates) == needed + 1 == steps.calls

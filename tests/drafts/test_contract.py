@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import dflash_files, gemma4_files, mtp_files
 from support.eagle3_files import VARIANTS as EAGLE3
-from support.models import assistant_of, partly_agreeing, prompt, tiny
+from support.models import assistant_of, partly_agreeing, prompt, tiny, told
 from support.pretend_devices import on_device, pretend_devices
 from support.repos import save_model
 from support.snapshots import hash_of, hooks_of
@@ -23,6 +23,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.files import Repository
@@ -42,7 +43,7 @@ CHAINS: dict[str, dict[str, Any]] = {
 TREES: dict[str, dict[str, Any]] = {
     "dyspec": {"tree": "dyspec", "tree_budget": 8},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6},
-    "static": {"tree": "static", "tree_shape": [3, 1, 1]},
+    "static": {"tree": [3, 1, 1]},
     "dyspec, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 8, "costs": COSTS},
 }
 
@@ -129,7 +130,7 @@ def made(name: str, folder: Path, **settings: Any) -> Pair:
     else:
         assistant, target = MAKERS[name](folder)
     chosen: dict[str, Any] = {**(settings or FIXED), "lookup": assistant.speculation.lookup}
-    assistant.speculation = SpeculationConfig(**chosen)
+    told(assistant, **chosen)
     return assistant, target
 
 
@@ -334,7 +335,7 @@ def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
 @ALL
 def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path / "first")
-    assistant.speculation.draft_successors = False  # every text is drafted alike
+    assistant.decisions = Decisions(draft_successors=False)  # every text is drafted alike
     check_text(assistant, target)
     expected = (assistant.stats.drafted_at, assistant.stats.accepted_at)
     assistant.save_pretrained(tmp_path / "stored")

@@ -187,7 +187,9 @@ REPEATING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
 
 
 def assisted_by(draft: Draft, target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
-    assistant = SpecDecPPAssistant(SpecDecPPConfig(), draft, speculation=SpeculationConfig(**settings))
+    assistant = SpecDecPPAssistant(
+        SpecDecPPConfig(), draft, speculation=SpeculationConfig(**{"rule": "threshold", **settings})
+    )
     assistant.attach(target)
     return assistant
 

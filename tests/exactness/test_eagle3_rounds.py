@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import random_layer, tiny
+from support.models import random_layer, tiny, told
 from support.stock_rounds import VOCAB
 from support.whole_generations import Enumerate, as_if_of_all, assert_caught, assert_exactly_p, hotter, tell_another_q
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -23,9 +23,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain, token": {"rule": "fixed", "num_tokens": 2, "verification": "token"},
     "chain, threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 2},
     "dyspec, block": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2},
-    "dyspec, token": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2, "verification": "token"},
-    "static, block": {"tree": "static", "tree_shape": [2, 1]},
-    "static, token": {"tree": "static", "tree_shape": [2, 1], "verification": "token"},
+    "dyspec, token": {
+        "tree": "dyspec",
+        "tree_budget": 3,
+        "tree_depth": 2,
+        "verification": "token",
+    },
+    "static, block": {"tree": [2, 1]},
+    "static, token": {"tree": [2, 1], "verification": "token"},
 }
 VOCABS = {"all": None, "some": [1, 3]}
 
@@ -34,7 +39,7 @@ def pair(vocab: str, **speculation: Any) -> tuple[CausalLM, SpecDecPPAssistant]:
     target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=2)
     ids = VOCABS[vocab]
     layer = random_layer(target, vocab=None if ids is None else torch.tensor(ids))
-    return target, SpecDecPPAssistant.from_eagle3(target, layer, speculation=SpeculationConfig(**speculation))
+    return target, told(SpecDecPPAssistant.from_eagle3(target, layer), **speculation)
 
 
 @pytest.mark.every(2)

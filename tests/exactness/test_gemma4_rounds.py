@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.gemma4_files import FULL, SLIDING, Variant, target_for
+from support.models import told
 from support.stock_rounds import VOCAB
 from support.whole_generations import (
     Enumerate,
@@ -23,7 +24,7 @@ from support.whole_generations import (
     tell_another_q,
 )
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -32,8 +33,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain, token": {"rule": "fixed", "num_tokens": 2, "verification": "token"},
     "chain, threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 2},
     "dyspec, block": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2},
-    "dyspec, token": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2, "verification": "token"},
-    "static, block": {"tree": "static", "tree_shape": [2, 1]},
+    "dyspec, token": {
+        "tree": "dyspec",
+        "tree_budget": 3,
+        "tree_depth": 2,
+        "verification": "token",
+    },
+    "static, block": {"tree": [2, 1]},
 }
 # With clusters two of the four tokens are drafted.
 VARIANTS = {"all": Variant((SLIDING, FULL)), "clusters": Variant((FULL,), clusters=True)}
@@ -48,7 +54,7 @@ SMALL: dict[str, Any] = {
 def pair(variant: str, **speculation: Any) -> tuple[CausalLM, SpecDecPPAssistant]:
     target = target_for(seed=7, **SMALL)
     draft = VARIANTS[variant].theirs(vocab_size=VOCAB, sliding_window=4)
-    assistant = SpecDecPPAssistant.from_draft(draft, target=target, speculation=SpeculationConfig(**speculation))
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target=target), **speculation)
     return target, assistant
 
 

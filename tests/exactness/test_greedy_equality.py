@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, Rounds, assistant_for, prompt, quiet_later_layers, tiny
+from support.models import FAMILIES, Rounds, assistant_for, prompt, quiet_later_layers, tiny, told
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -92,7 +92,7 @@ def test_early_exit(family: str, layers: int | list[int], rounds: Rounds) -> Non
 def test_an_early_exit_under_the_threshold_rule(rounds: Rounds) -> None:
     target = quiet_later_layers(tiny("gemma3_text"))
     plain = target.generate(PROMPT, **ARGUMENTS)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig(**RULES["threshold"]))
+    assistant = told(SpecDecPPAssistant.from_early_exit(target, 2), **RULES["threshold"])
     text = target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS)
     assert torch.equal(text, plain)
     rounds.assert_all_kinds()

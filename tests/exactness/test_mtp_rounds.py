@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from support.models import told
 from support.mtp_files import Files
 from support.stock_rounds import VOCAB
 from support.whole_generations import (
@@ -25,7 +26,7 @@ from support.whole_generations import (
     tell_another_q,
 )
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -37,8 +38,13 @@ CHAINS: dict[str, dict[str, Any]] = {
 }
 TREES: dict[str, dict[str, Any]] = {
     "dyspec, block": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2},
-    "dyspec, token": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2, "verification": "token"},
-    "static, block": {"tree": "static", "tree_shape": [2, 1]},
+    "dyspec, token": {
+        "tree": "dyspec",
+        "tree_budget": 3,
+        "tree_depth": 2,
+        "verification": "token",
+    },
+    "static, block": {"tree": [2, 1]},
 }
 TARGETS = {"one layer": ("glm4_moe", 1), "two layers": ("glm4_moe", 2), "hybrid": ("qwen3_5_text", 1)}
 
@@ -53,7 +59,7 @@ def loaded(name: str) -> tuple[CausalLM, Any]:
 
 def pair(name: str, **speculation: Any) -> tuple[CausalLM, SpecDecPPAssistant]:
     target, assistant = loaded(name)
-    assistant.speculation = SpeculationConfig(**speculation)
+    told(assistant, **speculation)
     return target, assistant
 
 

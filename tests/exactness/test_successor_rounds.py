@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, tiny
+from support.models import assistant_for, assistant_of, partly_agreeing, tiny, told
 from support.stand_ins import BlockDraft
 from support.stock_rounds import VOCAB
 from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import successors
@@ -30,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"rule": "fixed", "num_tokens": 2},
     "token by token": {"rule": "fixed", "num_tokens": 2, "verification": "token"},
     "dyspec": {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2},
-    "static": {"tree": "static", "tree_shape": [2, 1], "verification": "token"},
+    "static": {"tree": [2, 1], "verification": "token"},
 }
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 Again = Callable[[MixedProcessing, Tensor, list[int], int, Tensor], Tensor]
@@ -49,7 +50,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     if kind in KINDS:
         return target, assistant_of(kind, target, **settings)
     draft = BlockDraft(partly_agreeing(target, 0.9))
-    assistant = SpecDecPPAssistant(SpecDecPPConfig(), draft, speculation=SpeculationConfig(**settings))
+    assistant = told(SpecDecPPAssistant(SpecDecPPConfig(), draft), **settings)
     assistant.attach(target)
     return target, assistant
 
@@ -68,7 +69,7 @@ def test_with_a_draft_vocabulary_and_a_temperature(enumerate_torch: Enumerate) -
     draft = assistant_for(target, mix=0.9).drafter.model
     assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=[0, 1, 3])
     assistant.speculation.rule, assistant.speculation.num_tokens = "fixed", 2
-    assistant.speculation.draft_successors, assistant.speculation.draft_temperature = True, 0.7
+    assistant.decisions = Decisions(draft_successors=True, draft_temperature=0.7)
     assert_exactly_p(target, assistant, enumerate_torch)
 
 

@@ -1,4 +1,4 @@
-"""`SpeculationConfig(adapt=True)`: verification calibrates estimates, and the text stays the target's."""
+"""`Decisions.adapt`: verification calibrates estimates, and the text stays the target's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
+from support.models import assistant_for, prompt, tiny, told
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.config.decisions import Decisions
 
 KINDS: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.5},
@@ -42,10 +43,10 @@ def test_it_learns_from_generation_to_generation_and_the_greedy_text_is_the_same
 def test_a_draft_that_is_better_than_it_says_is_believed_more() -> None:
     target = tiny("llama")
     assistant = assistant_for(target, rule="threshold", threshold=0.5)
-    assistant.speculation.adapt = False
+    assistant.decisions = Decisions(adapt=False)
     generate(target, assistant)
     before = assistant.stats.drafted / assistant.stats.rounds
-    assistant.speculation.adapt = True
+    assistant.decisions = Decisions()
     for _ in range(3):
         generate(target, assistant)
     assert assistant.stats.drafted / assistant.stats.rounds > before + 0.5
@@ -59,7 +60,7 @@ def test_a_seed_repeats_a_text_without_it_or_after_clearing_the_memory(kind: str
     texts = [generate(target, assistant, seed) for seed in (0, 1)]
     assistant.memory.clear()
     assert [generate(target, assistant, seed) for seed in (0, 1)] == texts
-    assistant.speculation = SpeculationConfig(**KINDS[kind], adapt=False)
+    told(assistant, **KINDS[kind], adapt=False)
     assert generate(target, assistant, 0) == generate(target, assistant, 0)
 
 
@@ -71,7 +72,7 @@ def test_unattached_assistants_learn_too() -> None:
     assert learned.rates.rounds > 5
 
 
-@pytest.mark.parametrize("kind", [{"tree": "static", "tree_shape": [2, 1]}, {"rule": "fixed"}])
+@pytest.mark.parametrize("kind", [{"tree": [2, 1]}, {"rule": "fixed"}])
 def test_where_nothing_is_estimated_nothing_is_learned(kind: dict[str, Any]) -> None:
     target = tiny("llama")
     assistant = assistant_for(target, **kind)

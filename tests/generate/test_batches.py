@@ -9,7 +9,16 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.families import model_of
-from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support.models import (
+    assistant_for,
+    partly_agreeing,
+    prompt,
+    quiet_later_layers,
+    random_fusion,
+    random_layer,
+    tiny,
+    told,
+)
 from support.stock_rounds import small, target_distribution
 from support.watchers import tokenizer
 from support.zoo import tiny_of
@@ -115,7 +124,7 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
         # MPT itself says NaN after padding in float64.
         draft = copy.deepcopy(model_of("mpt")).float() if kind == "mpt" else partly_agreeing(tiny(kind), 0.9)
         assistant = SpecDecPPAssistant.from_draft(draft, target)
-    assistant.speculation = SpeculationConfig("fixed", num_tokens=3, draft_successors=False)  # the rows share the table
+    told(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
     drafted: dict[Any, list[list[int]]] = {}
     note = SpecDecPPCandidateGenerator.note
 

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.capturing import CHAIN, SETTINGS, Waiting, generate
 from support.families import informed_draft
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
 from support.multimodal import multimodal
 from support.outputs import PROCESSORS, assert_same, assert_same_cache, prefill
 from support.static_caches import static_cache
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
@@ -149,12 +149,12 @@ def test_images_and_positions_in_three_dimensions() -> None:
     how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = target.generate(**inputs, **how)
     draft = informed_draft(plain, target.config.get_text_config().vocab_size)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **CHAIN)
     assert torch.equal(target.generate(**inputs, assistant_model=assistant, **how), plain)
     assert "its forward is given" in str(assistant.stats.uncaptured)
     plain = generate(target, None, eos_token_id=None)
     draft = informed_draft(plain, target.config.get_text_config().vocab_size)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**CHAIN))
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **CHAIN)
     assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
     assert_captured(assistant)
 
@@ -347,7 +347,7 @@ def test_a_draft_that_cannot_be_captured_is_said_once(monkeypatch: pytest.Monkey
 def test_two_texts_at_once() -> None:
     """The second goes uncaptured, says so, and is right; then a third is captured again."""
     target, assistant = made()
-    other = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig(**CHAIN))
+    other = told(SpecDecPPAssistant.from_early_exit(target, 2), **CHAIN)
     plain = generate(target, None)
     begun, go_on = threading.Event(), threading.Event()
     found: list[Tensor] = []

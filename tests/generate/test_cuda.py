@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured.target import captured_target
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -94,7 +94,7 @@ def test_batches(kind: str) -> None:
 def test_half_precision(dtype: torch.dtype, name: str) -> None:
     """A draft that is the target agrees with nearly all that the target says."""
     target = on_gpu().to(dtype)
-    assistant = SpecDecPPAssistant.from_draft(target, target, speculation=SpeculationConfig(**SETTINGS[name]))
+    assistant = told(SpecDecPPAssistant.from_draft(target, target), **SETTINGS[name])
     for sampled in (False, True):
         assert generate(target, assistant, do_sample=sampled, max_new_tokens=40).shape == (1, 52)
         assert assistant.stats.uncaptured is None

@@ -300,7 +300,9 @@ def test_what_shows_only_with_the_prompt_s_rows() -> None:
     options = {**GREEDY, "input_ids": PROMPT, "pixel_values": torch.rand(1, 3, 16, 16)}
     plain = target.generate(**options)
     draft = informed_draft(plain, target.config.vocab_size)
-    made = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(tree="dyspec"), default=True)
+    made = SpecDecPPAssistant.from_draft(
+        draft, target, speculation=SpeculationConfig(rule="threshold", tree="dyspec"), default=True
+    )
     ours = target.generate(**options)
     made.detach()
     assert torch.equal(ours, plain)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
 from support.repos import save_adapter
 from support.watchers import Collector, Recorder, tokenizer
@@ -26,7 +26,7 @@ TREES: list[dict[str, Any]] = [
     {"tree": "dyspec", "tree_budget": 12, "tree_depth": LEVELS},
     {"tree": "dyspec", "rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2], "branch": 0.01}},
     {"tree": "dyspec-exact", "tree_budget": 6, "tree_depth": 3},
-    {"tree": "static", "tree_shape": [2, 2, 1]},
+    {"tree": [2, 2, 1]},
 ]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0}
 
@@ -59,12 +59,12 @@ def with_draft(device: str = "cuda:0", attached: bool = True, head: bool = False
 
     def make(target: Any) -> SpecDecPPAssistant:
         draft = on_device(partly_agreeing(ORIGINAL, 0.9), device)
-        knobs = SpeculationConfig(**(speculation or RULES[0]))
         estimator = None
         if head:
             torch.manual_seed(0)
             estimator = on_device(AcceptanceHead(32, embedding_size=32, inputs="before").double(), device)
-        return SpecDecPPAssistant.from_draft(draft, target if attached else None, head=estimator, speculation=knobs)
+        assistant = SpecDecPPAssistant.from_draft(draft, target if attached else None, head=estimator)
+        return told(assistant, **(speculation or RULES[0]))
 
     return make
 
@@ -95,19 +95,20 @@ def test_a_head(speculation: dict[str, Any]) -> None:
 def test_kinds_of_draft(kind: str, speculation: dict[str, Any], tmp_path: Path) -> None:
     original = quiet_later_layers(tiny("llama"))
     fusion, adapter = random_fusion(original), save_adapter(tiny("llama", num_hidden_layers=2), tmp_path / "adapter")
-    knobs, layer = SpeculationConfig(**speculation), random_layer(original)
+    layer = random_layer(original)
 
     def make(target: Any) -> SpecDecPPAssistant:
         if kind == "eagle3":
-            return SpecDecPPAssistant.from_eagle3(target, layer, speculation=knobs)
+            return told(SpecDecPPAssistant.from_eagle3(target, layer), **speculation)
         if kind == "conditioned":
-            return SpecDecPPAssistant.from_conditioned(target, 2, fusion=on_device(fusion.double()), speculation=knobs)
+            made = SpecDecPPAssistant.from_conditioned(target, 2, fusion=on_device(fusion.double()))
+            return told(made, **speculation)
         options: dict[str, Any] = {
             "early exit": {},
             "vocabulary": {"draft_vocab": range(3, 46)},
             "adapter": {"adapter": adapter, "merge": False},
         }
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=knobs, **options[kind])
+        return told(SpecDecPPAssistant.from_early_exit(target, 2, **options[kind]), **speculation)
 
     assert_plain(original, make)
 
@@ -127,7 +128,7 @@ PLACES = {
 @pytest.mark.parametrize("kind", ["independent", "early exit", "head", "conditioned", "eagle3", "vocabulary"])
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None:
-    original, knobs = quiet_later_layers(tiny("llama")), SpeculationConfig(**speculation)
+    original = quiet_later_layers(tiny("llama"))
     fusion, layer = random_fusion(original).double(), random_layer(original, (0, 2))
     plain = original.generate(prompt(), do_sample=False, **OPTIONS)
     torch.manual_seed(0)
@@ -144,10 +145,11 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         if kind == "independent":
             assistant = with_draft(**speculation)(target)
         elif kind == "eagle3":  # it reads states on both
-            assistant = SpecDecPPAssistant.from_eagle3(target, layer, speculation=knobs)
+            assistant = SpecDecPPAssistant.from_eagle3(target, layer)
         else:
             make = SpecDecPPAssistant.from_conditioned if kind == "conditioned" else SpecDecPPAssistant.from_early_exit
-            assistant = make(target, [0, 2], speculation=knobs, **options[kind])
+            assistant = make(target, [0, 2], **options[kind])
+        told(assistant, **speculation)
         text = target.generate(on_device(prompt()), do_sample=False, assistant_model=assistant, **OPTIONS)
         assert torch.equal(text.host, plain)
         assert assistant.stats.drafted > 0
@@ -161,9 +163,7 @@ def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[st
     target, draft = tiny("llama").float(), partly_agreeing(ORIGINAL, 0.9).float()
     with pretend_devices(has_float64=False), torch.no_grad():
         on_device(target)
-        assistant = SpecDecPPAssistant.from_draft(
-            on_device(draft), target, speculation=SpeculationConfig(**speculation)
-        )
+        assistant = told(SpecDecPPAssistant.from_draft(on_device(draft), target), **speculation)
         torch.manual_seed(0)
         text = target.generate(on_device(prompt()), assistant_model=assistant, **OPTIONS, **sampling)
         assert text.shape[1] == 12 + OPTIONS["max_new_tokens"]

@@ -1,4 +1,4 @@
-"""`SpeculationConfig.draft_successors`: what whole generations make of what the target said lately."""
+"""`Decisions.draft_successors`: what whole generations make of what the target said lately."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.text import Text
@@ -80,8 +81,7 @@ def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, sha
     draft = tiny("llama", 5)
     accepted = {}
     for mixes in (False, True):
-        config = SpeculationConfig(**SHAPES[shape], draft_successors=mixes)
-        assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=config)
+        assistant = told(SpecDecPPAssistant.from_draft(draft, target), **SHAPES[shape], draft_successors=mixes)
         for _ in range(2):
             texts(target, assistant, seeds=[0], max_new_tokens=60)
         accepted[mixes] = assistant.stats.accepted
@@ -173,7 +173,7 @@ def test_without_it_nothing_is_kept(target: CausalLM) -> None:
     assistant = assistant_for(target, **CHAIN)
     texts(target, assistant)
     assert not len(assistant.memory.successors)
-    assistant.speculation.draft_successors = True
+    assistant.decisions = Decisions(draft_successors=True)
     texts(target, assistant)
     assert len(assistant.memory.successors) == 1
     assert assistant.memory.successors[target].made_for == (target.config.vocab_size, torch.device("cpu"))
@@ -183,7 +183,7 @@ def test_transformers_own_loop_and_lookups_go_without(target: CausalLM) -> None:
     unattached = assistant_for(target, attached=False, **CHAIN, draft_successors=True)
     assert texts(target, unattached) == texts(target, None)
     looking = assist(target, "lookup", default=False)
-    looking.speculation.draft_successors = True
+    looking.decisions = Decisions(draft_successors=True)
     assert texts(target, looking) == texts(target, None)
     assert not len(unattached.memory.successors)
     assert not len(looking.memory.successors)

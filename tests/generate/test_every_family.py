@@ -69,11 +69,11 @@ def plain_of(target: CausalLM, inputs: dict[str, Tensor]) -> Tensor | None:
 
 def assistant_at(door: str, target: CausalLM, text: Tensor) -> SpecDecPPAssistant:
     if door == "lookup":
-        return assist(target, "lookup", speculation=SpeculationConfig("fixed", lookup_memory=64), default=False)
+        return assist(target, "lookup", speculation=SpeculationConfig("fixed", lookup="history"), default=False)
     if door in ("told", "captured", "batch"):
         draft = informed_draft(text, target.config.get_text_config(decoder=True).vocab_size)
         return SpecDecPPAssistant.from_draft(draft, target, speculation=CHAINS)
-    shape = SpeculationConfig(tree="static", tree_shape=[2, 2, 1]) if door == "tree" else CHAINS
+    shape = SpeculationConfig(tree=[2, 2, 1]) if door == "tree" else CHAINS
     return SpecDecPPAssistant.from_draft(
         partly_agreeing(target), None if door == "unattached" else target, speculation=shape
     )

@@ -28,7 +28,7 @@ from hf_specdecpp.trees.checks import check_tree
 PROMPT = prompt(12)
 DOORS: dict[str, dict[str, Any]] = {
     "chain": {"rule": "fixed", "num_tokens": 4},
-    "tree": {"tree": "static", "tree_shape": [2, 2, 1]},
+    "tree": {"tree": [2, 2, 1]},
     "unattached": {"rule": "fixed", "num_tokens": 4},
 }
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.1}

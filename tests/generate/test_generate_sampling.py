@@ -16,6 +16,7 @@ from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
 from support.outputs import PROCESSORS, only_neighbours
 from torch import Tensor
 
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 
 NEW_TOKENS = 30
@@ -90,7 +91,7 @@ def test_constraints_hold(assistant: Any) -> None:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["threshold", "fixed"])
 def test_every_rule_samples(rule: str, assistant: Any) -> None:
-    assistant.speculation.rule, assistant.speculation.adapt = rule, False
+    assistant.speculation.rule, assistant.decisions = rule, Decisions(adapt=False)
     text = generate(assistant_model=assistant, temperature=0.7)
     assert torch.equal(text, generate(assistant_model=assistant, temperature=0.7))
     assert torch.equal(generate(assistant_model=assistant, top_k=1), generate(top_k=1))

@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
     "dyspec": {"tree": "dyspec", "tree_budget": 16},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 16},
-    "static": {"tree": "static", "tree_shape": [2, 2, 1]},
+    "static": {"tree": [2, 2, 1]},
 }
 RULES: dict[str, dict[str, Any]] = {
     "throughput": {"rule": "throughput", "costs": COSTS},
@@ -48,7 +48,7 @@ def inform(assistant: SpecDecPPAssistant, text: Tensor) -> None:
     """Let an earlier answer be this text, with every ninth token another one, so that lookups are mostly right."""
     answer = text[0, PROMPT.shape[1] :].tolist()
     answer[8::9] = [(token + 1) % VOCAB_SIZE for token in answer[8::9]]
-    assistant.speculation.lookup_memory = 1000
+    assistant.speculation.lookup = "history"
     assistant.memory.answers.most = 1000
     assistant.memory.answers.add([*PROMPT[0].tolist(), *answer])
 
@@ -127,7 +127,7 @@ def test_targets_that_read_images(name: str, shape: str) -> None:
     target, inputs = multimodal(name)
     options = {**GREEDY, "max_new_tokens": 40}
     plain = target.generate(**inputs, **options)
-    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape], lookup_memory=1000)
+    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape], lookup="history")
     target.generate(**inputs, assistant_model=assistant, **options)
     assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options), plain)
     assert assistant.stats.accepted_lookups > 20
@@ -212,7 +212,7 @@ def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
     plain = generate(target)
     assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
     answer = plain[0].tolist()
-    assistant.speculation.lookup_memory = 1000
+    assistant.speculation.lookup = "history"
     assistant.memory.answers.most = 1000
     for begin in range(12, 60, 5):  # texts of five tokens: no match at their ends
         assistant.memory.answers.add(answer[begin : begin + 5])
@@ -303,7 +303,7 @@ def test_batches(rule: str, drafts: bool) -> None:
     options = {**GREEDY, "attention_mask": mask}
     plain = target.generate(ids, **options)
     assistant = assistant_for(target, lookup=True, **RULES[rule]) if drafts else lookup_for(target, **RULES[rule])
-    assistant.speculation.lookup_memory = 1000
+    assistant.speculation.lookup = "history"
     assistant.memory.answers.most = 1000
     for text in plain:
         assistant.memory.answers.add(text.tolist())
@@ -336,7 +336,7 @@ def test_in_transformers_own_loop(drafts: bool) -> None:
 
 def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     target = tiny("llama")
-    assistant = lookup_for(target, **RULES["throughput"], lookup_memory=500)
+    assistant = lookup_for(target, **RULES["throughput"], lookup="history")
     first = generate(target, assistant)
     before = assistant.stats
     again = generate(target, assistant)
@@ -362,8 +362,8 @@ def test_it_is_saved_and_loaded_without_a_draft(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match="lookup_memory=-1 must be a number of tokens"):
-        SpeculationConfig(lookup_memory=-1)
+    with pytest.raises(ValueError, match="lookup='past' must be true or false or one of history"):
+        SpeculationConfig(lookup="past")  # type: ignore[arg-type]
 
 
 def test_its_costs_are_measured_without_a_draft() -> None:

@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 FAST = ("gemma3", "llava", "qwen2 audio", "qwen2.5 vl")
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
-TREE = SpeculationConfig(tree="static", tree_shape=[2, 2, 1])
+TREE = SpeculationConfig(tree=[2, 2, 1])
 
 
 def assert_equal(target: Any, inputs: Any, assistant: SpecDecPPAssistant, plain: Any) -> None:

@@ -17,7 +17,7 @@ PROMPT = prompt(12)
 EOS = 7
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"rule": "fixed", "num_tokens": 4},
-    "tree": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "tree": {"tree": [3, 2, 1]},
 }
 
 

@@ -42,8 +42,8 @@ CHAIN = SpeculationConfig("fixed", num_tokens=4)
 SETTINGS = {
     "chain": CHAIN,
     "threshold": SpeculationConfig("threshold"),
-    "tree": SpeculationConfig(tree="dyspec", tree_budget=12),
-    "packed": SpeculationConfig("fixed", num_tokens=4, pack_weights=True),
+    "tree": SpeculationConfig(rule="threshold", tree="dyspec", tree_budget=12),
+    "packed": CHAIN,
     "own products": SpeculationConfig("fixed", num_tokens=4, cpu_products="off"),
 }
 TARGETS: dict[str, Callable[[], CausalLM]] = {

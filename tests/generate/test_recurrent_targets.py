@@ -266,7 +266,7 @@ def test_trees_and_batches_are_refused() -> None:
     assistant = SpecDecPPAssistant.from_draft(tiny("llama"), target)
     with pytest.raises(ValueError, match="LinearAttentionLayer in its cache"):
         target.generate(PROMPT.expand(2, -1), assistant_model=assistant, **PLAIN, max_new_tokens=5)
-    assistant.speculation = SpeculationConfig(tree="dyspec")
+    assistant.speculation = SpeculationConfig(rule="threshold", tree="dyspec")
     with pytest.raises(ValueError, match="layers of type linear_attention, so it cannot read a token tree"):
         target.generate(PROMPT, assistant_model=assistant, **PLAIN, max_new_tokens=5)
 

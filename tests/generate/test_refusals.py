@@ -242,7 +242,7 @@ def test_a_smaller_vocabulary_is_warned_of(target: CausalLM) -> None:
     assistant.detach()
 
 
-@pytest.mark.parametrize("knobs", [{"threshold": 1.5}, {"num_tokens": 0}, {"min_tokens": 30}, {"rule": "beam"}])
+@pytest.mark.parametrize("knobs", [{"threshold": 1.5}, {"num_tokens": 0}, {"max_tokens": 0}, {"rule": "beam"}])
 def test_knobs_set_after_construction(knobs: dict[str, Any], target: CausalLM) -> None:
     assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), target, speculation=SpeculationConfig())
     for name, value in knobs.items():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support import dflash_files, gemma4_files
-from support.models import assistant_of, tiny
+from support.models import assistant_of, tiny, told
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 
 TEXT = torch.arange(1, 9)[None]  # ids that all sizes have
@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", MAKERS)
 def test_texts(kind: str, change: int, way: str, tmp_path: Path) -> None:
     target, assistant = MAKERS[kind](tmp_path)
-    assistant.speculation = SpeculationConfig(**WAYS[way])
+    told(assistant, **WAYS[way])
     target.resize_token_embeddings(target.config.get_text_config().vocab_size + change, mean_resizing=False)
     plain = target.generate(TEXT, **GREEDY)
     assert torch.equal(target.generate(TEXT, **GREEDY, assistant_model=assistant), plain)

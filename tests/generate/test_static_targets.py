@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.families import informed_draft, model_of
-from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny
+from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny, told
 from support.multimodal import multimodal
 from support.outputs import RECORDS, NoRepeat, assert_same
 from support.static_caches import (
@@ -350,7 +350,7 @@ def test_refusals(make: Callable[[], tuple[CausalLM, dict[str, Any]]], message: 
     target, options = make()
     text = prompt(12)
     draft = informed_draft(text, target.config.get_text_config().vocab_size)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**RULES["fixed"]))
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **RULES["fixed"])
     if make is batch:
         text = text.repeat(2, 1)
     with no_work(target), pytest.raises(ValueError, match=f"A static cache cannot be used here: .*{message}"):

@@ -26,6 +26,7 @@ from transformers import StaticCache
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import text as texts
 from hf_specdecpp.caches.text import PathRows, StaticText, hold, move
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.tree_pass import TreePass
@@ -315,11 +316,11 @@ def test_the_nodes_of_a_pass_and_its_dummies() -> None:
     ("settings", "most"),
     [
         ({"tree": "dyspec", "tree_budget": 9}, 9),
-        ({"tree": "static", "tree_shape": [3, 2, 1]}, 15),
-        ({"tree": "static", "tree_shape": [2, 1], "lookup": True, "tree_budget": 9}, 9),
+        ({"tree": [3, 2, 1]}, 15),
+        ({"tree": [2, 1], "lookup": True, "tree_budget": 9}, 9),
         ({"tree": "static", "tree_budget": 9}, 9),
         ({"rule": "fixed", "num_tokens": 3}, 3),
     ],
 )
 def test_the_most_candidates_of_a_round(settings: dict[str, Any], most: int) -> None:
-    assert SpeculationConfig(**settings).most_tokens == most
+    assert Decisions().most_tokens(SpeculationConfig(**settings)) == most

@@ -17,7 +17,6 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.products import has_int8
 from hf_specdecpp.throughput.target_passes import AT_ONCE
 
 
@@ -186,10 +185,8 @@ BAD, SLOW, WIDE = {"accepted": 4, "generated": 15}, {"draft_seconds": 4.0}, {"ta
         (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
         (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
         (BAD, set(), "Another one may be, or one that is trained on texts like these.", "rain it"),
-        (SLOW, {"int8_draft"}, "SpeculationConfig(int8_draft=True) makes it faster.", "pack_weights"),
-        (SLOW, {"pack_weights"}, "one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
-        (WIDE, {"pack_weights"}, "SpeculationConfig(pack_weights=True) makes it cheaper.", "throughput"),
-        (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "pack_weights"),
+        (SLOW, set(), "one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
+        (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
         (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
     ],
 )
@@ -209,15 +206,15 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
     target = tiny("llama").float()
     if kind == "lookup":
         assistant = assist(target, "lookup", default=False)
-        lacks = {"draft", "pack_weights"}
+        lacks = {"draft"}
     elif kind == "trained":
         head = AcceptanceHead(32, inputs="before", num_blocks=1, embedding_size=32)
-        knobs = SpeculationConfig("threshold", int8_draft=True, pack_weights=True)
+        knobs = SpeculationConfig("threshold")
         assistant = SpecDecPPAssistant.from_eagle3(target, random_layer(target).float(), head=head, speculation=knobs)
         lacks = {"throughput"}
     else:
         assistant = assistant_for(target, rule="fixed")
-        lacks = {"training", "head", "throughput", "pack_weights"} | ({"int8_draft"} if has_int8() else set())
+        lacks = {"training", "head", "throughput"}
     ids = prompt().repeat(rows, 1)
     target.generate(ids, assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert assistant.stats.remedies == lacks

@@ -27,7 +27,7 @@ from hf_specdecpp.models.reader import Reader
 PROMPT = prompt(2 * WINDOW)
 BATCH = torch.cat((PROMPT, prompt(2 * WINDOW, seed=5)))
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
-TREE = SpeculationConfig(tree="static", tree_shape=[2, 2, 1])
+TREE = SpeculationConfig(tree=[2, 2, 1])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
 
 

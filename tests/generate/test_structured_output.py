@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "throughput": {"rule": "throughput", "costs": COSTS},
     "dyspec": {"tree": "dyspec", "tree_budget": 12},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 8},
-    "static": {"tree": "static", "tree_shape": [3, 2, 2, 1, 1]},
+    "static": {"tree": [3, 2, 2, 1, 1]},
     "dyspec throughput": {"tree": "dyspec", "rule": "throughput", "costs": COSTS},
 }
 
@@ -46,7 +46,7 @@ def target() -> Any:
 
 
 def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecDecPPAssistant:
-    draft, speculation = partly_agreeing(target, 0.9), SpeculationConfig(**WAYS[way])
+    draft, speculation = partly_agreeing(target, 0.9), SpeculationConfig(**{"rule": "threshold", **WAYS[way]})
     return SpecDecPPAssistant.from_draft(
         draft, target if attached else None, draft_vocab=COMMON, speculation=speculation
     )

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
 from support.products import products_of
 from support.snapshots import has_our_methods, of_own_class, snapshot
 from support.watchers import runs_of
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -296,8 +296,8 @@ def in_context(context: Any, action: Callable[[], Any]) -> Any:
 def test_a_draft_in_int8_is_in_float32_elsewhere() -> None:
     target = tiny("llama").float()
     draft = partly_agreeing(target)
-    knobs = SpeculationConfig(rule="fixed", num_tokens=3, int8_draft=True, cpu_products="off")
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
+    assistant = SpecDecPPAssistant.from_draft(draft, target)
+    told(assistant, rule="fixed", num_tokens=3, int8_draft=True, cpu_products="off")
     with torch.no_grad():
         plain, text = draft(PROMPT[:, :3]).logits, generate(target)
 

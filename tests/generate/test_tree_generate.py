@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import exact_distribution, worst_error
-from support.models import FAMILIES, NEWER, VOCAB_SIZE, assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny
+from support.models import (
+    FAMILIES,
+    NEWER,
+    VOCAB_SIZE,
+    assistant_for,
+    partly_agreeing,
+    prompt,
+    quiet_later_layers,
+    tiny,
+    told,
+)
 from support.outputs import PROCESSORS, RECORDS, assert_same, assert_same_cache, prefill
 from support.repos import head_for
 from support.stock_rounds import PROMPT as SHORT
@@ -27,7 +37,7 @@ from support.watchers import Collector, Recorder, tokenizer
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.caches.masks import held_rows
 
 # Greedy equality. -----------------------------------------------------------------------------------------------------
@@ -85,7 +95,7 @@ def test_budgets(kind: str, budget: int) -> None:
 def test_early_exits(family: str) -> None:
     target = sharp(quiet_later_layers(tiny(family)))
     plain = target.generate(PROMPT, **ARGUMENTS)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig(**TREES["dyspec"]))
+    assistant = told(SpecDecPPAssistant.from_early_exit(target, 2), **TREES["dyspec"])
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS), plain)
     assert assistant.stats.accepted > 0
 
@@ -96,9 +106,7 @@ def test_a_head_values_slots() -> None:
     head = head_for(draft, inputs="before")
     with torch.no_grad():
         head.output.weight.normal_(std=0.3)
-    assistant = SpecDecPPAssistant.from_draft(
-        draft, target, head=head, speculation=SpeculationConfig(**TREES["dyspec"])
-    )
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target, head=head), **TREES["dyspec"])
     assert torch.equal(generate(target, assistant, **ARGUMENTS), plain_text("llama"))
     with_head = assistant.stats.tree_widths
     assistant.head = None
@@ -137,12 +145,12 @@ def test_sampling(name: str) -> None:
     assert torch.equal(generate(target, assistant, **point), generate(target, **point))
 
 
-@pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", "static"])
-def test_generate_emits_exactly_p(kind: str, enumerate_torch: Any) -> None:
+@pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", [[0], [1], [0, 0]]], ids=str)
+def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
     target, draft = small(7), small(107)
-    knobs: dict[str, Any] = {"tree": kind, "tree_budget": 3, "tree_depth": 2, "tree_shape": [[0], [1], [0, 0]]}
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**knobs))
+    knobs: dict[str, Any] = {"tree": kind, "tree_budget": 3, "tree_depth": 2}
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **knobs)
 
     def program(replay: Any) -> tuple[int, ...]:
         enumerate_torch(replay)
@@ -349,12 +357,10 @@ def test_an_unattached_target_gets_chains(caplog: pytest.LogCaptureFixture) -> N
 def test_a_head_that_judges_afterwards_is_refused() -> None:
     target = target_of("llama")
     draft = partly_agreeing(target)
-    assistant = SpecDecPPAssistant.from_draft(
-        draft, target, head=head_for(draft), speculation=SpeculationConfig(**TREES["dyspec"])
-    )
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target, head=head_for(draft)), **TREES["dyspec"])
     with pytest.raises(ValueError, match="must know what a slot is worth before it draws there"):
         generate(target, assistant)
-    assistant.speculation = SpeculationConfig(**TREES["static"])
+    told(assistant, **TREES["static"])
     assistant.attach(target)
     assert torch.equal(generate(target, assistant), generate(target))
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import told
 from support.tree_generation import assert_trees_mattered
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 
 MODELS = Path(__file__).parents[2] / ".models"
 FOLDERS = {"smollm2": MODELS / "smollm2", "gemma3": Path(os.environ.get("SPECDECPP_GEMMA3", MODELS / "gemma3"))}
 TREES: dict[str, dict[str, Any]] = {
     "dyspec": {"tree": "dyspec", "tree_budget": 10, "tree_depth": 3},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 5, "tree_depth": 3},
-    "static": {"tree": "static", "tree_shape": [2, 2]},
+    "static": {"tree": [2, 2]},
 }
 PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
 # Untrained early exits guess a few tokens right if they have most of the layers, the last one among them.
@@ -63,7 +64,7 @@ def test_greedy_text_is_the_same(name: str, length: int, kind: str) -> None:
     assert plain.shape[1] - ids.shape[1] == NEW_TOKENS
     if length:
         assert ids.shape[1] < target.config.sliding_window < plain.shape[1]
-    assistant = SpecDecPPAssistant.from_early_exit(target, LAYERS[name], speculation=SpeculationConfig(**TREES[kind]))
+    assistant = told(SpecDecPPAssistant.from_early_exit(target, LAYERS[name]), **TREES[kind])
     try:
         assert torch.equal(generate(name, ids, assistant), plain)
     finally:

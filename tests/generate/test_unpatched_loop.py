@@ -20,7 +20,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 PROMPT = prompt(20)
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
-    "threshold": {"rule": "threshold", "threshold": 0.8, "min_tokens": 2, "max_tokens": 7},
+    "threshold": {"rule": "threshold", "threshold": 0.8, "max_tokens": 7},
     "throughput": {"rule": "throughput", "costs": {"draft": 0.4, "verify": [1.0]}},  # some rounds draft nothing
 }
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import generate
-from support.models import assistant_of, quiet_later_layers, tiny
+from support.models import assistant_of, quiet_later_layers, tiny, told
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.generation.captured import rehearsal
@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dyspec throughput": {"tree": "dyspec", "rule": "throughput", "costs": COSTS, "tree_budget": 15, "tree_depth": 4},
     "dyspec of 70": {"tree": "dyspec", "tree_budget": 70, "tree_depth": 4},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 7, "tree_depth": 4},
-    "static": {"tree": "static", "tree_shape": [3, 2, 1], "lookup": True, "tree_budget": 12},
+    "static": {"tree": [3, 2, 1], "lookup": True, "tree_budget": 12},
 }
 SAMPLING: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.3}]
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
@@ -110,7 +110,7 @@ def test_the_levels_that_trees_may_have(most: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("pretended")
 def test_nothing_is_learned() -> None:
     """What a text finds and leaves is the same with and without; torch's generators stay as they are."""
-    target, assistant = made("conditioned", "threshold", lookup=True, lookup_memory=100)
+    target, assistant = made("conditioned", "threshold", lookup="history")
     generate(target, assistant, do_sample=True)
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -191,7 +191,7 @@ def test_a_draft_alone(pretended: Counter[str]) -> None:
         tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     )
     draft = quiet_later_layers(tiny("llama"))
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**SETTINGS["fixed"]))
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **SETTINGS["fixed"])
     assistant.warm_up(SHORT)
     captured = pretended["captured"]
     generate(target, assistant, 12)

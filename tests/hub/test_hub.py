@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.loading import load_model_config, load_tokenizer
 
-SPECULATION = SpeculationConfig("threshold", threshold=0.3, min_tokens=2, max_tokens=7)
+SPECULATION = SpeculationConfig("threshold", threshold=0.3, max_tokens=7)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_speculation_replaces_that_of_the_repository(assistant: SpecDecPPAssista
 
 def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
     for threshold, branch in ((0.1, "main"), (0.2, "dev")):
-        assistant.speculation = SpeculationConfig(threshold=threshold)
+        assistant.speculation = SpeculationConfig(rule="threshold", threshold=threshold)
         assistant.save_pretrained(tmp_path / branch)
         commit = hub.commit("org/head", files_of(tmp_path / branch), branch)
     hub.tag("org/head", "v1", "main")
@@ -136,7 +136,7 @@ def test_subfolder(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPP
 def test_an_ordinary_draft_in_a_folder_of_a_repository(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
     save_model(partly_agreeing(target), tmp_path / "drafts/small")
     hub.commit("org/drafts", files_of(tmp_path / "drafts"))
-    assistant = SpecDecPPAssistant.from_draft("org/drafts/small", target)
+    assistant = SpecDecPPAssistant.from_draft("org/drafts/small", target, speculation=SpeculationConfig("fixed"))
     assert assistant.config.draft_id == "org/drafts/small"
     expected = greedy(target)
     assert greedy(target, assistant) == expected

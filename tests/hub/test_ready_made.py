@@ -19,8 +19,9 @@ from support.repos import files_of, greedy, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.decisions import Decisions
 
-FIXED = SpeculationConfig("fixed", num_tokens=3, draft_successors=False)
+FIXED = SpeculationConfig("fixed", num_tokens=3)
 OURS = {"README.md", "config.json", "acceptance_head.safetensors"}
 
 
@@ -33,6 +34,8 @@ def with_head(folder: str | Path, target: PreTrainedModel, **options: Any) -> Sp
 
 def assert_same(again: SpecDecPPAssistant, before: SpecDecPPAssistant, target: PreTrainedModel) -> None:
     assert torch.equal(drafted(again, target), drafted(before, target))
+    for each in (again, before):
+        each.decisions = Decisions(draft_successors=False)
     assert greedy(target, again) == greedy(target, before) == greedy(target)
     counts = [(each.stats.drafted, each.stats.accepted) for each in (again, before)]
     assert counts[0] == counts[1]

@@ -257,7 +257,7 @@ def test_a_head_of_huge_weights_does_not_hang_the_growth_of_a_tree(
     with torch.no_grad():
         for place, parameter in enumerate(head.parameters()):
             parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
-    knobs = SpeculationConfig(tree=tree, tree_budget=8)  # type: ignore[arg-type]
+    knobs = SpeculationConfig(rule="threshold", tree=tree, tree_budget=8)  # type: ignore[arg-type]
     assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, head=head, speculation=knobs)
     output = target.generate(prompt(), assistant_model=assistant, do_sample=True, max_new_tokens=6)
     assert output.shape[1] == 18

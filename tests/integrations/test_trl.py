@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
 from support.repos import WORDS, ending_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -238,8 +238,7 @@ def test_rows_that_stay_behind_would_be_seen(tmp_path: Path, monkeypatch: pytest
 
 
 def with_packed_weights(model: Any) -> SpecDecPPAssistant:
-    config = SpeculationConfig("fixed", num_tokens=3, pack_weights=True)
-    return SpecDecPPAssistant.from_early_exit(model, 2, speculation=config)
+    return told(SpecDecPPAssistant.from_early_exit(model, 2), rule="fixed", num_tokens=3, pack_weights=True)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support import models
+from support.models import prompt, quiet_later_layers, tiny, told
 from support.products import products_of
 from torch import nn
 from torch.nn import functional
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.cpu_products import FasterProducts
@@ -75,14 +77,9 @@ def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
 
 
 def assistant_of(kind: str, target: Any, **speculation: Any) -> SpecDecPPAssistant:
-    knobs = SpeculationConfig(**speculation)
-    if kind == "independent":
-        return SpecDecPPAssistant.from_draft(partly_agreeing(target, 0.9), target, speculation=knobs)
-    if kind == "early exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46), speculation=knobs)
-    if kind == "eagle3":
-        return SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=knobs)
-    return SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), speculation=knobs)
+    if kind != "early exit":
+        return models.assistant_of(kind, target, **speculation)
+    return told(SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46)), **speculation)
 
 
 @pytest.mark.every(5)
@@ -118,8 +115,8 @@ def test_a_layer_that_is_the_targets_too_stays_as_it_is(monkeypatch: pytest.Monk
     def off_by() -> float:
         draft = tiny("llama", num_hidden_layers=2).float()
         draft.model.layers[0], draft.lm_head = target.model.layers[0], target.lm_head
-        knobs = SpeculationConfig(rule="fixed", num_tokens=4, int8_draft=True, cpu_products="off")
-        assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
+        assistant = SpecDecPPAssistant.from_draft(draft, target)
+        told(assistant, rule="fixed", num_tokens=4, int8_draft=True, cpu_products="off")
         found = target.generate(
             prompt(), assistant_model=assistant, output_logits=True, return_dict_in_generate=True, **options
         )
@@ -142,10 +139,10 @@ def test_copies_go_with_the_setting_and_the_target() -> None:
     assistant = assistant_of("early exit", target, rule="fixed", int8_draft=True)
     target.generate(prompt(), assistant_model=assistant, **options)
     assert assistant.int8.bytes > 0
-    assistant.speculation.int8_draft = False
+    assistant.decisions = Decisions(int8_draft=False)
     target.generate(prompt(), assistant_model=assistant, **options)
     assert assistant.int8.bytes == 0
-    assistant.speculation.int8_draft = True
+    assistant.decisions = Decisions(int8_draft=True)
     target.generate(prompt(), assistant_model=assistant, **options)
     assistant.detach()
     assert assistant.int8.bytes == 0

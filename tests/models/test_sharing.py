@@ -12,6 +12,7 @@ from support.snapshots import has_our_methods, of_own_class
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
@@ -36,7 +37,7 @@ def test_repeated_calls(kind: str, rule: str) -> None:
     """Without `adapt` what one call learned does not reach the next."""
     target = tiny("llama")
     assistant = make(target, kind)
-    assistant.speculation.rule, assistant.speculation.adapt = rule, False
+    assistant.speculation.rule, assistant.decisions = rule, Decisions(adapt=False)
     config, speculation = assistant.generation_config.to_dict(), assistant.speculation.to_dict()
     described = assistant.config.to_dict()
     texts, counts = [], []

@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.9},
     "lookup": {**CHAIN, "lookup": True, "lookup_tokens": 12},
     "dyspec": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 4},
-    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "static": {"tree": [3, 2, 1]},
 }
 LENGTHS = (3, 236)  # of prompts: the second's text outgrows a room of 256
 PADDING = 5  # tokens before the second

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
@@ -169,9 +170,18 @@ def _solution(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **speculation: Any) -> Any:
     """An assistant with a partly agreeing draft. `fixed` rounds of 4 candidates unless told otherwise."""
-    knobs = SpeculationConfig(**(speculation or {"rule": "fixed", "num_tokens": 4}))
     draft = partly_agreeing(target, mix)
-    return SpecDecPPAssistant.from_draft(draft, target if attached else None, speculation=knobs)
+    assistant = SpecDecPPAssistant.from_draft(draft, target if attached else None)
+    return told(assistant, **(speculation or {"rule": "fixed", "num_tokens": 4}))
+
+
+def told(assistant: Any, **knobs: Any) -> Any:
+    """The assistant with these settings, `rule="threshold"` unless another is among them, and with these values of what
+    the package decides otherwise."""
+    decided = {field.name for field in fields(Decisions)} & knobs.keys()
+    assistant.decisions = Decisions(**{name: knobs.pop(name) for name in decided})
+    assistant.speculation = SpeculationConfig(**{"rule": "threshold", **knobs})
+    return assistant
 
 
 def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
@@ -182,12 +192,14 @@ def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAs
     if kind == "independent":
         made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
         return made
-    config, layers = SpeculationConfig(**speculation), min(2, target.config.num_hidden_layers - 1)
+    layers = min(2, target.config.num_hidden_layers - 1)
     if kind == "early_exit":
-        return SpecDecPPAssistant.from_early_exit(target, layers, speculation=config)
-    if kind == "eagle3":
-        return SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=config)
-    return SpecDecPPAssistant.from_conditioned(target, layers, fusion=random_fusion(target), speculation=config)
+        assistant = SpecDecPPAssistant.from_early_exit(target, layers)
+    elif kind == "eagle3":
+        assistant = SpecDecPPAssistant.from_eagle3(target, random_layer(target))
+    else:
+        assistant = SpecDecPPAssistant.from_conditioned(target, layers, fusion=random_fusion(target))
+    return told(assistant, **speculation)
 
 
 def prompt(length: int = 12, seed: int = 0) -> Tensor:

@@ -17,9 +17,9 @@ from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig
 from support.hub_server import HubServer
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny
+from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny, told
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(1, VOCAB_SIZE))]
 PROMPT = prompt(12)
@@ -137,11 +137,12 @@ def logits(model: Any) -> Tensor:
 
 def check_round_trip(assistant: SpecDecPPAssistant, target: PreTrainedModel, folder: Path) -> None:
     """Saved and loaded again it drafts the same and estimates the same."""
-    assistant.speculation = SpeculationConfig("threshold", threshold=0.4, adapt=False)
+    told(assistant, rule="threshold", threshold=0.4, adapt=False)
     expected = greedy(target)
     assert greedy(target, assistant) == expected
     assistant.save_pretrained(folder)
     for again in (SpecDecPPAssistant.from_pretrained(folder, target), SpecDecPPAssistant.from_pretrained(folder)):
+        again.decisions = assistant.decisions
         if again.drafter is None:
             again.attach(target)
         # One more float operation a weight where an adapter is not merged.

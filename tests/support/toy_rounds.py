@@ -136,9 +136,8 @@ class ToyRound:
     ) -> None:
         self.models, self.estimator, self.verifier = models, make_estimator(rule, seed), VERIFIERS[verifier]
         kind: Any = rule.split("/")[0]
-        self.config = SpeculationConfig(
-            rule=kind, num_tokens=bounds[1], min_tokens=bounds[0], max_tokens=bounds[1], **RULES[rule]
-        )
+        self.config = SpeculationConfig(rule=kind, num_tokens=bounds[1], max_tokens=bounds[1], **RULES[rule])
+        self.min_tokens = bounds[0]
         self.drafted, self.accepted = 0, 0
         self.lengths: set[int] = set()
 
@@ -146,7 +145,7 @@ class ToyRound:
         return self.run(randomness, self.new_rule())
 
     def new_rule(self) -> StoppingRule:
-        return make_rule(self.config, self.estimator, rates=AcceptanceRates())
+        return make_rule(self.config, self.estimator, rates=AcceptanceRates(), min_tokens=self.min_tokens)
 
     @torch.inference_mode()
     def run(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens = ()) -> Tokens:

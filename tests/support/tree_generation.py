@@ -17,7 +17,7 @@ ARGUMENTS: dict[str, Any] = {"max_new_tokens": 150, "no_repeat_ngram_size": 6, "
 TREES: dict[str, dict[str, Any]] = {
     "dyspec": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 5},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 8, "tree_depth": 4},
-    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "static": {"tree": [3, 2, 1]},
 }
 
 

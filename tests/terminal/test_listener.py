@@ -22,7 +22,7 @@ from hf_specdecpp.terminal.listener import Listener, Token
 
 MOST = 24
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
-TREE = SpeculationConfig(tree="static", tree_shape=[2, 2, 1])
+TREE = SpeculationConfig(tree=[2, 2, 1])
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_products_stay_pytorch_s_own(cache: Path, monkeypatch: pytest.MonkeyPatc
     target = tiny("llama").float()
     assistant = assistant_of("early_exit", target, rule="fixed")
     target.generate(prompt(12), **GREEDY, assistant_model=assistant)
-    assert "onednn" not in passes_of(target, assistant.speculation).chosen.values()
+    assert "onednn" not in passes_of(target, assistant.setup().other_product(target)).chosen.values()
     assert not list(cache.glob("*.json"))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.models import assistant_for, prompt, tiny
+from support.models import assistant_for, prompt, tiny, told
 from support.plans import chain_plan, tell
 from support.toy_rounds import Models, ToyRound
 
@@ -202,11 +202,17 @@ def test_greedy_equality(knobs: dict[str, Any], attached: bool) -> None:
         assert stats.accepted > 0
 
 
-def test_costs_are_needed_where_they_cannot_be_measured() -> None:
+def test_the_threshold_decides_where_costs_cannot_be_known() -> None:
+    """In transformers' own loop, unless they are given."""
     target = tiny("llama")
-    assistant = assistant_for(target, attached=False, rule="throughput")
-    with pytest.raises(ValueError, match=r"assistant.attach\(model\)"):
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=5, do_sample=False)
+    texts, rules = [], []
+    for settings in ({"rule": "throughput"}, {"rule": "threshold"}, cheap()):
+        assistant = assistant_for(target, attached=False, **settings)
+        texts.append(target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False).tolist())
+        rules.append((assistant.stats.decided["rule"], assistant.stats.drafted))
+    assert texts[0] == texts[1] == texts[2]
+    assert rules[0] == rules[1] == ("threshold", rules[0][1])
+    assert rules[2][0] == "throughput"
 
 
 def test_it_remembers_between_generations_and_forgets_when_told() -> None:
@@ -230,7 +236,7 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     assert len(assistant.memory.learned[target]) == 2, "greedy decoding has rates of its own"
 
     rates = next(iter(assistant.memory.learned[target].values())).rates
-    assistant.speculation = SpeculationConfig(**{**cheap(), "max_tokens": 3})
+    told(assistant, **{**cheap(), "max_tokens": 3})
     generate(0)
     *_, learned = assistant.memory.learned[target].values()  # the latest
     assert learned.rates is rates
@@ -240,7 +246,7 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
 
 def test_an_assistant_is_collected_with_its_memory() -> None:
     target = tiny("llama")
-    assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, speculation=SpeculationConfig(**cheap()))
+    assistant = told(SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target), **cheap())
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=5, do_sample=False)
     assistant.detach()
     assert list(assistant.memory.learned) == [target]

@@ -13,6 +13,7 @@ from support.models import assistant_for, partly_agreeing, prompt, tiny
 
 from hf_specdecpp import assist, files
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -111,7 +112,7 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
     """In passes of the target; then in seconds, and for later processes."""
     target = tiny("llama")
     assistant = assistant_for(target, rule="throughput", max_tokens=6)
-    rounds = costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 6, products="auto")
+    rounds = costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 6, products="own")
     known = costs.costs_of(rounds)
     assert known.is_assumed
     assert known.first == rounds.assumed()
@@ -151,10 +152,10 @@ def test_what_rounds_teach_is_of_one_way_to_draw_candidates() -> None:
     texts do not know that temperature."""
     target = tiny("llama")
     assistant = assistant_for(target, rule="throughput", costs={"draft": 0.1, "verify": [1.0]})
-    config = assistant.speculation
     for do_sample, ways in ((True, 4), (False, 2)):
         for _ in range(2):
-            for config.draft_successors, config.draft_temperature in product((False, True), (0.8, 1.0)):
+            for mixes, temperature in product((False, True), (0.8, 1.0)):
+                assistant.decisions = Decisions(draft_successors=mixes, draft_temperature=temperature)
                 target.generate(prompt(), assistant_model=assistant, max_new_tokens=8, do_sample=do_sample)
         learned = assistant.memory.learned[target].values()
         assert sum(each.greedy is not do_sample for each in learned) == ways

@@ -137,7 +137,7 @@ def test_texts_decide(packed: float, gain: float, settings: dict[str, Any], seco
             target.generate(prompt(), assistant_model=assistant, max_new_tokens=96, do_sample=False), plain
         )
         assert assistant.stats.plain_pass_seconds == 1.0
-    assert passes_of(target, assistant.speculation).chosen[1] == ("packed" if gain > 1.0 else "own")
+    assert passes_of(target, assistant.setup().other_product(target)).chosen[1] == ("packed" if gain > 1.0 else "own")
     assert assistant.stats.same_pass_seconds == pytest.approx(1.0 / gain)
 
 
@@ -157,4 +157,4 @@ def test_forgetting(seconds: Seconds) -> None:
     assistant = assistant_for(target, rule="fixed", num_tokens=2)
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
     assistant.memory.measure_again()
-    assert passes_of(target, assistant.speculation).seconds(1) == (None, None)
+    assert passes_of(target, assistant.setup().other_product(target)).seconds(1) == (None, None)

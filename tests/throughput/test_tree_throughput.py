@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.models import assistant_for, partly_agreeing, prompt, tiny, told
 from support.plans import tree_plan
 from support.repos import head_for
 from support.toy_trees import RandomDraft
@@ -259,7 +259,7 @@ def test_a_head_values_slots() -> None:
     target = sharp(tiny("llama"))
     draft = partly_agreeing(target, 0.9)
     head = head_for(draft, inputs="before")
-    assistant = SpecDecPPAssistant.from_draft(draft, target, head=head, speculation=SpeculationConfig(**knobs()))
+    assistant = told(SpecDecPPAssistant.from_draft(draft, target, head=head), **knobs())
     plain = target.generate(PROMPT, max_new_tokens=60, do_sample=False)
     for inputs in ("before", "after"):
         if inputs == "after":
@@ -272,10 +272,10 @@ def test_a_head_values_slots() -> None:
             assert assistant.stats.accepted > 0
 
 
-@pytest.mark.parametrize("tree", ["dyspec-exact", "static"])
-def test_other_trees_do_not_ask_the_rule(tree: str) -> None:
+@pytest.mark.parametrize("tree", ["dyspec-exact", [2, 1]], ids=str)
+def test_other_trees_do_not_ask_the_rule(tree: Any) -> None:
     target = sharp(tiny("llama"))
-    assistant = assistant_for(target, mix=0.9, **knobs(tree=tree, tree_shape=[2, 1], tree_budget=5))
+    assistant = assistant_for(target, mix=0.9, **knobs(tree=tree, tree_budget=5))
     target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
     assert all(learned.plan is None for learned in assistant.memory.learned.get(target, {}).values())
     assert assistant.stats.drafted >= 3 * (assistant.stats.rounds - 2)

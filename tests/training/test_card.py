@@ -331,7 +331,7 @@ def test_a_card_without_what_is_optional(run: TrainingConfig, card: ModelCard, t
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path) -> None:
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
     config.distill, config.target_id = DistillConfig(rank=2, batch_size=4), "org/target"
-    config.speculation = {"pack_weights": True}
+    config.speculation = {"cpu_products": "off"}
     with few_chains():
         for stage in (distillation, head_fitting, calibration, evaluation, card_stage):
             stage.run(config)
@@ -339,6 +339,6 @@ def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path) -> None:
     assert stored["base_model_name_or_path"] == "org/target"
     ours = json.loads((tmp_path / "out" / "config.json").read_text())
     assert ours["draft_id"] is None
-    assert (ours["speculation"]["rule"], ours["speculation"]["pack_weights"]) == ("throughput", True)
+    assert (ours["speculation"]["rule"], ours["speculation"]["cpu_products"]) == ("throughput", "off")
     target = AutoModelForCausalLM.from_pretrained(config.target)
     assert greedy(target, SpecDecPPAssistant.from_pretrained(config.output, target)) == greedy(target)

@@ -223,9 +223,7 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
         ({"tree": "eagle"}, "not a kind of tree"),
         ({"tree_budget": 1}, "from 2 to 1024"),
         ({"tree_budget": 1025}, "from 2 to 1024"),
-        ({"tree_depth": 0}, "tree_depth=0"),
-        ({"tree_threshold": 1.0}, "nothing could be drawn"),
-        ({"tree_shape": [2000]}, "no level more than"),
+        ({"tree": [2000]}, "no level more than"),
     ],
 )
 def test_bad_configurations(values: dict, says: str) -> None:

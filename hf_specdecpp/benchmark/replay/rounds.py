@@ -108,7 +108,7 @@ class RoundReplay:
                 yield ReplayedRound(tree, len(path), len(path))
             else:
                 p = self._p(self.branching, tree, position)
-                ends = ends_at(tree, p, setup.speculation.verification)
+                ends = ends_at(tree, p, setup.decisions.verification)
                 path = tree.nodes_to(int(ends.multinomial(1)))
                 depths = torch.tensor(tree.depths, dtype=ends.dtype)
                 yield ReplayedRound(tree, float(ends @ depths), float(ends_at(tree, p, "token") @ depths))

@@ -55,7 +55,8 @@ class RehearsedDecoding(AssistedDecoding):
         super().__init__(*arguments)
         self.text = self.texts[0]
         self.text.max_lengths, self.text.eos, self.text.all_simple = [], set(), True  # nothing ends it
-        self.generator, self.speculation = self.text.generator, self.text.generator.setup.speculation
+        self.generator = self.text.generator
+        self.most = self.generator.setup.most_tokens
 
     def _make_rounds(self) -> None:
         session, target = self.generator.session, self.target
@@ -68,7 +69,7 @@ class RehearsedDecoding(AssistedDecoding):
         if isinstance(whole, RoundsOfText):
             whole.begin(self.text.ids)
         self.generator.times = None  # these rounds are unlike others
-        further = 2 * width_of(self.speculation.most_tokens + 1) + SEVERAL
+        further = 2 * width_of(self.most + 1) + SEVERAL
         room = LEAST_ROOM
         while room <= room_for(target.config.max_length + further):
             if isinstance(whole, RoundsOfText):
@@ -103,7 +104,7 @@ class RehearsedDecoding(AssistedDecoding):
         target = self.target
         left = text.most_candidates(self.text.ids)
         left = min(MOST_CANDIDATES if left is None else left, room - text.passes.text.held - 1)
-        for count in filling(self.speculation.most_tokens, left):
+        for count in filling(self.most, left):
             target.try_pass(count)
             if self.generator.trees is not None:
                 text.passes.keep(0, torch.arange(count + 1, device=target.device))
@@ -115,7 +116,7 @@ class RehearsedDecoding(AssistedDecoding):
         tokens, states = self.text.ids[:, -2:], self.target.states.found
         token = int(tokens[0, -1])
         is_tree = self.generator.trees is not None
-        for sizes in [[], *(levels(self.speculation.most_tokens) if is_tree else [])]:
+        for sizes in [[], *(levels(self.most) if is_tree else [])]:
             for count in (2, 1, 2):
                 own = None if states is None else states[:, -1:].expand(-1, count, -1)
                 session.begin_round(tokens[:, -count:], 0, own)

@@ -230,15 +230,15 @@ class RoundsOfText:
 def rounds_of(side: Any) -> RoundsOfText | None:
     """The rounds of a text whose passes are captured; `None` where they have to be made step by step."""
     generator, text = side.generator, side.prefix
-    session, speculation = generator.session, generator.setup.speculation
+    session, speculation, decisions = generator.session, generator.setup.speculation, generator.setup.decisions
     if not text.is_captured or not isinstance(session, CapturedSession) or not _can_be_whole(side):
         return None
     greedy, most = generator.randomness is None, most_candidates(speculation)
     rules = RoundRules(
         greedy, generator.draft_processing, generator.processing,
         None if speculation.rule == "fixed" else generator.estimator,
-        speculation.threshold if speculation.rule == "threshold" else None, speculation.min_tokens,
-        speculation.verification,
+        speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
+        decisions.verification,
     )  # fmt: skip
     known = text.passes.rounds
     key = id(session.steps), most, greedy, session.vocab_size
@@ -268,7 +268,8 @@ def _can_be_whole(side: Any) -> bool:
     generator, records = side.generator, side.text.records
     speculation = generator.setup.speculation
     own = generator.trees is not None or speculation.lookup or generator.successors is not None
-    own = own or speculation.costs is not None  # which the rule reckons with on the host
+    # Costs that are given or assumed are reckoned with on the host.
+    own = own or speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible)
     kept = records.logits is not None or records.scores is not None
     processing = generator.processing.prefix_free and generator.draft_processing.prefix_free
     return not own and not kept and processing and not generator.processing.may_forbid_all

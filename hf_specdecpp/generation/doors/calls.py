@@ -26,7 +26,6 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
-from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing, for_row
 
 # Arguments of transformers' decoding method that are not for the model's forward.
@@ -46,7 +45,7 @@ class Assistant(Protocol):
         logits_processor: Any,
         attention_mask: Tensor | None,
         rows: int = 1,
-        products: FasterProducts | None = None,
+        first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
         """Begin one `generate()` call of `target`, or one of the `rows` of a batch."""
 
@@ -86,11 +85,11 @@ def decoding_of(
         return partial(_run, run, cache, unused)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
-    most_in_tree = assistant.speculation.most_tokens if assistant.speculation.tree is not None else 0
+    most_in_tree = generator.setup.most_tokens if generator.trees is not None else 0
     prepare_static(model_kwargs, config, most_in_tree)
     parts = target, generator, stopping_criteria, config, streamer
     if is_spread(target):
-        ranks = Ranks(target, most=assistant.speculation.most_tokens + 3)
+        ranks = Ranks(target, most=generator.setup.most_tokens + 3)
         text: Text = RankText(ranks, *parts)
         draft: OneDraft = DraftOfRanks(ranks)
     else:
@@ -125,8 +124,8 @@ def _batch_decoding(
     generators: list[SpecDecPPCandidateGenerator] = []
     for row, own in enumerate([None] * count if mask is None else mask.split(1)):
         processors = for_row(logits_processor, row, count)
-        products = generators[0].products if generators else None
-        generators.append(assistant.start_generation(target, config, processors, own, count, products))
+        first = generators[0] if generators else None
+        generators.append(assistant.start_generation(target, config, processors, own, count, first))
     texts = [Text(target, each, stopping_criteria, config) for each in generators]
     side = TargetOfRows(target, texts, config, model_kwargs)
     decoding = AssistedDecoding(texts, DraftsOfRows(generators), side)

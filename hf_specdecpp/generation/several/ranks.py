@@ -38,8 +38,6 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
         reason = "trees are for targets in one process: set tree=None"
     elif processing.in_order:
         reason = "a logits processor that must be called in order would be called on one rank only"
-    elif speculation.rule == "throughput" and speculation.costs is None:
-        reason = "ranks cannot measure passes in step: give costs, or use rule='threshold'"
     if reason is not None:
         raise ValueError(
             f"{type(target).__name__} is spread over {num_processes(target)} processes (tensor parallelism), and "

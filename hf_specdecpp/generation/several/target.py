@@ -76,7 +76,7 @@ class TargetOfRows:
         self.model_kwargs = self.states.asked_for(model_kwargs)
         self.cache = BatchCache(model, cache_among(model_kwargs), len(texts))
         self.products: FasterProducts = first.products
-        self.passes = passes_of(model, first.setup.speculation)
+        self.passes = passes_of(model, first.setup.other_product(model))
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)  # as plain generation asks
         self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended, by place

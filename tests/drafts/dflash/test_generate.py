@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
-from support.models import prompt
+from support.models import prompt, told
 from support.pretend_devices import on_device, pretend_devices
 from torch import Tensor
 from transformers import (
@@ -17,7 +17,7 @@ from transformers import (
     DynamicCache,
 )
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafts.dflash.kind import read_model
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import DFLASH, read_config
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.95},
     "throughput": {"rule": "throughput", "costs": COSTS},
     "dyspec": {"tree": "dyspec", "tree_budget": 8},
-    "static": {"tree": "static", "tree_shape": [3, 1, 1, 1]},
+    "static": {"tree": [3, 1, 1, 1]},
     "dyspec, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 8, "costs": COSTS},
 }
 
@@ -43,8 +43,8 @@ def assisted(target: CausalLM, checkpoint: Checkpoint | None = None, **settings:
     checkpoint = checkpoint or VARIANTS["windows"]
     module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
     config = read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
-    chosen = SpeculationConfig(**(settings or SETTINGS["fixed"]), draft_successors=False)  # the block's own rows
-    assistant = SpecDecPPAssistant(config, None, None, Parts(module=module), chosen)
+    assistant = SpecDecPPAssistant(config, None, None, Parts(module=module))
+    told(assistant, **(settings or SETTINGS["fixed"]), draft_successors=False)  # the block's own rows
     assistant.attach(target)
     return assistant
 

@@ -25,13 +25,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.8},
     "throughput": {"rule": "throughput", "costs": COSTS},
     "dyspec": {"tree": "dyspec", "tree_budget": 8},
-    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
+    "static": {"tree": [3, 2, 1]},
     "dyspec, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 8, "costs": COSTS},
 }
 
 
 def assisted(target: CausalLM, name: str = "plain", **settings: Any) -> SpecDecPPAssistant:
-    speculation = SpeculationConfig(**(settings or SETTINGS["fixed"]))
+    speculation = SpeculationConfig(**{"rule": "threshold", **(settings or SETTINGS["fixed"])})
     return SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target, speculation=speculation)
 
 
@@ -124,7 +124,7 @@ def test_variants(name: str, settings: str) -> None:
 @pytest.mark.parametrize("name", ["unified", "images"])
 def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (target, theirs), ear = other_pairs()[name], Ear(monkeypatch)
-    speculation = SpeculationConfig(**SETTINGS[settings])
+    speculation = SpeculationConfig(**{"rule": "threshold", **SETTINGS[settings]})
     assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=16, do_sample=False))

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from support.hub_server import HubServer
-from support.models import prompt, tiny
+from support.models import prompt, tiny, told
 from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, change_config, change_tensors, into_shards, load
 from support.repos import files_of
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.drafts.mtp.kind import layers_among
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
-FIXED = SpeculationConfig(rule="fixed", num_tokens=4, draft_successors=False)  # every text is drafted alike
+FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 4, "draft_successors": False}  # every text is drafted alike
 
 
 def dense(num_layers: int = 1, **more: Any) -> Files:
@@ -29,7 +29,7 @@ def dense(num_layers: int = 1, **more: Any) -> Files:
 
 def accepted(target: CausalLM, assistant: SpecDecPPAssistant) -> list[int]:
     """What was accepted at each place, of a text that is the target's own."""
-    assistant.speculation = FIXED
+    told(assistant, **FIXED)
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=30, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=30, do_sample=False))
     return assistant.stats.accepted_at

@@ -19,7 +19,7 @@ from hf_specdecpp.throughput.known_costs import Rounds
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
-DYSPEC: dict[str, Any] = {"tree": "dyspec", "tree_budget": 8}
+DYSPEC: dict[str, Any] = {"rule": "threshold", "tree": "dyspec", "tree_budget": 8}
 
 
 def dense(num_layers: int = 1, seed: int = 7, **more: Any) -> Files:

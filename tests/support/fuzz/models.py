@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from support.fuzz.cases import Case
-from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion, random_layer
+from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion, random_layer, told
 from support.repos import save_adapter
 from support.zoo import tiny_of
 
@@ -34,9 +34,9 @@ TREES: dict[str, dict[str, Any]] = {
     "dyspec wide": {"tree": "dyspec", "tree_budget": 24, "tree_depth": 3},
     "dyspec sparse": {"tree": "dyspec", "tree_budget": 12, "tree_depth": 6, "tree_threshold": 0.1},
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 6, "tree_depth": 4},
-    "static": {"tree": "static", "tree_shape": [3, 2, 1]},
-    "static ragged": {"tree": "static", "tree_shape": [[0], [1], [2], [0, 0], [1, 0], [1, 1], [0, 0, 0]]},
-    "static chain": {"tree": "static", "tree_shape": [1, 1, 1, 1]},
+    "static": {"tree": [3, 2, 1]},
+    "static ragged": {"tree": [[0], [1], [2], [0, 0], [1, 0], [1, 1], [0, 0, 0]]},
+    "static chain": {"tree": [1, 1, 1, 1]},
 }
 DRAFT_VOCABS: dict[str, Any] = {
     "all": None,
@@ -106,9 +106,7 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
     Raises:
         ValueError: this target or draft is refused.
     """
-    pack = {"pack_weights": True} if case.weights != "as they are" else {}
-    speculation = SpeculationConfig(**{**RULES[case.rule], **TREES[case.tree], **pack})
-    common: dict[str, Any] = {"draft_vocab": DRAFT_VOCABS[case.draft_vocab], "speculation": speculation}
+    common: dict[str, Any] = {"draft_vocab": DRAFT_VOCABS[case.draft_vocab]}
     if case.draft.startswith("exit"):
         layers: Any = [0, 2] if case.draft == "exit some" else 2
         adapter = adapter_of(case.family, case.attention, "exit") if case.draft == "exit lora" else None
@@ -121,9 +119,7 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
     elif case.draft == "eagle3":
         vocab = DRAFT_VOCABS[case.draft_vocab]
         layer = random_layer(target, vocab=None if vocab is None else torch.tensor(vocab))
-        assistant = SpecDecPPAssistant.from_eagle3(
-            target, layer, head=head_of(case.head, target), speculation=speculation
-        )
+        assistant = SpecDecPPAssistant.from_eagle3(target, layer, head=head_of(case.head, target))
     else:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
         adapter = adapter_of(case.family, case.attention, "lora") if case.draft == "lora" else None
@@ -136,4 +132,5 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
         )
     if case.door != "attached":
         assistant.detach()  # an early exit keeps its draft
-    return assistant
+    pack = {"pack_weights": True} if case.weights != "as they are" else {}
+    return told(assistant, **RULES[case.rule], **TREES[case.tree], **pack)

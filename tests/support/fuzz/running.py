@@ -18,11 +18,10 @@ from transformers import DynamicCache
 
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPCandidateGenerator
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.models.products import Always
+from hf_specdecpp.models.products import Always, Product
 from hf_specdecpp.throughput import target_passes
 from support.fuzz.arguments import Fault, arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case, simpler
@@ -270,8 +269,8 @@ def _use_generator(target: CausalLM, assistant: Any) -> None:
     target._get_candidate_generator = types.MethodType(get, target)
 
 
-def _packed_everywhere(_target: CausalLM, config: SpeculationConfig) -> Always:
-    return Always("packed" if config.pack_weights else "onednn")
+def _packed_everywhere(_target: CausalLM, other: Product | None) -> Always:
+    return Always(other or "own")
 
 
 def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:
