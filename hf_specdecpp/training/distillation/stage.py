@@ -41,24 +41,10 @@ from hf_specdecpp.training.distillation.trainer import (
     lengths_of,
     summarise,
 )
-from hf_specdecpp.training.models import (
-    FUSION_CONFIG,
-    LAYER_CONFIG,
-    digest,
-    load_draft_vocab,
-    save_fusion,
-    save_layer,
-)
+from hf_specdecpp.training.models import FUSION_CONFIG, LAYER_CONFIG, digest, load_draft_vocab, save_fusion, save_layer
 from hf_specdecpp.training.resuming import Record
 from hf_specdecpp.training.rollouts.stage import training_prompts
-from hf_specdecpp.training.trainers import (
-    LOGS,
-    go_on,
-    last_checkpoint,
-    logging_to,
-    process_state,
-    training_arguments,
-)
+from hf_specdecpp.training.trainers import LOGS, go_on, last_checkpoint, logging_to, process_state, training_arguments
 
 logger = logging.get_logger("hf_specdecpp")
 
