@@ -324,10 +324,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def note_captured(self, candidates: list[int], estimates: list[float], accepted: int, steps: int) -> None:
         """Learn what became of a round that is over: its candidates, what they were judged by, how many stand."""
         self.stats.draft_passes += steps
-        self.stats.record_round(len(candidates), accepted)
+        # Their scores stayed on the device, where nobody needs them any more.
+        tree, path = DraftTree.chain(candidates, [torch.empty(0)] * len(candidates)), list(range(1, accepted + 1))
+        self.stats.record(tree, path)
         if isinstance(self.rule, Threshold):
             self.rule.estimates = estimates
-            self.rule.saw(DraftTree.chain(candidates), range(accepted))
+            self.rule.saw(tree, path)
         elif estimates:  # which only `rule="throughput"` asks for beside it
             self.learned_rates().observe(estimates, len(candidates), accepted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -113,46 +114,25 @@ class SpeculationStats:
 
     def record(self, tree: DraftTree, path: list[int]) -> None:
         """Count one verified round; `path`: the accepted nodes."""
-        if tree.is_chain:
-            self.record_round(len(tree), len(path))
-            self.record_lookup(len(tree.looked_up), max(len(path) - tree.num_drawn, 0), not tree.num_drawn)
-            return
-        self.record_tree(tree, path)
-        if len(tree):  # a rule may leave the last rounds of an answer to the target
-            self.last_tree = DrawnTree(tree, path)
-
-    def record_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verified round."""
-        self.rounds += 1
-        self.idle_rounds += num_drafted == 0
-        self.drafted += num_drafted
-        self.accepted += num_accepted
-        missing = num_drafted - len(self.drafted_at)
-        self.drafted_at += [0] * missing
-        self.accepted_at += [0] * missing
-        for position in range(num_drafted):
-            self.drafted_at[position] += 1
-            self.accepted_at[position] += position < num_accepted
-
-    def record_lookup(self, looked_up: int, accepted: int, alone: bool) -> None:
-        """Count the candidates of a round that were looked up; `alone` if there were no others."""
-        self.looked_up += looked_up
-        self.accepted_lookups += accepted
-        self.lookup_rounds += alone and looked_up > 0
-
-    def record_tree(self, tree: DraftTree, path: list[int]) -> None:
-        """Count one verified round with a tree; `path`: the accepted nodes."""
-        widths = tree.widths
+        widths, drawn = tree.widths, tree.drawn(path)
         self.rounds += 1
         self.idle_rounds += len(tree) == 0
         self.drafted += len(tree)
         self.accepted += len(path)
+        self.looked_up += len(tree.looked_up)
+        self.accepted_lookups += len(path) - len(drawn)
+        self.lookup_rounds += bool(tree.looked_up) and not tree.num_drawn
         self.drafted_at = _add(self.drafted_at, widths)
         self.accepted_at = _add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
+        if not tree.is_chain:
+            self._record_shape(tree, widths, drawn)
+            if len(tree):  # a rule may leave the last rounds of an answer to the target
+                self.last_tree = DrawnTree(tree, path)
+
+    def _record_shape(self, tree: DraftTree, widths: list[int], drawn: Sequence[int]) -> None:
+        """Count depth and width of a tree, and the ranks of what was drawn and accepted."""
         self.tree_depths = _add(self.tree_depths, _one_at(len(widths)))
         self.tree_widths = _add(self.tree_widths, _one_at(max(widths, default=0)))
-        drawn = tree.drawn(path)
-        self.record_lookup(len(tree.looked_up), len(path) - len(drawn), not tree.children[0])
         for node in (0, *drawn):
             if children := len(tree.children[node]):
                 self.tested_by_rank = _add(self.tested_by_rank, [1] * children)

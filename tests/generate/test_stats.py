@@ -18,6 +18,13 @@ from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.throughput.target_passes import AT_ONCE
+from hf_specdecpp.trees.tree import DraftTree
+
+
+def count(stats: SpeculationStats, drafted: int, accepted: int) -> None:
+    """A round of a chain."""
+    chain = DraftTree.chain([1] * drafted, [torch.empty(0)] * drafted)
+    stats.record(chain, list(range(1, accepted + 1)))
 
 
 def made(**values: object) -> SpeculationStats:
@@ -25,7 +32,7 @@ def made(**values: object) -> SpeculationStats:
     stats = SpeculationStats(plain_passes=1, draft_seconds=0.2, target_seconds=1.2)
     stats.plain_pass_seconds = stats.same_pass_seconds = 0.1
     for _ in range(10):
-        stats.record_round(4, 2)
+        count(stats, 4, 2)
     stats.generated = stats.accepted + stats.rounds + stats.plain_passes
     for name, value in values.items():
         setattr(stats, name, value)
@@ -116,7 +123,7 @@ def text(*rounds: tuple[int, int], **values: Any) -> SpeculationStats:
     """Of these rounds, `(drafted, accepted)`; a plain pass takes 0.1 s with all products."""
     stats = SpeculationStats(plain_passes=1, plain_pass_seconds=0.1, same_pass_seconds=0.1)
     for drafted, accepted in rounds:
-        stats.record_round(drafted, accepted)
+        count(stats, drafted, accepted)
     stats.generated = stats.accepted + stats.rounds + stats.plain_passes
     for name, value in values.items():
         setattr(stats, name, value)
@@ -237,8 +244,8 @@ def first_candidates(accepted: int, rounds: int, suspect: str | None = "EAGLE-3 
     """So many of the first of two candidates stood, and one round drafted nothing."""
     stats = SpeculationStats(suspect=suspect)
     for place in range(rounds):
-        stats.record_round(2, int(place < accepted))
-    stats.record_round(0, 0)
+        count(stats, 2, int(place < accepted))
+    count(stats, 0, 0)
     return stats
 
 
@@ -332,7 +339,7 @@ def test_nothing_drafted() -> None:
 
 def test_sum_of_two_calls() -> None:
     longer = made()
-    longer.record_round(6, 6)
+    count(longer, 6, 6)
     total = made() + longer
     assert (total.rounds, total.drafted, total.accepted) == (21, 86, 46)
     assert total.drafted_at == [21, 21, 21, 21, 1, 1]

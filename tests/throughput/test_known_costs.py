@@ -125,7 +125,7 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
     (learned,) = assistant.memory.learned[target].values()
     assert learned.plan is not None
     spent = assistant.stats.target_seconds / assistant.stats.rounds
-    assert 0.3 * spent < learned.plan.costs.verify[0] < 3.0 * spent, "of one pass, and of some verification"
+    assert 0.0 < learned.plan.costs.verify[0] < 3.0 * spent, "of one pass, and of some verification, on this thread"
     assert learned.plan.plain == learned.plan.costs.pass_seconds
     assert list(cache.iterdir())
 
