@@ -76,7 +76,7 @@ OPTIONS = {"cli.py:inspect", "config/assistant.py:__init__", "estimation/head.py
 OVER = {
     "generation/candidate_generator.py", "generation/candidate_generator.py:__init__", "generation/stats.py",
     "generation/doors/calls.py:_batch_decoding", "generation/doors/calls.py:decoding_of",
-    "generation/tree_drafting.py:__init__", "hub/publishing.py:push", "models/cpu_products.py:grouped_attention",
+    "generation/tree_drafting.py:__init__", "hub/publishing.py:push",
     "trees/attention.py:inputs_in_place", "trees/attention.py:tree_inputs", "trees/siblings.py:__init__",
     "trees/siblings.py:judged_siblings", "trees/slots.py:__init__",
 }  # fmt: skip

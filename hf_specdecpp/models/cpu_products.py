@@ -146,7 +146,6 @@ def grouped_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
@@ -168,11 +167,10 @@ def grouped_attention(
     """
     copies = query.shape[2] > 1 and attention_mask is not None and query.shape[1] > key.shape[1]
     given = UNUSUAL & kwargs.keys()
-    ordinary = dropout == 0.0 and not (given and any(kwargs[name] is not None for name in given))
+    ordinary = not kwargs.get("dropout") and not (given and any(kwargs[name] is not None for name in given))
     supported = key.device.type == "cpu" and key.shape[-1] == value.shape[-1] and not torch.is_grad_enabled()
     if not (copies and ordinary and supported):
-        arguments = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     output = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
