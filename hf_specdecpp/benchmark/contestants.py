@@ -32,10 +32,9 @@ STOCK = {
     **{f"constant {count}": (count, "constant", 0.0) for count in (2, 3, 5, 10)},
     "heuristic": (5, "heuristic", 0.0),
 }
-# Fields of `SpeculationConfig` that say how passes compute, not what is drafted.
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Contestant:
     """A way to generate.
 
@@ -61,8 +60,8 @@ class Contestant:
     stock: dict[str, Any] | None = None
     lookup: dict[str, int] | None = None
     same_passes: bool = False
-    memory: Memory = field(default_factory=Memory, compare=False, repr=False)
-    _without_draft: list[SpecDecPPAssistant] = field(default_factory=list, compare=False, repr=False)  # one, once made
+    memory: Memory = field(default_factory=Memory, repr=False)
+    _without_draft: SpecDecPPAssistant | None = field(default=None, init=False, repr=False)
 
     @property
     def ours(self) -> bool:
@@ -97,7 +96,9 @@ class Contestant:
         elif self.speculation is not None:
             speculation = replace(self.speculation, cpu_products=assistant.speculation.cpu_products)
             if self.alone:
-                yield {"assistant_model": (helper := self._helper(assistant, target, speculation))}
+                helper = self._without_draft = self._without_draft or assist(target, "lookup", default=False)
+                helper.speculation, helper.packed, helper.memory = speculation, assistant.packed, self.memory
+                yield {"assistant_model": helper}
                 assistant.stats = helper.stats
                 return
             head = assistant.head if self.with_head else None
@@ -105,21 +106,6 @@ class Contestant:
                 yield {"assistant_model": assistant}
         else:
             yield self.lookup or {}
-
-    def _helper(
-        self, assistant: SpecDecPPAssistant, target: CausalLM, speculation: SpeculationConfig
-    ) -> SpecDecPPAssistant:
-        """An assistant without a draft that shares the packed weights of the other one."""
-        if not self._without_draft:
-            self._without_draft.append(assist(target, "lookup", default=False))
-        helper = self._without_draft[0]
-        helper.speculation, helper.packed = speculation, assistant.packed
-        return helper
-
-    def forget(self) -> None:
-        """Forget what was learned as this contestant."""
-        for memory in (self.memory, *(helper.memory for helper in self._without_draft)):
-            memory.clear()
 
 
 @contextmanager

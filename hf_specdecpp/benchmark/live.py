@@ -57,7 +57,7 @@ class LiveBenchmark:
             for question in {question.batch: question for question, _, _ in reversed(todo)}.values():
                 for contestant in self._able(question):
                     self._generate(question, 0.0, contestant, WARM_UP_TOKENS)
-                    contestant.forget()
+                    contestant.memory.clear()
             forget_costs()
             self._run(todo)
 

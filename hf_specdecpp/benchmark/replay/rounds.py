@@ -164,7 +164,7 @@ def replay_rounds(
     """
     wanted = []
     for each in benchmark.contestants:
-        each.forget()
+        each.memory.clear()
     for name, texts, sampling in sets:
         for prompt, text in logging.tqdm(texts.items(), desc=f"rounds on {name}", unit="text"):
             seed = seed_of(benchmark.config.seed, name, prompt, sampling.temperature)
