@@ -85,7 +85,7 @@ def _table(rows: Sequence[Row], title: str) -> Table:
     for place, row in enumerate(rows):
         mark = ">" if place == 0 else "~" if row["contestant"] in close else " "
         cells = (each.cell(row) for each in columns)
-        name = f"{mark} {row['contestant']}{' *' if row['disturbed'] else ''}"
+        name = f"{mark}{'*' if row['disturbed'] else ' '}{row['contestant']}"
         table.add_row(name, *cells, style=None if place else "bold green")
     return table
 

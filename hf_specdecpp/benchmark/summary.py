@@ -5,7 +5,7 @@ A row has four ratios of speeds, each as its median over prompts and the ends of
 - `plain`: over plain `generate()` as it is.
 - `same_passes`: over plain `generate()` on the CPU products and packed weights that ours runs on, which is what
   speculation itself gains.
-- `first`: over plain `generate()`, for the first five texts of a session, which begins without known costs.
+- `first`: over plain `generate()`, for the first five texts of a session that has more. It begins without known costs.
 - `constant`: over the best constant length, chosen in hindsight over all prompts: what adapting to texts and machine
   gains, or costs.
 """
@@ -47,7 +47,7 @@ def summarise(rows: Sequence[Row], contestants: Sequence[Contestant]) -> list[Ro
         {"set": name, "batch": group[0]["batch"], "temperature": temperature, "contestant": contestant,
          "family": by_name[contestant].family, "ours": by_name[contestant].ours,
          "plain": _over(group, plain), "same_passes": _over(group, same), "constant": _over(group, best),
-         "first": _over([row for row in group if row["earlier"] < FIRST and not row["batch"]], plain),
+         "first": _over(_first(group), plain),
          **_measures(group)}
         for (name, temperature, contestant), group in grouped(rows).items()
     ]  # fmt: skip
@@ -84,6 +84,12 @@ def _over(rows: Iterable[Row], others: Mapping[Moment, Row]) -> list[float] | No
     """The median ratio of speeds at the same moments, with its interval; `None` if there are no others."""
     ratios = [_speed(row) / _speed(others[_moment(row)]) for row in rows if _moment(row) in others]
     return list(median_of_ratios(ratios)) if ratios else None
+
+
+def _first(rows: list[Row]) -> list[Row]:
+    """The first texts of a session, where there were others, too."""
+    found = [row for row in rows if row["earlier"] < FIRST and not row["batch"]]
+    return found if len(found) < len(rows) else []
 
 
 def _gain(rows: Mapping[Moment, Row], plain: Mapping[Moment, Row]) -> float:
