@@ -301,10 +301,9 @@ class AssistantModel(PreTrainedModel):
             ValueError: the generation cannot be assisted.
         """
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
-        products = None if first is None else first.products
-        generator = SpecDecPPCandidateGenerator(
-            setup, config, logits_processor, attention_mask, target=target, products=products
-        )
+        generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
+        if first is not None:
+            generator.share_products(first)
         self.stats = generator.stats
         return generator
 

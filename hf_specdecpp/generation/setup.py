@@ -23,6 +23,8 @@ from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.cpu_products import FasterProducts, Part, large_layers
 from hf_specdecpp.models.products import PackedWeights, Product, has_int8, quantise
 from hf_specdecpp.models.vocabulary import special_ids
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
@@ -75,6 +77,24 @@ class DraftSetup:
     def most_tokens(self) -> int:
         """The largest number of candidates that a round can have."""
         return self.decisions.most_tokens(self.speculation)
+
+    def draft_processing(
+        self, processing: Processing, target: CausalLM | None, greedy: bool, captures: bool
+    ) -> tuple[Processing, Successors | None]:
+        """What makes q of the draft's logits, and what the target said lately, if it is mixed in.
+
+        Args:
+            processing: the logits processors that the draft sees.
+            captures: whether rounds are captured whole, which is faster than what the target said makes others.
+        """
+        decisions, temperature = self.decisions, 1.0 if greedy else self.decisions.draft_temperature
+        mixes = decisions.mixes(greedy, self.drafter.reads is not None)
+        mixes = mixes and not (captures and decisions.draft_successors is None)
+        if mixes and target is not None and self.drafter.places:
+            width = target.config.get_text_config().vocab_size
+            successors = self.memory.recall_successors(target, width, self.drafter.device)
+            return MixedProcessing(processing, successors, greedy, temperature), successors
+        return processing if temperature == 1.0 else processing.cooled(temperature), None
 
     def remedies(self, target: CausalLM | None) -> frozenset[str]:
         """What could still be done for the speed (`SpeculationStats.verdict`): `trainable`; "draft", where nothing

@@ -115,7 +115,7 @@ class OneTarget:
         cache = cache_among(outputs)
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
-        if self.generator.trees is not None:
+        if self.generator.draws_trees:
             prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
@@ -182,7 +182,7 @@ class OneTarget:
 
     def try_pass(self, count: int) -> None:
         """Make a pass over the last token and so many candidates, only for it to be captured."""
-        try_pass(self.prefix, self._forward, self.text.ids, self.generator.trees is not None, count)
+        try_pass(self.prefix, self._forward, self.text.ids, self.generator.draws_trees, count)
 
     def compare_passes(self) -> None:
         """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""

@@ -68,6 +68,11 @@ class TreeDrafting:
             self.rates = memory.recall(decisions, target, self.estimator, generation, trees=True).rates
 
     @property
+    def survival(self) -> None:
+        """Lookups are branches of a tree, and follow nothing."""
+        return None
+
+    @property
     def most_nodes(self) -> int:
         """The largest number of candidates in a tree."""
         return self.config.tree_budget if self.shape is None else size(self.shape)
@@ -101,8 +106,9 @@ class TreeDrafting:
             grow_exactly(growth, config.tree_budget, threshold)
         return growth.tree
 
-    def learn(self, tree: DraftTree, path: list[int]) -> None:
+    def saw(self, tree: DraftTree, path: list[int]) -> None:
         """Learn which nodes of the last tree were accepted."""
+        self.session.keep(path)
         if self.throughput is not None:
             self.throughput.saw(tree, path)
         elif self.rates is not None:

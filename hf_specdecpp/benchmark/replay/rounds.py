@@ -120,9 +120,7 @@ class RoundReplay:
         config = GenerationConfig(max_length=self.text.max_length, eos_token_id=sorted(self.text.eos) or None, **how)
         found = SpecDecPPCandidateGenerator(setup, config, self.sampling.processors, target=self.target)
         session: Any = Rereading(found.session)
-        found.session = session
-        if found.trees is not None:
-            found.trees.session = session
+        found.session = found.drafting.session = session
         return found
 
     def _p(self, branching: BranchingText, tree: DraftTree, position: int) -> Tensor:

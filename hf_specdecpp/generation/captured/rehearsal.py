@@ -106,7 +106,7 @@ class RehearsedDecoding(AssistedDecoding):
         left = min(MOST_CANDIDATES if left is None else left, room - text.passes.text.held - 1)
         for count in filling(self.most, left):
             target.try_pass(count)
-            if self.generator.trees is not None:
+            if self.generator.draws_trees:
                 text.passes.keep(0, torch.arange(count + 1, device=target.device))
 
     @torch.inference_mode()
@@ -115,7 +115,7 @@ class RehearsedDecoding(AssistedDecoding):
         session.text.with_room(room)
         tokens, states = self.text.ids[:, -2:], self.target.states.found
         token = int(tokens[0, -1])
-        is_tree = self.generator.trees is not None
+        is_tree = self.generator.draws_trees
         for sizes in [[], *(levels(self.most) if is_tree else [])]:
             for count in (2, 1, 2):
                 own = None if states is None else states[:, -1:].expand(-1, count, -1)

@@ -236,7 +236,7 @@ def rounds_of(side: Any) -> RoundsOfText | None:
     greedy, most = generator.randomness is None, most_candidates(speculation)
     rules = RoundRules(
         greedy, generator.draft_processing, generator.processing,
-        None if speculation.rule == "fixed" else generator.estimator,
+        None if speculation.rule == "fixed" else generator.setup.estimator,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification,
     )  # fmt: skip
@@ -267,7 +267,7 @@ def _can_be_whole(side: Any) -> bool:
     not look at the tokens."""
     generator, records = side.generator, side.text.records
     speculation = generator.setup.speculation
-    own = generator.trees is not None or speculation.lookup or generator.successors is not None
+    own = generator.draws_trees or speculation.lookup or generator.successors is not None
     # Costs that are given or assumed are reckoned with on the host.
     own = own or speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible)
     kept = records.logits is not None or records.scores is not None

@@ -85,7 +85,7 @@ def decoding_of(
         return partial(_run, run, cache, unused)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
-    most_in_tree = generator.setup.most_tokens if generator.trees is not None else 0
+    most_in_tree = generator.setup.most_tokens if generator.draws_trees else 0
     prepare_static(model_kwargs, config, most_in_tree)
     parts = target, generator, stopping_criteria, config, streamer
     if is_spread(target):

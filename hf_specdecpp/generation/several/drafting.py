@@ -39,7 +39,7 @@ class DraftsOfRows:
         if times is not None:
             times.begin()
         generators = [text.generator for text in texts]
-        rows = [text.generator.drafting(text.ids, None, target.states_of(text)) for text in texts]
+        rows = [text.generator.draft_step_by_step(text.ids, target.states_of(text)) for text in texts]
         read = max(each.session.unread for each in generators)
         if self.plan is not None:
             self.plan.begin_batch(read)
