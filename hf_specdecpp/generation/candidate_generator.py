@@ -19,11 +19,11 @@ from hf_specdecpp.drafting.chain import Drafting, at_once, point_mass
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.generation.chain_drafting import ChainDrafting
-from hf_specdecpp.generation.new_text import NewText
+from hf_specdecpp.generation.drafting.chains import ChainDrafting
+from hf_specdecpp.generation.drafting.new_text import NewText
+from hf_specdecpp.generation.drafting.trees import TreeDrafting
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
 from hf_specdecpp.models.cpu_products import FasterProducts

@@ -13,7 +13,7 @@ import time
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.generation.drafting import Drafts
+from hf_specdecpp.generation.drafting.drafts import Drafts
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.trees.tree import DraftTree

@@ -17,7 +17,7 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.drafting import OneDraft
+from hf_specdecpp.generation.drafting.drafts import OneDraft
 from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.drafting import OneDraft
+from hf_specdecpp.generation.drafting.drafts import OneDraft
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.generation.verification import Verifier
