@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant, TrainedOptions
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
 from hf_specdecpp.drafts.kind import Loading
 from hf_specdecpp.drafts.known import LOOKUP, MTP, multi_token_layers, recognise
 from hf_specdecpp.drafts.stored import Parts, raw_config
@@ -74,6 +74,7 @@ def assist(model: CausalLM, draft: Any = AUTO, default: bool = True, **options: 
         for each in attached.assistants_of(model):
             each.detach(model)
         return None
+    refuse_removed(options)
     for unknown in options.keys() - KNOWN:
         near = get_close_matches(unknown, KNOWN, 1)
         raise TypeError(f"There is no option {unknown}.{f' Did you mean {near[0]}?' if near else ''}")
@@ -145,7 +146,7 @@ def _own_layers(
 
 def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **options: Any) -> SpecDecPPAssistant:
     """With what followed in the text before, after the same tokens (`docs/lookup.md`)."""
-    config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig(rule="throughput")
+    config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig()
     options["speculation"] = replace(settings, lookup=settings.lookup or True)
     drafter = LOOKUP.draft(config, Parts(), Loading())
     return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))

@@ -151,6 +151,7 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
     ("draft", "options", "says"),
     [
         ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
+        ("auto", {"pack_weights": True}, "pack_weights is no setting any more"),
         ("lookup", {"revision": "v1"}, "revision: no such option"),
         ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
         ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),

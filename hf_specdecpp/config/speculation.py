@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from hf_specdecpp.config.costs import Costs
@@ -104,6 +105,9 @@ class SpeculationConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_removed([name])
+        if name not in self.__dataclass_fields__:
+            near = get_close_matches(name, self.__dataclass_fields__, 1)
+            raise AttributeError(f"There is no setting {name}.{f' Did you mean {near[0]}?' if near else ''}")
         super().__setattr__(name, value)
 
     def __post_init__(self) -> None:

@@ -28,9 +28,12 @@ def test_a_removed_setting_says_what_takes_its_place(name: str) -> None:
         setattr(config, name, 1)
 
 
-def test_a_setting_that_never_was_is_a_type_error() -> None:
+def test_a_setting_that_never_was_is_an_error() -> None:
     with pytest.raises(TypeError, match="beams"):
         SpeculationConfig(beams=3)  # type: ignore[call-arg]
+    config: Any = SpeculationConfig()
+    with pytest.raises(AttributeError, match="There is no setting treshold. Did you mean threshold?"):
+        config.treshold = 0.1
 
 
 def test_stored_settings_of_earlier_versions_are_read_silently() -> None:
