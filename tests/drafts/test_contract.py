@@ -15,6 +15,7 @@ from support.eagle3_files import VARIANTS as EAGLE3
 from support.models import assistant_of, partly_agreeing, prompt, tiny, told
 from support.pretend_devices import on_device, pretend_devices
 from support.repos import save_model
+from support.rounds_anew import Ear
 from support.snapshots import hash_of, hooks_of
 from support.stand_ins import BlockDraft, LookupDraft
 from support.watchers import Collector, tokenizer
@@ -157,15 +158,27 @@ def test_every_kind_is_here(tmp_path: Path) -> None:
 @EVERY
 @pytest.mark.parametrize("settings", [*CHAINS, *TREES])
 @pytest.mark.every(2)
-def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path) -> None:
+def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each round drafts what a draft would that reads the whole text anew."""
     assistant, target = made(name, tmp_path, **{**CHAINS, **TREES}[settings])
     reason = assistant.ready_drafter().cannot.get("trees") if settings in TREES else None
     if reason is None:
+        ear = Ear(assistant.ready_drafter(), monkeypatch)
         check_text(assistant, target)
+        ear.check(target)
         assert assistant.stats.accepted > 0 or name in NEVER_RIGHT
     else:
         with pytest.raises(ValueError, match=reason[:40]):
             target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
+
+
+def test_another_text_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assistant, target = made("eagle3", tmp_path)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
+    check_text(assistant, target)
+    ear.rounds = [(text[:, 1:], logits) for text, logits in ear.rounds]
+    with pytest.raises(AssertionError, match="not close"):
+        ear.check(target)
 
 
 @EVERY
@@ -178,13 +191,15 @@ def test_with_every_option(options: str, name: str, tmp_path: Path) -> None:
 
 
 @EVERY
-def test_sampled_text_has_its_length(name: str, tmp_path: Path) -> None:
+def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its distribution is enumerated in `tests/exactness`."""
     assistant, target = made(name, tmp_path)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     torch.manual_seed(0)
     text = target.generate(TEXT, assistant_model=assistant, max_new_tokens=40, do_sample=True, top_k=6)
     assert text.shape[1] == TEXT.shape[1] + 40
     assert 0 < assistant.stats.accepted < assistant.stats.drafted or name in NEVER_RIGHT
+    ear.check(target)
 
 
 @EVERY

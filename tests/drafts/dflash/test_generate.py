@@ -10,7 +10,7 @@ import torch
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt, told
 from support.pretend_devices import on_device, pretend_devices
-from torch import Tensor
+from support.rounds_anew import Ear
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,9 +22,8 @@ from hf_specdecpp.drafts.dflash.kind import read_model
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
-from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
+from hf_specdecpp.models.target_states import RETURNS_CHOSEN
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 COSTS = {"draft": 0.1, "branch": 0.0, "block": 4, "verify": [1.0]}
@@ -49,42 +48,6 @@ def assisted(target: CausalLM, checkpoint: Checkpoint | None = None, **settings:
     return assistant
 
 
-class Ear:
-    """What each round drafted: the text, then the logits of the block (`rows`) as they were first asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rounds: list[tuple[Tensor, Tensor]] = []
-        for name in ("propose",):
-            monkeypatch.setattr(SpecDecPPCandidateGenerator, name, self._hearing(name))
-
-    def _hearing(self, name: str) -> Any:
-        theirs = getattr(SpecDecPPCandidateGenerator, name)
-
-        def hear(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            drafted = theirs(generator, input_ids, *args, **kwargs)
-            if generator.session._found is not None:
-                self.rounds.append((input_ids.clone(), generator.session._found[0].clone()))
-            return drafted
-
-        return hear
-
-
-def anew(draft: Any, target: CausalLM, text: Tensor, first: int = 0) -> Tensor:
-    """Logits of the block after a text `[1, n]`, of whose first tokens the draft has not seen the states."""
-    with torch.no_grad(), TargetStates(target, draft.reads) as caught:
-        target(text[:, :-1])
-        states: Any = caught.take()
-    session = draft.session(VOCAB)
-    session.begin_round(text, 0, states[:, first:])
-    return session._block()[0]
-
-
-def check_rounds(ear: Ear, draft: Any, target: CausalLM, first: int = 0) -> None:
-    assert len(ear.rounds) > 4
-    for text, logits in ear.rounds:
-        torch.testing.assert_close(logits, anew(draft, target, text, first), rtol=3e-5, atol=3e-5)
-
-
 @pytest.mark.skipif(not RETURNS_CHOSEN, reason="such drafts leave the target uncaptured")
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> None:
@@ -104,40 +67,15 @@ def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> No
     assert found[0][0] > 0
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_greedy_rounds_draft_what_they_say(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, ear = target_for(), Ear(monkeypatch)
-    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
-    expected = target.generate(TEXT, **how)
-    assistant = assisted(target, **SETTINGS[settings])
-    assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
-    stats = assistant.stats
-    assert stats.drafted > 0
-    assert len(stats.drafted_at) <= 4
-    assert stats.draft_passes == len(ear.rounds) <= stats.rounds
-    assert stats.accepted > 0
-    check_rounds(ear, assistant.ready_drafter(), target)
-
-
-@pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
-def test_sampled_rounds_draft_what_they_say(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, ear = target_for(), Ear(monkeypatch)
-    assistant = assisted(target, **SETTINGS[settings])
-    torch.manual_seed(0)
-    target.generate(TEXT, assistant_model=assistant, max_new_tokens=40, do_sample=True, top_k=6)
-    assert 0 < assistant.stats.accepted < assistant.stats.drafted
-    check_rounds(ear, assistant.ready_drafter(), target)
-
-
 @pytest.mark.parametrize("name", ["windows alone", "the last layer read", "samples the anchor", "scaled"])
 def test_variants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, ear = target_for(), Ear(monkeypatch)
+    target = target_for()
     assistant = assisted(target, VARIANTS[name])
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
     assert assistant.stats.draft_passes > 0
-    check_rounds(ear, assistant.ready_drafter(), target)
+    ear.check(target)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "gpt2"])
@@ -146,11 +84,12 @@ def test_other_targets(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: dict[str, Any] = {"n_layer": 4} if family == "gpt2" else {}
     if family == "gemma2":
         changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    target, ear = target_for(family, **changes), Ear(monkeypatch)
+    target = target_for(family, **changes)
     assistant = assisted(target)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
-    check_rounds(ear, assistant.ready_drafter(), target)
+    ear.check(target)
 
 
 def hybrid_target() -> CausalLM:
@@ -168,17 +107,19 @@ def hybrid_target() -> CausalLM:
 
 
 def test_a_hybrid_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, ear = hybrid_target(), Ear(monkeypatch)
+    target = hybrid_target()
     assistant = assisted(target)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
-    check_rounds(ear, assistant.ready_drafter(), target)
+    ear.check(target)
 
 
 def test_a_cache_that_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the turn before the draft has no states, and its positions go on after that turn."""
-    target, ear = target_for(), Ear(monkeypatch)
+    target = target_for()
     assistant = assisted(target)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
     plain = target.generate(TEXT, **how)
     first = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache(config=target.config)})
@@ -187,7 +128,7 @@ def test_a_cache_that_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
     further = torch.cat((first.sequences, TEXT), dim=1)
     second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
     assert torch.equal(second.sequences, target.generate(further, **how).sequences)
-    check_rounds(ear, assistant.ready_drafter(), target, first=first.sequences.shape[1] - 1)
+    ear.check(target, first=first.sequences.shape[1] - 1)
 
 
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])

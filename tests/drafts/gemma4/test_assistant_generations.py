@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemma4_files import VARIANTS, VOCAB, WITH_GENERATOR, begun, other_pairs, target_for
+from support.gemma4_files import VARIANTS, VOCAB, WITH_GENERATOR, other_pairs, target_for
 from support.models import prompt
 from support.pretend_devices import on_device, pretend_devices
 from support.pretend_graph import pretend_graphs
-from torch import Tensor
+from support.rounds_anew import Ear
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.gemma4.drafter import SharedReading
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
@@ -35,58 +33,6 @@ def assisted(target: CausalLM, name: str = "plain", **settings: Any) -> SpecDecP
     return SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target, speculation=speculation)
 
 
-class Ear:
-    """What each round began with: the text, and the logits of its first candidate."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rounds: list[tuple[Tensor, Tensor]] = []
-        for name in ("propose",):
-            monkeypatch.setattr(SpecDecPPCandidateGenerator, name, self._listening(name))
-        theirs = SharedReading._pass
-
-        def hear(session: Any, *args: Any) -> Any:
-            is_first, found = not session.passes, theirs(session, *args)
-            if is_first:
-                self.rounds.append((self.text, found[0][0].clone()))
-            return found
-
-        monkeypatch.setattr(SharedReading, "_pass", hear)
-
-    def _listening(self, name: str) -> Any:
-        theirs = getattr(SpecDecPPCandidateGenerator, name)
-
-        def note(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.text = input_ids.clone()
-            return theirs(generator, input_ids, *args, **kwargs)
-
-        return note
-
-
-def check_rounds(ear: Ear, draft: Any, target: CausalLM, hidden: int = 0) -> None:
-    """As if each text were read anew, its first `hidden` tokens left out."""
-    heard, ear.rounds = ear.rounds, []
-    assert len(heard) > 1
-    for text, logits in heard:
-        with torch.no_grad():
-            expected = begun(draft, target, text[:, hidden:]).step([])[0]
-        torch.testing.assert_close(logits, expected, rtol=3e-5, atol=3e-5)
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_greedy_rounds_draft_what_they_say(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, ear = target_for(), Ear(monkeypatch)
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
-    expected = target.generate(TEXT, **how)
-    assistant = assisted(target, **SETTINGS[settings])
-    assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
-    stats = assistant.stats
-    assert 0 < stats.rounds <= stats.generated
-    assert stats.drafted > 0
-    assert stats.draft_passes >= len(ear.rounds)
-    check_rounds(ear, assistant.ready_drafter(), target)
-
-
 def test_a_text_whose_cache_the_draft_reads_is_not_captured() -> None:
     target = target_for()
     assistant = assisted(target)
@@ -102,12 +48,13 @@ def test_a_text_whose_cache_the_draft_reads_is_not_captured() -> None:
 @pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sampled_rounds_draft_what_they_say(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, ear = target_for(VARIANTS[name].of), Ear(monkeypatch)
+    target = target_for(VARIANTS[name].of)
     assistant = assisted(target, name, **SETTINGS[settings])
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     torch.manual_seed(0)
     target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=True, temperature=1.5)
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
-    check_rounds(ear, assistant.ready_drafter(), target)
+    ear.check(target)
 
 
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
@@ -123,31 +70,34 @@ def test_variants(name: str, settings: str) -> None:
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 @pytest.mark.parametrize("name", ["unified", "images"])
 def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (target, theirs), ear = other_pairs()[name], Ear(monkeypatch)
+    target, theirs = other_pairs()[name]
     speculation = SpeculationConfig(**{"rule": "threshold", **SETTINGS[settings]})
     assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=16, do_sample=False))
-    check_rounds(ear, assistant.ready_drafter(), target)
+    ear.check(target)
 
 
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 def test_a_padded_prompt(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding is hidden from the draft as from the target, and takes no position."""
-    target, ear = target_for(), Ear(monkeypatch)
+    target = target_for()
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), TEXT[:, :3]), dim=1)
     how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "attention_mask": (padded > 0).long()}
     assistant = assisted(target, **SETTINGS[settings])
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     output = target.generate(padded, assistant_model=assistant, **how)
     assert torch.equal(output, target.generate(padded, **how))
-    check_rounds(ear, assistant.ready_drafter(), target, hidden=4)
+    ear.check(target)
 
 
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 def test_a_cache_that_is_carried_on(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds what the draft reads of the turn before."""
-    target, ear = target_for(), Ear(monkeypatch)
+    target = target_for()
     assistant = assisted(target, **SETTINGS[settings])
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
     plain = target.generate(TEXT, **how)
     first = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache(config=target.config)})
@@ -156,17 +106,18 @@ def test_a_cache_that_is_carried_on(settings: str, monkeypatch: pytest.MonkeyPat
     further = torch.cat((first.sequences, TEXT), dim=1)
     second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
     assert torch.equal(second.sequences, target.generate(further, **how).sequences)
-    check_rounds(ear, assistant.ready_drafter(), target)
+    ear.check(target)
 
 
 def test_a_cache_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made without the target's config it holds every token, of which the draft sees a window."""
-    target, ear = target_for(), Ear(monkeypatch)
+    target = target_for()
     assistant = assisted(target)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
     how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     output = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache()})
     assert torch.equal(output, target.generate(TEXT, **how))
-    check_rounds(ear, assistant.ready_drafter(), target)
+    ear.check(target)
 
 
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
