@@ -242,12 +242,22 @@ def test_on_a_pretended_device(name: str, tmp_path: Path) -> None:
         pytest.skip("its draft is placed by its own arguments")
     assistant.detach()
     expected = target.generate(TEXT, max_new_tokens=8, do_sample=False)
-    with pretend_devices():
+    with pretend_devices() as counts:
         moved = on_device(target)
         assistant.attach(moved)
         text = moved.generate(on_device(TEXT), assistant_model=assistant, max_new_tokens=8, do_sample=False)
         assert text.tolist() == expected.tolist()
-        assert not assistant.ready_drafter().places or assistant.ready_drafter().device.type == "cuda"
+        draft = assistant.ready_drafter()
+        assert not draft.places or draft.device.type == "cuda"
+        if name in ("dflash", "gemma4"):
+            session = draft.session(target.config.get_text_config().vocab_size)
+            assert draft.reads is not None
+            states = on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64))
+            session.begin_round(on_device(TEXT[:, :4]), 0, states)
+            before = counts["read"]
+            with torch.inference_mode():
+                session.step([])
+            assert counts["read"] == before, "a step waits for nothing"
 
 
 @pytest.fixture(

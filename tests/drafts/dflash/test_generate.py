@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt, told
-from support.pretend_devices import on_device, pretend_devices
 from support.rounds_anew import Ear
 from transformers import (
     AutoConfig,
@@ -129,26 +128,6 @@ def test_a_cache_that_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
     second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
     assert torch.equal(second.sequences, target.generate(further, **how).sequences)
     ear.check(target, first=first.sequences.shape[1] - 1)
-
-
-@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
-def test_on_a_pretended_device(settings: str) -> None:
-    plain, expected = target_for(), target_for().generate(TEXT, max_new_tokens=20, do_sample=False)
-    del plain
-    with pretend_devices() as counts:
-        target = on_device(target_for())
-        assistant = assisted(target, **SETTINGS[settings])
-        output = target.generate(on_device(TEXT), assistant_model=assistant, max_new_tokens=20, do_sample=False)
-        assert assistant.ready_drafter().device.type == "cuda"
-        assert output.tolist() == expected.tolist()
-        draft = assistant.ready_drafter()
-        states = on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64))
-        session = draft.session(VOCAB)
-        session.begin_round(on_device(TEXT[:, :4]), 0, states)
-        before = counts["read"]
-        with torch.inference_mode():
-            session.step([])
-        assert counts["read"] == before, "a block waits for nothing"
 
 
 def test_together_with_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.gemma4_files import VARIANTS, VOCAB, WITH_GENERATOR, other_pairs, target_for
 from support.models import prompt
-from support.pretend_devices import on_device, pretend_devices
 from support.pretend_graph import pretend_graphs
 from support.rounds_anew import Ear
 from transformers import DynamicCache
@@ -118,25 +117,6 @@ def test_a_cache_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     output = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache()})
     assert torch.equal(output, target.generate(TEXT, **how))
     ear.check(target)
-
-
-@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
-def test_on_a_pretended_device(settings: str) -> None:
-    expected = target_for().generate(TEXT, max_new_tokens=6, do_sample=False)
-    with pretend_devices() as counts:
-        target = on_device(target_for())
-        assistant = assisted(target, **SETTINGS[settings])
-        output = target.generate(on_device(TEXT), assistant_model=assistant, max_new_tokens=6, do_sample=False)
-        draft = assistant.ready_drafter()
-        assert draft.device.type == "cuda"
-        assert output.tolist() == expected.tolist()
-        session = draft.session(VOCAB)
-        session.begin_round(on_device(TEXT), 0, on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64)))
-        before = counts["read"]
-        with torch.inference_mode():
-            token = session.step([])[0].argmax()
-            session.step([token])
-        assert counts["read"] == before, "a step waits for nothing"
 
 
 # Refused. -------------------------------------------------------------------------------------------------------------
