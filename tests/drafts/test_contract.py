@@ -357,12 +357,17 @@ def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
 # Stored. --------------------------------------------------------------------------------------------------------------
 
 
+def drafted_by(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[list[int], list[int]]:
+    """How many candidates a text had at each place of its rounds, and accepted ones, where all are drafted alike."""
+    assistant.decisions = Decisions(draft_successors=False)
+    check_text(assistant, target)
+    return assistant.stats.drafted_at, assistant.stats.accepted_at
+
+
 @ALL
 def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path / "first")
-    assistant.decisions = Decisions(draft_successors=False)  # every text is drafted alike
-    check_text(assistant, target)
-    expected = (assistant.stats.drafted_at, assistant.stats.accepted_at)
+    expected = drafted_by(assistant, target)
     assistant.save_pretrained(tmp_path / "stored")
     own = assistant.kind.stored.own_file(assistant.config)
     files = {path.name for path in (tmp_path / "stored").iterdir()}
@@ -372,8 +377,7 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assert report.sound
     assert not report.is_foreign
     again = SpecDecPPAssistant.from_pretrained(tmp_path / "stored", target)
-    check_text(again, target)
-    assert (again.stats.drafted_at, again.stats.accepted_at) == expected
+    assert drafted_by(again, target) == expected
     if assistant.config.draft_id is None:
         with pytest.raises(ValueError, match="so draft= must be left out"):
             SpecDecPPAssistant.from_pretrained(tmp_path / "stored", draft="org/other")
@@ -383,8 +387,7 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     moved = Path(assistant.config.draft_id).rename(tmp_path / "moved")
     again.detach()
     again = SpecDecPPAssistant.from_pretrained(tmp_path / "stored", target, draft=moved)
-    check_text(again, target)
-    assert (again.stats.drafted_at, again.stats.accepted_at) == expected
+    assert drafted_by(again, target) == expected
 
 
 @ALL
