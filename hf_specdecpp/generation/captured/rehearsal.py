@@ -20,7 +20,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured.text import CapturedText
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.doors.calls import decoding_of
+from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.ranks import is_spread
@@ -210,9 +210,6 @@ def _rehearse(
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
     if len(input_ids) > 1:
         raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")
-    decode = decoding_of(
-        target, assistant, input_ids, logits_processor, stopping_criteria, generation_config,
-        kind=RehearsedDecoding, **kwargs,
-    )  # fmt: skip
-    text: Tensor = decode(input_ids)
+    call = Call.of(target, logits_processor, stopping_criteria, generation_config, **kwargs)
+    text: Tensor = decoding_of(call, assistant, input_ids, RehearsedDecoding)(input_ids)
     return text

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.states import check_states
-from hf_specdecpp.generation.doors.calls import Assistant, decoding_of
+from hf_specdecpp.generation.doors.calls import Assistant, Call, decoding_of
 from hf_specdecpp.generation.refusals import LateRefusalError, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -245,7 +245,7 @@ def _sample(
         return original(*given, **kwargs)
     try:
         _check(target, GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
-        decode = decoding_of(target, default, *given, **kwargs)
+        decode = decoding_of(Call.of(target, *given[1:], **kwargs), default, input_ids)
     except ValueError as refusal:
         _leave_out(default, target, str(refusal))
     else:
@@ -272,7 +272,7 @@ def _assisted_decoding(
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
     # Again, since another thread may have attached the assistant since the call began.
     _check(target, GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
-    return decoding_of(target, assistant_model, *given, **kwargs)(input_ids)
+    return decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)(input_ids)
 
 
 METHODS: dict[str, Callable[..., Any]] = {

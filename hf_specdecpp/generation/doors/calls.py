@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -50,18 +51,37 @@ class Assistant(Protocol):
         """Begin one `generate()` call of `target`, or one of the `rows` of a batch."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """A `generate()` call as transformers prepared it.
+
+    Attributes:
+        target: the model that is called.
+        processors, criteria, config, streamer: the logits processors, the stopping criteria and so on.
+        model_kwargs: the forward's other arguments, the cache among them.
+    """
+
+    target: CausalLM
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, target: CausalLM, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any = None,
+        **kwargs: Any,
+    ) -> Call:  # fmt: skip
+        """The arguments are those of transformers' decoding methods."""
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        return cls(target, processors, criteria, config, streamer, model_kwargs)
+
+
 def decoding_of(
-    target: CausalLM,
-    assistant: Assistant,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    config: GenerationConfig,
-    streamer: Any = None,
-    kind: type[AssistedDecoding] = AssistedDecoding,
-    **kwargs: Any,
+    call: Call, assistant: Assistant, input_ids: Tensor, kind: type[AssistedDecoding] = AssistedDecoding
 ) -> Callable[[Tensor], Any]:
-    """What runs a `generate()` call with an assistant: a function of `input_ids`. All but its run is done here.
+    """What runs a call with an assistant: a function of `input_ids`. All but its run is done here.
 
     Args:
         kind: of decoding, for one sequence in one process.
@@ -69,34 +89,37 @@ def decoding_of(
     Raises:
         ValueError: the call cannot be assisted. Nothing has been read then, and nothing drawn.
     """
-    model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
-    check_inputs(input_ids, model_kwargs)
-    count = input_ids.shape[0]
+    target, count = call.target, input_ids.shape[0]
+    check_inputs(input_ids, call.model_kwargs)
     if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
-        config, model_kwargs = as_growing(target, config, model_kwargs)
-    unused = _unused_layers(cache := cache_among(model_kwargs))
-    check_static(target, input_ids, model_kwargs, config)
+        config, model_kwargs = as_growing(target, call.config, call.model_kwargs)
+        call = replace(call, config=config, model_kwargs=model_kwargs)
+    unused = _unused_layers(cache := cache_among(call.model_kwargs))
+    check_static(target, input_ids, call.model_kwargs, call.config)
     if is_spread(target):
-        check_ranks(target, assistant.speculation, Processing(logits_processor), count)
+        check_ranks(target, assistant.speculation, Processing(call.processors), count)
     if count > 1:
-        check_for_one(streamer, assistant.speculation.tree is not None)
-        check_batch(target, model_kwargs, config, logits_processor, stopping_criteria)
-        run = _batch_decoding(target, assistant, logits_processor, stopping_criteria, config, model_kwargs, count)
-        return partial(_run, run, cache, unused)
+        check_for_one(call.streamer, assistant.speculation.tree is not None)
+        check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
+        return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
+    return partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
+
+
+def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
+    """The decoding of one sequence whose prompt has so many tokens."""
+    target, config, model_kwargs = call.target, call.config, call.model_kwargs
     known_as = as_static(config, model_kwargs)
-    generator = assistant.start_generation(target, known_as, logits_processor, model_kwargs.get("attention_mask"))
-    most_in_tree = generator.setup.most_tokens if generator.draws_trees else 0
-    prepare_static(model_kwargs, config, most_in_tree)
-    parts = target, generator, stopping_criteria, config, streamer
+    generator = assistant.start_generation(target, known_as, call.processors, model_kwargs.get("attention_mask"))
+    prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
+    parts = target, generator, call.criteria, config, call.streamer
     if is_spread(target):
         ranks = Ranks(target, most=generator.setup.most_tokens + 3)
         text: Text = RankText(ranks, *parts)
         draft: OneDraft = DraftOfRanks(ranks)
     else:
-        generator.begin_text(input_ids.shape[1])
+        generator.begin_text(length)
         text, draft = Text(*parts), OneDraft()
-    decoding = kind([text], draft, OneTarget(target, text, config, model_kwargs))
-    return partial(_run, decoding.run, cache, unused)
+    return kind([text], draft, OneTarget(target, text, config, model_kwargs))
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
@@ -115,19 +138,15 @@ def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None
         raise
 
 
-def _batch_decoding(
-    target: CausalLM, assistant: Assistant, logits_processor: Any, stopping_criteria: Any, config: GenerationConfig,
-    model_kwargs: dict[str, Any], count: int,
-) -> Callable[[Tensor], Any]:  # fmt: skip
-    """The same for a batch of `count` sequences."""
-    mask = model_kwargs.get("attention_mask")
+def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[Tensor], Any]:
+    """What runs a call for `count` sequences."""
+    mask = call.model_kwargs.get("attention_mask")
     generators: list[SpecDecPPCandidateGenerator] = []
     for row, own in enumerate([None] * count if mask is None else mask.split(1)):
-        processors = for_row(logits_processor, row, count)
-        first = generators[0] if generators else None
-        generators.append(assistant.start_generation(target, config, processors, own, count, first))
-    texts = [Text(target, each, stopping_criteria, config) for each in generators]
-    side = TargetOfRows(target, texts, config, model_kwargs)
+        processors, first = for_row(call.processors, row, count), generators[0] if generators else None
+        generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
+    texts = [Text(call.target, each, call.criteria, call.config) for each in generators]
+    side = TargetOfRows(call.target, texts, call.config, call.model_kwargs)
     decoding = AssistedDecoding(texts, DraftsOfRows(generators), side)
 
     def run(input_ids: Tensor) -> Any:
