@@ -22,9 +22,9 @@ from hf_specdecpp.throughput.round_times import RoundTimes, alike, length_class
 
 LEAST_GAIN_IN_BATCHES = 1.1  # there rows end one by one, and those that are left pay for passes alone
 LEAST_CRITICAL = 1e-9
-TRIED, TRIALS = 3, 3  # lengths that a text tries at most, and rounds of each
+TRIED, TRIALS = 2, 2  # lengths that a text tries at most, and rounds of each
+CLEAR_GAIN = 1.3  # over plain decoding, for which it matters little what passes over one token cost
 ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
-TRIED_WHEN_WRONG = 4  # after a text of which some rounds did not take what they should
 TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
 
 
@@ -45,7 +45,6 @@ class ChainPlan(Plan):
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         self.lag, self.trials = lag, list[int]()
         self._texts, self._is_new = 0, True  # how many there were, and whether nothing of the one now is known yet
-        self._were_wrong = False  # whether rounds of the last text took other times than expected
         self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
         super().__init__(known, most, rates)
 
@@ -76,13 +75,13 @@ class ChainPlan(Plan):
     def _worth_trying(self) -> list[int]:
         """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
         which all others are judged, and those that would pay most if their passes cost as little as the cheapest. The
-        first text, in which nothing is known of the draft, tries none only."""
+        first texts, which have enough to learn, try nothing."""
+        if self.known.are_new:
+            return []
         promise = self.rates.expected_tokens(self.most) / (self.seconds - self.verify + self.verify.min())
-        promise[0] = math.inf
-        lengths = [0] if self.known.is_assumed else self._to_try()
-        due = [k for k in lengths if promise[k] > self.least_gain * self.price and self._is_due(k)]
-        most = TRIED_WHEN_WRONG if self._were_wrong else TRIED
-        return sorted(due, key=lambda k: -promise[k])[:most] * TRIALS
+        promise[0] = math.inf if self.rate * self.plain < CLEAR_GAIN else 0.0
+        due = [k for k in self._to_try() if promise[k] > self.least_gain * self.price and self._is_due(k)]
+        return sorted(due, key=lambda k: -promise[k])[:TRIED] * TRIALS
 
     def _to_try(self) -> Sequence[int]:
         """Lengths that may be tried."""
@@ -112,7 +111,6 @@ class ChainPlan(Plan):
     def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
         as_expected = super().learn(times)
         self._confirmed |= dict.fromkeys(as_expected, self._texts)
-        self._were_wrong = len(as_expected) < sum(map(len, times.passes.values()))
         return as_expected
 
 

@@ -24,6 +24,7 @@ from hf_specdecpp.provenance import device_name
 from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, in_seconds, length_class
 from hf_specdecpp.version import __version__
 
+FEW = 5  # texts that are drafted with what follows from an assumption, without trials of its details
 KEPT = 0.03  # change of a cost, as a share of it, that counts
 # Assumed shares of a pass over one token: of each further token, on a CPU and elsewhere; of a draft's step beside its
 # share of the target's weights; of a token that the draft reads among many, or of a further place of its pass, in its
@@ -64,6 +65,7 @@ class KnownCosts:
     ) -> None:
         self.first, self.is_assumed, self.follows = first, is_assumed, follows
         self._form, self._of = form, of
+        self._texts = 0 if is_assumed else FEW  # that have corrected them
         self._by_length = dict(by_length or {})
         self._on_disk = dict(self._by_length)
         self._formed: dict[int, Costs] = {}  # by class of length, too
@@ -96,6 +98,11 @@ class KnownCosts:
             )
         return cls(form(Costs.from_dict(costs)), follows=False)
 
+    @property
+    def are_new(self) -> bool:
+        """Whether few texts have corrected what was assumed."""
+        return self._texts < FEW
+
     def at(self, length: int) -> Costs:
         """What a rule reckons with at this length of the text: the same object until it changes."""
         kind = self._nearest(length_class(length))
@@ -117,6 +124,7 @@ class KnownCosts:
             if seconds is None:  # the clock cannot tell
                 return taken
             self.first, self.is_assumed = seconds, False
+        self._texts += 1
         for kind, passes in times.passes.items():
             known = self._by_length.get(self._nearest(kind), self.first)
             confirmed, now = self._confirmed.setdefault(kind, set()), as_expected(known, passes)
