@@ -19,6 +19,7 @@ from hf_specdecpp.caches.states import is_recurrent
 from hf_specdecpp.caches.text import num_rows, roll_back
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
+from hf_specdecpp.terminal.listener import Listener
 
 
 @dataclass
@@ -108,11 +109,11 @@ class Conversation:
         """
         begin = time.perf_counter()
         self.messages.append({"role": "user", "content": message})
-        passes = _Passes(self.tokenizer, show)
+        listener = Listener(_Shown(self.tokenizer, show))
         try:
             ids = self._encode()
             cache, carried = self._carry_on(ids), len(self._held)
-            output = self._generate(ids, cache, stop, passes)
+            output = self._generate(ids, cache, stop, listener)
         except BaseException:
             self.messages.pop()
             self._cache, self._held = None, []
@@ -120,7 +121,8 @@ class Conversation:
         sequence = output.sequences[0].tolist()
         self._cache = cache_among(output)
         self._held = [] if self._cache is None else sequence[:-1]  # the last one has not been read
-        answer = Answer(passes.found, time.perf_counter() - begin, self.assistant.stats, carried)
+        passes = [tokens for _, tokens in listener.passes]
+        answer = Answer(passes, time.perf_counter() - begin, self.assistant.stats, carried)
         text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": str(text)})
         self.answers.append(answer)
@@ -132,7 +134,7 @@ class Conversation:
         ids = torch.tensor([self.tokenizer("Hello").input_ids or [0]], device=device)
         self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
 
-    def _generate(self, ids: list[int], cache: Cache | None, stop: Stop, passes: TextStreamer) -> Any:
+    def _generate(self, ids: list[int], cache: Cache | None, stop: Stop, listener: Listener) -> Any:
         longest = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         room = (longest or len(ids) + self.max_new_tokens) - len(ids)
         if room < 1:
@@ -147,7 +149,7 @@ class Conversation:
             attention_mask=torch.ones_like(input_ids),
             generation_config=self.config,
             stopping_criteria=[stop],
-            streamer=passes,
+            streamer=listener,
             **carried,
         )
 
@@ -194,18 +196,12 @@ def _take_back(cache: Any, surplus: int, kept: int) -> bool:
     return True
 
 
-class _Passes(TextStreamer):
-    """Hands text on, and notes which tokens came together: those of one pass of the target."""
+class _Shown(TextStreamer):
+    """Hands the text of an answer on."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.show = show
-        self.found: list[list[int]] = []
-
-    def put(self, value: Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self.found.append(value.flatten().tolist())
-        super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
         self.show(text)
