@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.conditioned import Conditioned
 from hf_specdecpp.drafts.dflash.kind import DFlash
 from hf_specdecpp.drafts.dflash.model import DFlashModel
@@ -80,10 +79,7 @@ def published(kind: Kind, source: Repository, commit: str | None, **fields: Any)
     Args:
         fields: further ones of the config.
     """
-    return SpecDecPPConfig(
-        draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit,
-        speculation=SpeculationConfig(rule="throughput").to_dict(), **fields,
-    )  # fmt: skip
+    return SpecDecPPConfig(draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit, **fields)
 
 
 def override(config: SpecDecPPConfig, values: Any) -> None:

@@ -94,25 +94,6 @@ def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.
     assert widths == {width_of(width) for width in widths}
 
 
-@pytest.mark.parametrize("tree", [None, "dyspec"])
-def test_one_setting_repeats_a_seeded_run(tree: str | None) -> None:
-    """`reproducible=True`: whatever earlier texts took, rounds are drafted by the costs that are assumed."""
-    target = tiny("llama")
-    assistant = assistant_for(target, rule="throughput", max_tokens=4, tree=tree, tree_budget=8, reproducible=True)
-
-    def run() -> tuple[list[list[int]], list[int]]:
-        torch.manual_seed(0)
-        texts, drafted = [], []
-        for _ in range(3):
-            text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=True)
-            texts.append(text[0].tolist())
-            drafted.append(assistant.stats.drafted)
-        return texts, drafted
-
-    assert run() == run()
-    assert not len(assistant.memory.learned)
-
-
 def test_given_costs_never_change() -> None:
     target = tiny("llama")
     given = {"draft": 0.05, "verify": [1.0, 1.1, 1.2]}
