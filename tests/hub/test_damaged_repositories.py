@@ -129,6 +129,7 @@ ORDER = "masked_embedding.token_ordering"
     [
         ("Gemma 4, clusters", ORDER, lambda order: order.view(3, 4), r"12 numbers, \[3, 4\] of int64, and must list"),
         ("Gemma 4, clusters", ORDER, lambda order: order.to(torch.uint8), None),
+        ("EAGLE-3", "t2d", lambda kept: kept.to(torch.uint16), None),
         (
             "EAGLE-3",
             "norm.weight",

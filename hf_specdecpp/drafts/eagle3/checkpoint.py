@@ -132,7 +132,7 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
             "(int64), one for each of the draft's tokens. The file is damaged: download it again."
         )
     ids = torch.arange(count) + offsets.long()
-    listed = None if kept is None else kept.flatten().nonzero().flatten()
+    listed = None if kept is None else kept.flatten().bool().nonzero().flatten()  # of some types torch counts none
     if listed is not None and not torch.equal(ids.sort().values, listed):
         if not torch.equal(offsets.long(), listed):
             raise ValueError(
