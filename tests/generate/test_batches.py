@@ -277,7 +277,7 @@ def test_records_and_the_cache_are_those_of_plain_generation(
 def test_a_cache_is_carried_on(kind: str) -> None:
     """A second turn after texts of different length, with what stands between the turns masked."""
     target, inputs = quiet_later_layers(tiny("llama")), padded(LENGTHS)
-    assistant = assistant_for(target, mix=0.9) if kind == "independent" else drafts()[kind](target)
+    assistant = assistant_for(target, mix=0.9) if kind == "independent" else told(drafts()[kind](target))
     eos = early_ends(target, inputs)
     first = generate(target, inputs, assistant, eos_token_id=eos, return_dict_in_generate=True)
     length = inputs["input_ids"].shape[1]
