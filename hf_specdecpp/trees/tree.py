@@ -95,6 +95,8 @@ class DraftTree:
         """The candidates `[k]` on a device."""
         if self._ids is not None:
             return self._ids.to(device)
+        if not len(self):
+            return torch.empty(0, dtype=torch.long, device=device)
         return torch.tensor(self.candidates, dtype=torch.long).to(device)
 
     def __len__(self) -> int:
