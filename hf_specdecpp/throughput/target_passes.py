@@ -26,6 +26,7 @@ from hf_specdecpp.models.products import Always, Product, Ways
 MOST_ROWS = 16  # in the passes that are compared
 PASSES = 12  # with each product, which decide
 LEAST_GAIN = 1.05  # of a pass over one with PyTorch's own product
+ALIKE = 1.3  # gain at some rows from which on others are not compared
 FEW, CLEAR = 4, 1.1  # pairs of passes are enough where one product takes so many times the other's seconds in each
 AT_ONCE = 3  # passes over one token with each product, which a text makes beside its rounds if these are others
 LATER = 24  # rounds of a text after which it does so for the rest of them
@@ -40,11 +41,11 @@ class TargetPasses:
     A number of rows begins with PyTorch's own product and another in turns. After twelve passes with each the other one
     is taken if in the median pair PyTorch's took 5 % longer. Four pairs are enough where all say so by 10 %. Pairs are
     compared, since a processor may be busy for half of the passes. Rows above a number from 2 on that is decided go as
-    these do.
+    these do, and where one product takes 1.3 times the other's seconds, all others from 2 on.
 
     Example: passes over 3 rows take 120, 114, 128 and 240 ms with PyTorch's product, and in turns with these 66, 52, 60
-    and 130 ms with packed weights, the last two while another process has the processor. So 3 rows are packed, and 4 to
-    16, too, if they have not been met.
+    and 130 ms with packed weights, the last two while another process has the processor. So 3 rows are packed, and 2
+    and 4 to 16, too.
 
     Args:
         other: the product that PyTorch's own is compared with, if there is one.
@@ -111,6 +112,9 @@ class TargetPasses:
         if rows not in self.chosen and self._is_decided(rows, *times.values()):
             gain = self._gains.get(rows, 1.0)
             self.chosen[rows] = self.contestants[-1] if gain >= LEAST_GAIN else "own"
+            if rows > 1 and not 1.0 / ALIKE < gain < ALIKE:
+                # So clearly that numbers of rows beside it, which a rule would meet one by one, are not compared.
+                self.chosen = dict.fromkeys(range(2, MOST_ROWS + 1), self.chosen[rows]) | self.chosen
             self._ways = ["own"]
             for number in range(1, max(self.chosen) + 1):
                 self._ways.append(self.chosen.get(number, self._ways[-1]))

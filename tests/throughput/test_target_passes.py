@@ -72,7 +72,7 @@ def test_the_example_of_the_docstring() -> None:
         passes.note(3, "own", own)
         assert not passes.chosen
         passes.note(3, "packed", packed)
-    assert [passes.of(rows) for rows in (1, 2, 3, 4, 16, 500)] == ["own", "own", "packed", "packed", "packed", "packed"]
+    assert [passes.of(rows) for rows in (1, 2, 3, 4, 16, 500)] == ["own", *["packed"] * 5]
 
 
 def test_copies_are_kept_while_they_may_be_used() -> None:
