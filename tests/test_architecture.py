@@ -74,7 +74,6 @@ def test_rooms_have_at_most_a_dozen_files() -> None:
 SIGNATURES_OF_OTHERS = {"generation/doors/attached.py:_assisted_decoding"}  # transformers calls it
 OPTIONS = {"cli.py:inspect", "config/assistant.py:__init__", "estimation/head.py:__init__"}  # a parameter each
 OVER = {
-    "generation/stats.py",
     "hub/publishing.py:push",
     "trees/attention.py:inputs_in_place", "trees/attention.py:tree_inputs", "trees/siblings.py:__init__",
     "trees/siblings.py:judged_siblings", "trees/slots.py:__init__",

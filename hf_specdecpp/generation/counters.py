@@ -1,0 +1,208 @@
+"""What is counted and timed in a generation: `Counters`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_specdecpp.trees.drawing import DrawnTree
+from hf_specdecpp.trees.tree import DraftTree
+
+
+@dataclass
+class Counters:
+    """Counts and seconds of one `generate()` call.
+
+    Attributes:
+        rounds: drafting rounds, each followed by one target pass.
+        idle_rounds: those of them that drafted nothing.
+        rounds_at_change: those of them that could have no candidates, since the target's rotary frequencies change
+            there with the length of the text (`models.checks.FrequencyChange`).
+        plain_passes: target passes without candidates (the first token comes from the prompt's pass).
+        drafted, accepted: candidates. `discarded` is the rest.
+        looked_up, accepted_lookups: candidates among these that were found in the text (`SpeculationConfig.lookup`).
+        lookup_rounds: rounds that had only such candidates.
+        generated: tokens emitted. (`generated + discarded = drafted + rounds + plain_passes`, unless the last round was
+            cut short by a stopping criterion.)
+        drafted_at, accepted_at: the same by position in the round, first candidate first; in trees by depth.
+        tree_depths, tree_widths: number of trees by depth and by the size of their widest level; index 0 counts those
+            without candidates.
+        tree_passes: draft passes for trees.
+        tested_by_rank, accepted_by_rank: at nodes that the target got to, how often there was a first, second, ...
+            child, and how often it was the accepted one.
+        draft_seconds: drafting, the draft's pass over the prompt included.
+        target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`). On an accelerator the
+            verification that waits for them is part of it.
+        overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
+        plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
+            was not.
+        same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
+        compared_passes: target passes beside those of the rounds, over one token, to know what these take and which CPU
+            products are faster. The first texts of a process make most of them.
+        preparing_seconds: these, and making or checking packed and int8 copies of weights.
+        state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
+        graphs, graph_seconds, graph_bytes: CUDA graphs of the target's passes up to now, seconds that capturing them
+            took, and the memory of the caches that they work in.
+        uncaptured: why the target's passes were not captured; `None` where they were, or should not be.
+        last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
+        rows: of a batch, each sequence's; everything else here is their sum.
+        suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
+        complete: False on an unattached target, where transformers does not report the last round and the
+            target's times.
+        refusal: why a target's default assistant was left out of a call, which was a plain one.
+        remedies: what could still be done for its speed, of `DraftSetup.remedies`.
+        decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
+            "block", "products": "packed int8", "corrections": "off"}`, where oneDNN with packed weights is compared
+            with PyTorch's own products, and the draft reads in int8.
+        has_products: whether any layer computes otherwise than in plain `generate()`.
+    """
+
+    rounds: int = 0
+    idle_rounds: int = 0
+    rounds_at_change: int = 0
+    plain_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    looked_up: int = 0
+    accepted_lookups: int = 0
+    lookup_rounds: int = 0
+    generated: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    tree_depths: list[int] = field(default_factory=list)
+    tree_widths: list[int] = field(default_factory=list)
+    draft_passes: int = 0
+    tested_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    compared_passes: int = 0
+    preparing_seconds: float = 0.0
+    plain_pass_seconds: float | None = None
+    same_pass_seconds: float | None = None
+    state_bytes: int = 0
+    graphs: int = 0
+    graph_seconds: float = 0.0
+    graph_bytes: int = 0
+    last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
+    rows: list[Any] = field(default_factory=list, compare=False, repr=False)
+    complete: bool = True
+    suspect: str | None = None
+    refusal: str | None = None
+    uncaptured: str | None = None
+    remedies: frozenset[str] = frozenset()
+    decided: dict[str, str] = field(default_factory=dict, compare=False)
+    has_products: bool = True
+
+    def record(self, tree: DraftTree, path: list[int]) -> None:
+        """Count one verified round; `path`: the accepted nodes."""
+        widths, drawn = tree.widths, tree.drawn(path)
+        self.rounds += 1
+        self.idle_rounds += len(tree) == 0
+        self.drafted += len(tree)
+        self.accepted += len(path)
+        self.looked_up += len(tree.looked_up)
+        self.accepted_lookups += len(path) - len(drawn)
+        self.lookup_rounds += bool(tree.looked_up) and not tree.num_drawn
+        self.drafted_at = add(self.drafted_at, widths)
+        self.accepted_at = add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
+        if not tree.is_chain:
+            self._record_shape(tree, widths, drawn)
+            if len(tree):  # a rule may leave the last rounds of an answer to the target
+                self.last_tree = DrawnTree(tree, path)
+
+    def _record_shape(self, tree: DraftTree, widths: list[int], drawn: Sequence[int]) -> None:
+        """Count depth and width of a tree, and the ranks of what was drawn and accepted."""
+        self.tree_depths = add(self.tree_depths, _one_at(len(widths)))
+        self.tree_widths = add(self.tree_widths, _one_at(max(widths, default=0)))
+        for node in (0, *drawn):
+            if children := len(tree.children[node]):
+                self.tested_by_rank = add(self.tested_by_rank, [1] * children)
+                self.accepted_by_rank = add(self.accepted_by_rank, [0] * children)
+        for node in drawn:
+            self.accepted_by_rank[tree.ranks[node]] += 1
+
+    @property
+    def discarded(self) -> int:
+        return self.drafted - self.accepted
+
+    @property
+    def target_passes(self) -> int:
+        return self.rounds + self.plain_passes
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no call with the assistant is behind them; an unattached target reports no last round."""
+        return self.target_passes == 0 and self.complete
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass; 1 is plain decoding."""
+        return ratio(self.generated, self.target_passes)
+
+    @property
+    def discard_rate(self) -> float:
+        """Discarded candidates per generated token."""
+        return ratio(self.discarded, self.generated)
+
+    @property
+    def verification_rate(self) -> float:
+        """Target passes per generated token."""
+        return ratio(self.target_passes, self.generated)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of all candidates."""
+        return ratio(self.accepted, self.drafted)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted share of the candidates drafted at each position of a round, first candidate first."""
+        return [ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def acceptance_by_rank(self) -> list[float]:
+        """In trees: how often the first, second, ... child was the accepted one where the target could choose it.
+
+        `tree_shapes.best_shape` makes the best static tree of it.
+        """
+        return [ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed relative to plain `generate()`, the pass over the prompt left out of both; `None` if unknown.
+
+        The estimate takes the measured time of a plain pass for every token and nothing for plain decoding's own
+        overhead, so it errs against the assistant.
+        """
+        return self._speed_over(self.plain_pass_seconds)
+
+    @property
+    def same_pass_speedup(self) -> float | None:
+        """The same relative to plain `generate()` on the assistant's own passes: what speculation itself gains."""
+        return self._speed_over(self.same_pass_seconds if self.has_products else self.plain_pass_seconds)
+
+    def _speed_over(self, pass_seconds: float | None) -> float | None:
+        spent = self.draft_seconds + self.target_seconds + self.overhead_seconds
+        plain_tokens = self.generated - self.plain_passes
+        if pass_seconds is None or plain_tokens <= 0 or spent <= 0:
+            return None
+        return plain_tokens * pass_seconds / spent
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
+
+
+def _one_at(index: int) -> list[int]:
+    return [0] * index + [1]
+
+
+def add(a: Any, b: Any) -> Any:
+    if isinstance(a, list):
+        longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+        return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]
+    return a + b if a is not None and b is not None else None

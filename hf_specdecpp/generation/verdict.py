@@ -1,0 +1,121 @@
+"""Did speculation pay, and if not, why not (`outcome`); may the draft be for another target (`suspicion`)?"""
+
+from __future__ import annotations
+
+from hf_specdecpp.generation.counters import Counters, ratio
+
+PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
+# First candidates that a draft for this very target would hardly ever miss: too small a share of many, or all of a few,
+# since a rule may stop drafting soon.
+TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
+FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
+
+
+def suspicion(stats: Counters) -> str:
+    """Of a draft that others trained: whether it seems to be for another target."""
+    rounds = stats.rounds - stats.idle_rounds - stats.lookup_rounds
+    accepted = sum(stats.accepted_at[:1])
+    is_low = accepted < TOO_FEW * rounds if rounds >= OF_MANY else rounds >= OF_NONE and not accepted
+    if stats.suspect is None or not is_low:
+        return ""
+    return (
+        f"Only {accepted} of {rounds} first candidates were accepted, so {stats.suspect} may be for another target, "
+        "or be read wrongly. Find out: specdecpp inspect REPO --target ID, with its repository and this target."
+    )
+
+
+def outcome(stats: Counters) -> str:
+    """Did speculation pay, and if not, why not."""
+    if stats.refusal is not None:
+        return f"The call was a plain one, without the default assistant: {stats.refusal}"
+    if stats.is_unused:
+        return "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
+    if stats.rounds == 0:
+        return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
+    if 2 * stats.rounds_at_change > stats.rounds:
+        return (
+            f"Nothing could be drafted in {stats.rounds_at_change} of {stats.rounds} rounds: the target's rotary "
+            "frequencies change there with the length of the text (rope_type='dynamic' or 'longrope'), and a pass "
+            "over several tokens would alter the text."
+        )
+    if stats.speedup is None or stats.same_pass_speedup is None:
+        attach = "" if stats.complete else ": attach the assistant to the target (assistant.attach(model))"
+        return (
+            f"{stats.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
+            f"measured{attach}."
+        )
+    # A round takes at least a pass, so what was counted bounds what was timed, which varies on a busy machine.
+    gain = min(stats.same_pass_speedup, ratio(stats.generated - stats.plain_passes, stats.rounds))
+    return _judged(stats, gain, stats.speedup / stats.same_pass_speedup)
+
+
+def _judged(stats: Counters, gain: float, passes: float) -> str:
+    """What speculation gains, relative to plain `generate()` with the same passes, and what these passes do."""
+    speed, differ = gain * passes, not LOSES < passes < PAYS
+    products = f" {_of_products(gain, passes)}" if differ else ""
+    if differ and not gain >= PAYS > speed:
+        times, plain = gain, "plain generate() with the same passes"
+    else:  # also where slower products take back what speculation gains
+        times, plain = speed, "plain generate()"
+    if min(gain, speed, times) >= PAYS:
+        tokens = f"{stats.tokens_per_pass:.2f} tokens per target pass"
+        return f"It pays: about {times:.2f} times the speed of {plain}, {tokens}.{products}"
+    how = f"about as fast as {plain}" if times > LOSES else f"about {times:.2f} times the speed of {plain}"
+    if 2 * stats.idle_rounds > stats.rounds:
+        by_rule = not {"throughput", "draft"} & stats.remedies
+        why = "Speculating does not pay here, so rule='throughput' stopped" if by_rule else "Little was drafted"
+        return f"{why}: {stats.idle_rounds} of {stats.rounds} passes without candidates, {how}.{products}"
+    if not stats.accepted:  # whatever the times say
+        none = "the only candidate was not" if stats.drafted == 1 else f"none of {stats.drafted} candidates was"
+        return f"It does not pay: {none} accepted.{products} {_better_draft(stats)}"
+    if gain >= PAYS:
+        return f"It does not pay: {how}.{products}"
+    return f"It does not pay: {how}.{products} {_why_not(stats)}"
+
+
+def _why_not(stats: Counters) -> str:
+    """What a round costs and gives, and what to do about what costs most."""
+    unit = stats.rounds * ((stats.same_pass_seconds if stats.has_products else stats.plain_pass_seconds) or 1.0)
+    draft, verify, overhead = (
+        seconds / unit for seconds in (stats.draft_seconds, stats.target_seconds, stats.overhead_seconds)
+    )
+    reason = (
+        f"A round costs {draft + verify + overhead:.2f} passes over one token (drafting {draft:.2f}, verifying "
+        f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + stats.accepted / stats.rounds:.2f} tokens: "
+        f"{stats.acceptance_rate:.0%} of the candidates are accepted."
+    )
+    # Most nodes of a tree are discarded however good the draft is: there the first level counts.
+    first = ratio(sum(stats.accepted_at[:1]), stats.rounds - stats.idle_rounds)
+    if (first if stats.tree_depths else stats.acceptance_rate) < 0.5:
+        return f"{reason} {_better_draft(stats)}"
+    dearest = max(draft, verify - 1.0, overhead)
+    if dearest == overhead:
+        return f"{reason} The target is too fast for the overhead of a round: assistants pay with larger targets."
+    if dearest == draft:
+        slow = f"one of its tokens costs {draft * stats.rounds / stats.drafted:.2f} target passes"
+        return f"{reason} The draft is too slow: {slow}."
+    ways = _told(stats, throughput=FEWER)
+    return f"{reason} Verifying several tokens at once is expensive on this device.{ways}"
+
+
+def _better_draft(stats: Counters) -> str:
+    """That the draft is not good enough, and what the assistant does not do about it yet."""
+    parts = [what for name, what in (("training", "it"), ("head", "a head")) if name in stats.remedies]
+    train = f" Train {' and '.join(parts)}: specdecpp train." if parts else ""
+    others = _told(stats, throughput=FEWER, draft="A draft proposes candidates where nothing is found")
+    other = train + others or " Another one may be, or one that is trained on texts like these."
+    return f"The {'text' if 'draft' in stats.remedies else 'draft'} is not good enough for this target.{other}"
+
+
+def _told(stats: Counters, **ways: str) -> str:
+    """Sentences on the remedies that the assistant does not use yet."""
+    return "".join(f" {way}." for name, way in ways.items() if name in stats.remedies)
+
+
+def _of_products(gain: float, passes: float) -> str:
+    """What the CPU products alone give, and whether that is most of the speed of products and speculation together."""
+    most = ", most of which comes from the products" if passes >= PAYS and 1.0 < gain < passes else ""
+    return (
+        f"The CPU products alone run at {passes:.2f} times the speed of plain generate() as it is, with speculation "
+        f"it is {gain * passes:.2f} times{most}."
+    )
