@@ -7,7 +7,7 @@ Importing this package makes `model_type="specdecpp"` known to the Auto classes.
 before a name of it is used (PEP 562).
 """
 
-from importlib import import_module
+import sys
 from typing import TYPE_CHECKING, Any
 
 from hf_specdecpp.registration import register, register_later
@@ -48,7 +48,9 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register()
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    from hf_specdecpp import choosing  # noqa: F401 - imports all modules that have a public name
+
+    value = getattr(sys.modules[f"{__name__}.{_MODULES[name]}"], name)
     globals()[name] = value
     return value
 

@@ -77,7 +77,7 @@ def test_sound(folder: Path) -> None:
         "hidden_size=8, inputs=after, num_blocks=2",
         "LORA, rank 2, on q_proj, v_proj",
         "draft vocabulary 10 token ids",
-        "rule=threshold",
+        "rule=throughput",
         f"hf_specdecpp {__version__}, transformers",
         "All files are sound.",
         "next assist(model, ",

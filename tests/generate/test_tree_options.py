@@ -60,7 +60,7 @@ def test_an_unattached_assistant_says_why_it_drafts_chains(monkeypatch: pytest.M
     assistant = assistant_for(target, attached=False, mix=0.9, rule="fixed", **TREES["static"])
     generate(target, assistant)
     assert len(warnings) == 1
-    assert "tree='static'" in warnings[0]
+    assert "tree=[3, 2, 1]" in warnings[0]
     assert "chains only" in warnings[0]
     assert "assistant.attach(model)" in warnings[0]
     warnings.clear()

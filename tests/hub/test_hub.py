@@ -263,7 +263,7 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
     assert {"speculative-decoding", "assisted-generation", "specdecpp"} <= set(card.data.tags)
     assert card.data.pipeline_tag == "text-generation"
     for text in (
-        'SpecDecPPAssistant.from_pretrained("org/head", target=model)',
+        'assist(model, "org/head")',
         f"| target | org/target at {assistant.config.target_revision} |",
         f"| draft | org/draft at {assistant.config.draft_revision} |",
         "| adapter | PEFT adapter in `adapter/` |",

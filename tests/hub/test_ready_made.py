@@ -183,7 +183,7 @@ def test_card(hub: HubServer, tmp_path: Path) -> None:
     card.validate()
     assert card.data.base_model == ["org/target", "org/eagle"]
     for text in (
-        'SpecDecPPAssistant.from_pretrained("org/ours", target=model)',
+        'assist(model, "org/ours")',
         f"| draft | EAGLE-3 org/eagle at {commit}, read with norm_output=True |",
         "| adapter | none |",
         "| acceptance head | 1 blocks",

@@ -15,7 +15,7 @@ from support.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation import verification
 from hf_specdecpp.generation.doors import attached
 
@@ -63,7 +63,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     verbosity = logging.get_verbosity()
     folder = save_chat_model(tmp_path / "target")
     target = AutoModelForCausalLM.from_pretrained(folder)
-    SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "assistant")
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig("fixed", num_tokens=3))
+    assistant.save_pretrained(tmp_path / "assistant")
     made = Served(folder, str(tmp_path / "assistant"))
     yield made
     made.server.kill_server()
