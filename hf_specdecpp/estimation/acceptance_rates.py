@@ -21,8 +21,9 @@ EDGES = (0.1, 0.25, 0.45, 0.65, 0.8, 0.9, 0.96, 0.99)
 CENTRES = np.array([0.05, 0.175, 0.35, 0.55, 0.725, 0.85, 0.93, 0.975, 0.995])
 NO_VERDICT = len(CENTRES)  # the row of a round whose first verdict is still to come
 
-# Before anything is observed: the estimates are right, and mostly high. Each prior counts as so many candidates, how
-# high they are as fewer: a useless draft with low estimates shows by these.
+# Before anything is observed: the estimates are right, and mostly high. Each prior counts as so many candidates. How
+# high they are counts as fewer in chains, where a useless draft shows by its low estimates; in trees, which see many
+# candidates a round, the fewer cost up to 5 % where costs have a dip.
 PRIOR_PROBS = np.array([0.05, 0.05, 0.08, 0.10, 0.10, 0.10, 0.12, 0.15, 0.25])
 PRIOR_COUNT, BIN_COUNT = 8.0, 3.0
 UNCHANGED = (0.0, 1.0)  # the line that leaves log-odds as they are: intercept and slope
@@ -41,6 +42,7 @@ class AcceptanceRates:
 
     Args:
         line: intercept and slope of the calibration before anything is observed.
+        bin_count (candidates): that the prior of how high estimates are counts as.
 
     Attributes:
         rounds: how many were observed.
@@ -52,9 +54,9 @@ class AcceptanceRates:
         following: `[bins + 1, bins]`, probabilities of the next bin given the last. The last row: of a first verdict.
     """
 
-    def __init__(self, line: Sequence[float] = UNCHANGED) -> None:
+    def __init__(self, line: Sequence[float] = UNCHANGED, bin_count: float = BIN_COUNT) -> None:
         bins = len(CENTRES)
-        self.prior, self.rounds = np.array(line), 0
+        self.prior, self.bin_count, self.rounds = np.array(line), bin_count, 0
         self.transitions = np.zeros((bins + 1, bins))
         self.estimated, self.accepted = np.zeros(bins), np.zeros(bins)
         self.fit()
@@ -148,9 +150,9 @@ class AcceptanceRates:
         self.acceptance = (self.accepted + PRIOR_COUNT * expected) / (judged + PRIOR_COUNT)
         # What to add to the log-odds of an estimate, by bin.
         self.shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
-        usual = (judged + BIN_COUNT * PRIOR_PROBS) / (judged.sum() + BIN_COUNT)
+        usual = (judged + self.bin_count * PRIOR_PROBS) / (judged.sum() + self.bin_count)
         rows = self.transitions.sum(1, keepdims=True)
-        self.following = (self.transitions + BIN_COUNT * usual) / (rows + BIN_COUNT)
+        self.following = (self.transitions + self.bin_count * usual) / (rows + self.bin_count)
 
 
 def bin_of(estimate: float) -> int:

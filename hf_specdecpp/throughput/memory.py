@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.estimation.acceptance_rates import UNCHANGED, AcceptanceRates
+from hf_specdecpp.estimation.acceptance_rates import BIN_COUNT, PRIOR_COUNT, UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
 from hf_specdecpp.lookup.choice import Choice
 from hf_specdecpp.lookup.rates import LookupRates
@@ -115,7 +115,8 @@ class Memory:
         greedy = not how.do_sample
 
         def new() -> Learned:
-            return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED)))
+            count = PRIOR_COUNT if trees else BIN_COUNT
+            return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED), count))
 
         key = trees, type(estimator).__name__, *_sampling(how), *_correcting(decisions, how)
         return _latest(self.learned.setdefault(owner, {}), key, new)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
+from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import LONGEST_PROMISE, Plan
@@ -40,7 +40,7 @@ class TreePlan(Plan, CalibratedSlots):
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
         self.splits, self.mean_estimate = 2.0, 0.5
         self.unread = 0
-        super().__init__(known, most, rates)
+        super().__init__(known, most, rates or AcceptanceRates(bin_count=PRIOR_COUNT))
 
     @property
     def most_now(self) -> int:
