@@ -51,8 +51,8 @@ class AssistedDecoding:
 
     def _generate(self, input_ids: Tensor) -> None:
         """The prompts' pass, then rounds until all texts have ended."""
-        begin, count = time.perf_counter(), len(self.texts)
-        with self.target.products:
+        products, begin, count = self.target.products, time.perf_counter(), len(self.texts)
+        with products:  # making them is no time of the prompt
             self._read_prompt(input_ids)
         for text in self.texts:
             text.stats.plain_passes += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -367,3 +368,17 @@ def test_a_faster_draft_changes_only_the_times() -> None:
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=True)
         counts.append((assistant.stats.rounds, assistant.stats.drafted, assistant.stats.accepted))
     assert counts[0] == counts[1]
+
+
+def test_making_products_is_no_time_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = DraftSetup.products
+
+    def slow(setup: DraftSetup, target: Any) -> FasterProducts:
+        time.sleep(0.5)
+        return theirs(setup, target)
+
+    monkeypatch.setattr(DraftSetup, "products", slow)
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    target.generate(prompt(12), assistant_model=assistant, max_new_tokens=8, pad_token_id=0)
+    assert assistant.stats.prompt_seconds < 0.5 <= assistant.stats.preparing_seconds
