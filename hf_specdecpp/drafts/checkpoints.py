@@ -104,6 +104,13 @@ def described(kind: type[Settings], title: str, arguments: dict[str, Any]) -> Se
 # Tensors. -------------------------------------------------------------------------------------------------------------
 
 
+def as_in_file(
+    state: Mapping[str, Tensor], original: Callable[[str], str], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The tensors of a module by their names in a file, in a dtype; as they are by default."""
+    return {original(name): tensor if dtype is None else tensor.to(dtype) for name, tensor in state.items()}
+
+
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
     """The name here of a tensor of a checkpoint: each pattern in turn is replaced by what stands beside it."""
     for pattern, here in patterns:

@@ -167,7 +167,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         Args:
             input_ids: `[1, length]`, everything emitted so far, the prompt included.
             max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`. Where a
-                tree may have more nodes there is none: cutting it would depend on what was drawn.
+                tree may have more nodes there is none.
             states: `[1, n, size]`, if the draft reads them: the target's at the n tokens that it has read since the
                 last round, candidates that were not accepted left out.
         """
@@ -352,14 +352,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         # A stop string may have cut the text among the candidates; a row of a batch may go on after it.
         self.session.begin_round(new_tokens, min(self._num_accepted, new_tokens.shape[1] - 1), states)
         room = self._text_room(input_ids.shape[1])
-        in_pass = room if max_tokens is None else min(room, max_tokens)
+        most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             unread = self.session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
-            self.lookup.begin_round(new_tokens[0].tolist(), in_pass, unread)
-        if self.draws_trees:
-            # Cutting a tree would depend on what was drawn.
-            in_pass = room if max_tokens is None or max_tokens >= self.drafting.most_nodes else 0
-        return int(max(min(in_pass, self._draft_max_length - self.session.length + 1, self.setup.drafter.places), 0))
+            self.lookup.begin_round(new_tokens[0].tolist(), min(room, most), unread)
+        depth = self.drafting.depth_within(room, most)
+        return int(max(min(depth, self._draft_max_length - self.session.length + 1, self.setup.drafter.places), 0))
 
     def _text_room(self, length: int) -> int:
         # One place under max_length belongs to the token that the target adds after the candidates.

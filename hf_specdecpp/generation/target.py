@@ -158,9 +158,8 @@ class OneTarget:
 
     def _forward(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
-        is_timed = self.device.type == "cpu" and not self.prefix.is_captured  # elsewhere a pass goes on after its call
-        has_choice = self.generator.products.has_choice
-        with self.passes.timed(self.prefix.width, has_choice) if is_timed else nullcontext():
+        timed = self.passes.timed(self.prefix.width, self.generator.products.has_choice, self.device)
+        with nullcontext() if self.prefix.is_captured else timed:
             return self.prefix.forward(self.states, inputs, count)
 
     def keep(self, rounds: Sequence[Round]) -> None:

@@ -93,11 +93,12 @@ class DraftTree:
 
     def ids(self, device: torch.device) -> Tensor:
         """The candidates `[k]` on a device."""
-        if self._ids is not None:
-            return self._ids.to(device)
-        if not len(self):
+        if self._ids is None and not len(self):
             return torch.empty(0, dtype=torch.long, device=device)
-        return torch.tensor(self.candidates, dtype=torch.long).to(device)
+        if self._ids is None:
+            self._ids = torch.tensor(self.candidates, dtype=torch.long)
+        self._ids = self._ids.to(device)  # the pass and its verification ask for them
+        return self._ids
 
     def __len__(self) -> int:
         """Number of candidates: all nodes but the root."""

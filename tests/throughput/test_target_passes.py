@@ -80,7 +80,7 @@ def test_copies_are_kept_while_they_may_be_used() -> None:
     assert passes.products == {"own", "packed"}
     decide(passes, {"own": 1.0, "packed": 1.0}, busy(1000))
     assert passes.products == {"own"}
-    with passes.timed(3, has_choice=False):
+    with passes.timed(3, has_choice=False, device=torch.device("cpu")):
         assert passes.of(3) == "own", "this text has no copies"
     assert passes.products == {"own", "packed"}, "the next one has"
     decide(passes, {"own": 1.0, "packed": 0.5}, busy(1000), rows=3)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import described, renamed, target_of
+from hf_specdecpp.drafts.checkpoints import as_in_file, described, renamed, target_of
 from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, read_settings, refuse_relatives
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.model import DFlashModel
@@ -71,8 +71,7 @@ def tensors_of(
         state: of the model, where other processes have parts of it.
         dtype: of its weights; as they are by default.
     """
-    tensors = {original(name): tensor for name, tensor in (state or model.state_dict()).items()}
-    return tensors if dtype is None else {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    return as_in_file(state or model.state_dict(), original, dtype)
 
 
 def original(name: str) -> str:

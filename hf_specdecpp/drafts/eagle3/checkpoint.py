@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import renamed
+from hf_specdecpp.drafts.checkpoints import as_in_file, renamed
 from hf_specdecpp.drafts.eagle3.config import NUM_USUAL, TRAIN, Eagle3Settings, of_type
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 
@@ -181,9 +181,7 @@ def tensors_of(
         state: of the model, where other processes have parts of it.
         dtype: of its weights; as they are by default.
     """
-    tensors = {original(name): tensor for name, tensor in (state or model.state_dict()).items()}
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors = as_in_file(state or model.state_dict(), original, dtype)
     if (ids := model.token_ids) is not None:
         ids = ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))

@@ -25,8 +25,6 @@ class ChainDrafting:
         eos_token_ids: candidates that end a chain.
     """
 
-    most_nodes = 1  # a chain may be cut before it is drawn, at any length
-
     def __init__(
         self,
         rule: StoppingRule,
@@ -42,6 +40,10 @@ class ChainDrafting:
     def survival(self) -> float | None:
         """Chance that all candidates of the last chain stand; `None` where nothing may follow them."""
         return self.rule.survival
+
+    def depth_within(self, room: int, most: int) -> int:
+        """How long a chain may be where the text has room for `room` candidates, and the pass for `most`."""
+        return min(room, most)
 
     def draft(self, input_ids: Tensor, most: int) -> DraftTree:
         """A chain after the text `input_ids` `[1, length]`, of at most so many candidates."""

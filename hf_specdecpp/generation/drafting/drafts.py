@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from hf_specdecpp.generation.target import TargetSide
+from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.trees.tree import DraftTree
-
-if TYPE_CHECKING:
-    from hf_specdecpp.generation.target import TargetSide
-    from hf_specdecpp.generation.text import Round, Text
 
 
 class Drafts(Protocol):

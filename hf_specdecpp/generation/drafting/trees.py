@@ -72,10 +72,11 @@ class TreeDrafting:
         """Lookups are branches of a tree, and follow nothing."""
         return None
 
-    @property
-    def most_nodes(self) -> int:
-        """The largest number of candidates in a tree."""
-        return self.config.tree_budget if self.shape is None else size(self.shape)
+    def depth_within(self, room: int, most: int) -> int:
+        """How deep a tree may be where the text has room for `room` candidates in a row, and the pass for `most` nodes:
+        cutting a tree would depend on what was drawn, so there is none where it might have more."""
+        nodes = self.config.tree_budget if self.shape is None else size(self.shape)
+        return room if most >= nodes else 0
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""

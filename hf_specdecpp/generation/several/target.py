@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +103,8 @@ class TargetOfRows:
         first = texts[0].generator
         product = self.passes.missing(len(texts), self.rounds, self.products.has_choice)
         if product is not None and len(texts) == self.count:
-            inputs = self._inputs([Round(text, DraftTree.chain()) for text in texts])
+            rounds = [Round(text, DraftTree.chain()) for text in texts]
+            inputs = self._inputs(rounds, _is_token(rounds))
             begin = time.perf_counter()
             self.passes.make(len(texts), product, self.model, inputs, self.device)
             first.stats.compared_passes += 1
@@ -121,9 +121,9 @@ class TargetOfRows:
 
     def read(self, rounds: Sequence[Round]) -> None:
         self.rounds += 1
-        inputs, is_token = self._inputs(rounds), _is_token(rounds)
-        is_timed, has_choice = self.device.type == "cpu", self.products.has_choice
-        with self.passes.timed(is_token.numel(), has_choice) if is_timed else nullcontext():
+        is_token = _is_token(rounds)
+        inputs = self._inputs(rounds, is_token)
+        with self.passes.timed(is_token.numel(), self.products.has_choice, self.device):
             outputs = self.states.catch(self.model, **inputs, return_dict=True)
         self.cache.note(is_token)
         self._hand_out(rounds, outputs)
@@ -154,9 +154,8 @@ class TargetOfRows:
             self.cache.forget((fed - kept_of_rows).tolist())
             self.positions += kept_of_rows
 
-    def _inputs(self, rounds: Sequence[Round]) -> dict[str, Any]:
-        """Forward arguments for each row's last token and candidates, then dummies."""
-        is_token = _is_token(rounds)
+    def _inputs(self, rounds: Sequence[Round], is_token: Tensor) -> dict[str, Any]:
+        """Forward arguments for each row's last token and candidates, then dummies: `is_token` `[rows, n]`."""
         count = is_token.shape[1]
         fed_rows = [[int(each.text.ids[0, -1]), *each.tree.candidates] for each in rounds]
         tokens = torch.tensor([row + row[-1:] * (count - len(row)) for row in fed_rows])

@@ -10,10 +10,10 @@ import torch
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt, told
 from support.rounds_anew import Ear
+from support.turns import carry_on
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DynamicCache,
 )
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -21,7 +21,7 @@ from hf_specdecpp.drafts.dflash.kind import read_model
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
-from hf_specdecpp.models.causal_lm import CACHE, CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
@@ -119,15 +119,7 @@ def test_a_cache_that_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_for()
     assistant = assisted(target)
     ear = Ear(assistant.ready_drafter(), monkeypatch)
-    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
-    plain = target.generate(TEXT, **how)
-    first = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache(config=target.config)})
-    assert torch.equal(first.sequences, plain.sequences)
-    ear.rounds.clear()
-    further = torch.cat((first.sequences, TEXT), dim=1)
-    second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
-    assert torch.equal(second.sequences, target.generate(further, **how).sequences)
-    ear.check(target, first=first.sequences.shape[1] - 1)
+    ear.check(target, first=carry_on(target, assistant, TEXT, ear) - 1)
 
 
 def test_together_with_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from support.gemma4_files import VARIANTS, VOCAB, WITH_GENERATOR, other_pairs, t
 from support.models import prompt
 from support.pretend_graph import pretend_graphs
 from support.rounds_anew import Ear
+from support.turns import carry_on
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -97,14 +98,7 @@ def test_a_cache_that_is_carried_on(settings: str, monkeypatch: pytest.MonkeyPat
     target = target_for()
     assistant = assisted(target, **SETTINGS[settings])
     ear = Ear(assistant.ready_drafter(), monkeypatch)
-    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
-    plain = target.generate(TEXT, **how)
-    first = target.generate(TEXT, assistant_model=assistant, **how, **{CACHE: DynamicCache(config=target.config)})
-    assert torch.equal(first.sequences, plain.sequences)
-    ear.rounds.clear()
-    further = torch.cat((first.sequences, TEXT), dim=1)
-    second = target.generate(further, assistant_model=assistant, **how, **{CACHE: first[CACHE]})
-    assert torch.equal(second.sequences, target.generate(further, **how).sequences)
+    carry_on(target, assistant, TEXT, ear)
     ear.check(target)
 
 

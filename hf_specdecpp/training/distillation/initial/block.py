@@ -31,9 +31,8 @@ from hf_specdecpp.training.distillation.initial.least_squares import (
     solved,
 )
 
-DECAY = (
-    4.0  # places: the n-th after the first candidate weighs exp(-n / 4), since it counts only where all before stand
-)
+# Places: the n-th after the first candidate weighs exp(-n / 4), since it counts only where all before stand.
+DECAY = 4.0
 SHARPNESS = 4.0  # of attention by distance: with it nine tenths of a row's weight or more are on one place
 FASTEST = 0.4  # radians a token: faster rotations count less, so that attention falls with the distance
 KINDS = 4  # of heads: the first row's and the later ones', each for the text before the anchor and for the anchor
@@ -50,7 +49,6 @@ def settings_for(
         reads: the target's layers whose outputs it reads.
         block_size: candidates.
         mask_token: id of the token in the places to be guessed.
-
     """
     config = target.config.get_text_config(decoder=True)
     head_dim = size_of(config, "head_dim") or config.hidden_size // (size_of(config, "num_attention_heads") or 8)
