@@ -158,6 +158,7 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
     ],
 )
 def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str) -> None:
+    target.__class__ = type("Own", (type(target),), {})  # other tests' targets may have assistants still
     with pytest.raises((TypeError, ValueError, OSError), match=says):
         assist(target, draft, **options)
     assert "_sample" not in vars(type(target)) or type(vars(type(target))["_sample"]).__name__ != "Method"
