@@ -103,7 +103,7 @@ class OneTarget:
         self.generator.session.share(self.prefix)
         self.device = input_device(model)
         self.passes = passes_of(model, setup.other_product(model))
-        self.captured, self.rounds = Captured(self), 0  # the latter: how many there were, whole ones left out
+        self.captured = Captured(self)
 
     @property
     def products(self) -> FasterProducts:
@@ -145,7 +145,6 @@ class OneTarget:
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
-        self.rounds += 1
         input_ids, tree = each.text.ids, each.tree
         if tree.is_chain:
             inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device))
@@ -190,7 +189,7 @@ class OneTarget:
         tell_it = self.generator.rests and self.device.type == "cpu"
         if tell_it or self.prefix.pending or self.prefix.is_at_change(self.text.ids):
             return
-        product = self.passes.missing(1, self.rounds, self.generator.products.has_choice)
+        product = self.passes.missing(1, self.generator.products.has_choice)
         if product is not None:
             begin = time.perf_counter()
             self.passes.make(1, product, self.model, self.prefix.chain_inputs(self.text.ids, []), self.device)

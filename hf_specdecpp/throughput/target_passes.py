@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -28,11 +28,14 @@ PASSES = 12  # with each product, which decide
 LEAST_GAIN = 1.05  # of a pass over one with PyTorch's own product
 ALIKE = 1.3  # gain at some rows from which on others are not compared
 FEW, CLEAR = 4, 1.1  # pairs of passes are enough where one product takes so many times the other's seconds in each
-AT_ONCE = 3  # passes over one token with each product, which a text makes beside its rounds if these are others
-LATER = 24  # rounds of a text after which it does so for the rest of them
+AT_ONCE = FEW  # passes over one token with each product, which a text makes beside its rounds if these are others
+EVERY = 48  # passes after which one more is made, as long as products are compared: 2 % of a text's seconds
 TINY = 1e-6  # seconds; a coarse clock may see none
 MOST_OF_FREE = 0.25  # of the memory that is free, which packed copies of weights may take
-AGAIN = 256  # passes after which another one with PyTorch's product says whether the machine is still the same
+AGAIN = 128  # passes after which another one with PyTorch's product says whether the machine is still the same
+LATEST = 24  # passes of rounds that say how fast the machine is now
+
+_Way = tuple[int, Product]  # of a pass: its rows and its product
 
 
 class TargetPasses:
@@ -57,9 +60,12 @@ class TargetPasses:
         self._gains: dict[int, float] = {}  # by rows: seconds with PyTorch's product over those with the other one
         self._seconds: dict[int, dict[Product, deque[float]]] = {}
         self._ways: list[Product] = ["own"]  # by rows; more go as the last
+        self._beside: dict[int, _Beside] = {}  # by rows
+        self._latest_passes: deque[tuple[_Way, float]] = deque(maxlen=LATEST)  # of rounds
         self._now: Product | None = None  # of the pass that is being timed
         self._count = 0  # of passes
-        self._latest_own: dict[int, int] = {}  # by rows: how many there were until the latest with PyTorch's product
+        self._latest: dict[int, int] = {}  # by rows: how many there were until the latest pass
+        self._latest_own: dict[int, int] = {}  # by rows: until the latest with PyTorch's product
 
     @property
     def products(self) -> set[Product]:
@@ -106,11 +112,13 @@ class TargetPasses:
         times = self._of(rows)
         return min(times, key=lambda product: len(times[product]))
 
-    def note(self, rows: int, product: Product, seconds: float) -> None:
-        """A pass took so long."""
+    def note(self, rows: int, product: Product, seconds: float, is_beside: bool = False) -> None:
+        """A pass of a round, or one beside those, took so long."""
+        self._compare(rows, product, seconds, is_beside)
         times = self._of(rows)
         times[product].append(seconds)
         self._count += 1
+        self._latest[rows] = self._count
         if product == "own":
             self._latest_own[rows] = self._count
         if rows not in self.chosen and self._is_decided(rows, *times.values()):
@@ -122,6 +130,15 @@ class TargetPasses:
             self._ways = ["own"]
             for number in range(1, max(self.chosen) + 1):
                 self._ways.append(self.chosen.get(number, self._ways[-1]))
+
+    def _compare(self, rows: int, product: Product, seconds: float, is_beside: bool) -> None:
+        """Hold passes of rounds against those beside them."""
+        if is_beside and product == "own":
+            self._beside.setdefault(rows, _Beside()).begin(seconds)
+        if not is_beside:
+            self._latest_passes.append(((rows, product), seconds))
+            for beside in self._beside.values():
+                beside.pair((rows, product), seconds)
 
     def _is_decided(self, rows: int, own: deque[float], other: deque[float] | None = None) -> bool:
         """Whether the passes so far are enough; keeps what they say."""
@@ -138,21 +155,22 @@ class TargetPasses:
             self._seconds[rows] = {product: deque(maxlen=PASSES) for product in self.contestants}
         return self._seconds[rows]
 
-    def missing(self, rows: int, rounds: int, has_choice: bool) -> Product | None:
+    def missing(self, rows: int, has_choice: bool) -> Product | None:
         """The product of a pass over one token of each of `rows` texts that is to be made beside those of the rounds.
 
         Args:
-            rounds: that the text has had.
             has_choice: as in `timed`.
         """
-        times = self._of(rows)
+        times, latest = self._of(rows), self._latest.get(rows, 0)
         if self._count - self._latest_own.get(rows, 0) >= AGAIN or (not has_choice and not times["own"]):
             return "own"
         if not has_choice and len(self.contestants) > 1:
             return None
         product = self._rarest(rows)
-        wanted = PASSES if rounds >= LATER else AT_ONCE
-        return product if len(times[product]) < wanted and (rows not in self.chosen or product == "own") else None
+        if rows in self.chosen and product != "own":
+            return None
+        most = PASSES if self._count - latest >= EVERY and len(self.contestants) > 1 else AT_ONCE
+        return product if len(times[product]) < most else None
 
     def make(
         self, rows: int, product: Product, forward: Callable[..., Any], inputs: dict[str, Any], device: torch.device
@@ -166,17 +184,55 @@ class TargetPasses:
                 torch.accelerator.synchronize(device)
         finally:
             self._now = None
-        self.note(rows, product, time.perf_counter() - begin)
+        self.note(rows, product, time.perf_counter() - begin, is_beside=True)
         text.back()
 
     def seconds(self, rows: int) -> tuple[float | None, float | None]:
-        """Of a pass over so many rows, medians: with PyTorch's product, and with the chosen one; `None` without any, or
-        where the clock cannot tell."""
+        """Of a pass over so many rows as the machine is now: with PyTorch's product, and with the chosen one; `None`
+        without any, or where the clock cannot tell.
+
+        Example: passes over one row took 1.1 and 1.2 times the seconds of those over four beside them, and the latest
+        ones over four rows took 50 to 56 ms, with a median of 52 ms. So one over one row takes 1.15 * 52 = 60 ms.
+        """
         times = self._of(rows)["own"]
-        if not times or (own := typical(times)) is None:
+        ratios = self._beside[rows].ratios | {(rows, "own"): deque([1.0])} if rows in self._beside else {}
+        lately = [ratio_of(ratios, way) * seconds for way, seconds in self._latest_passes] if ratios else []
+        own = typical(lately) if lately else None
+        own = own or (typical(times) if times else None)
+        if own is None:
             return None, None
         is_own = self.chosen.get(rows, "own") == "own"
         return own, own / (1.0 if is_own else self._gains[rows])
+
+
+class _Beside:
+    """Passes with PyTorch's own product that were made beside those of rounds, which a busy machine slows alike.
+
+    Attributes:
+        ratios: the seconds of such a pass over those of the two rounds' passes that followed, which take products in
+            turns; by rows and product of these.
+    """
+
+    def __init__(self) -> None:
+        self.ratios: dict[_Way, deque[float]] = {}
+        self._seconds, self._pairs = 0.0, 0  # of the latest one; how many passes are still held against it
+
+    def begin(self, seconds: float) -> None:
+        """A pass beside those of rounds took so long."""
+        self._seconds, self._pairs = seconds, 2
+
+    def pair(self, way: _Way, seconds: float) -> None:
+        """A round's pass took so long."""
+        if self._pairs:
+            ratio = max(self._seconds, TINY) / max(seconds, TINY)
+            self.ratios.setdefault(way, deque(maxlen=PASSES)).append(ratio)
+            self._pairs -= 1
+
+
+def ratio_of(ratios: Mapping[_Way, Sequence[float]], way: _Way) -> float:
+    """What stands beside a pass over so many rows, or beside those over the most similar number."""
+    rows, product = way
+    return median(ratios[min(ratios, key=lambda known: (known[1] != product, abs(known[0] - rows)))])
 
 
 # Of each target by the product that is compared with PyTorch's own; and which one that is, where it was not told.

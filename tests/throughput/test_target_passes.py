@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.models import assistant_for, prompt, tiny
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.products import Product
 from hf_specdecpp.throughput import target_passes
-from hf_specdecpp.throughput.target_passes import FEW, PASSES, TargetPasses, passes_of
+from hf_specdecpp.throughput.target_passes import AT_ONCE, EVERY, FEW, PASSES, TargetPasses, passes_of, ratio_of
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -89,20 +90,32 @@ def test_copies_are_kept_while_they_may_be_used() -> None:
 
 
 def test_passes_beside_those_of_the_rounds() -> None:
-    """Three with each product at once, the rest after many rounds, and one now and then."""
+    """Four with each product at once, the others one by one, 48 passes apart, and one now and then for good."""
     passes, made = TargetPasses("packed"), []
-    for rounds in range(60):
-        if (product := passes.missing(1, rounds, has_choice=True)) is not None:
-            made.append((rounds, product))
+    for rounds in range(1200):
+        if (product := passes.missing(1, has_choice=True)) is not None:
+            made.append(rounds)
             passes.note(1, product, 1.0)
         passes.note(3, "packed", 1.0)
-    early = [rounds for rounds, _ in made if rounds < target_passes.LATER]
-    assert len(early) == 2 * target_passes.AT_ONCE
-    assert len(made) == 2 * PASSES
-    assert passes.missing(1, 60, has_choice=True) is None
-    for _ in range(target_passes.AGAIN):
-        passes.note(3, "packed", 1.0)
-    assert passes.missing(1, 60, has_choice=True) == "own"
+    at_once = 2 * AT_ONCE
+    assert made[:at_once] == list(range(at_once))
+    apart = [after - before for before, after in pairwise(made[at_once - 1 : 2 * PASSES])]
+    assert set(apart) <= {EVERY, EVERY - 1}, apart
+    assert len(made) - 2 * PASSES == (1200 - made[2 * PASSES - 1]) // (target_passes.AGAIN - 1)
+
+
+def test_plain_passes_are_those_of_the_machine_now() -> None:
+    """The example of the docstring: a machine that becomes faster shows in the rounds alone."""
+    passes = TargetPasses()
+    for plain, four in ((110.0, 100.0), (60.0, 50.0)):
+        passes.note(1, "own", plain, is_beside=True)
+        passes.note(4, "own", four)
+        passes.note(4, "own", four)
+    assert passes.seconds(1)[0] == pytest.approx(1.15 * 75.0)
+    for seconds in (50.0, 52.0, 56.0) * 8:
+        passes.note(4, "own", seconds)
+    assert passes.seconds(1) == (pytest.approx(1.15 * 52.0), pytest.approx(1.15 * 52.0))
+    assert ratio_of({(4, "own"): [1.0], (8, "packed"): [2.0]}, (3, "packed")) == 2.0
 
 
 # In texts. ------------------------------------------------------------------------------------------------------------
@@ -114,8 +127,8 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     made_up: Seconds = {"own": 1.0, "packed": 1.0, "onednn": 1.0}
     note = TargetPasses.note
 
-    def pretended(self: TargetPasses, rows: int, product: Product, _seconds: float) -> None:
-        note(self, rows, product, rows * made_up[product])
+    def pretended(self: TargetPasses, rows: int, product: Product, _: float, is_beside: bool = False) -> None:
+        note(self, rows, product, rows * made_up[product], is_beside)
 
     monkeypatch.setattr(TargetPasses, "note", pretended)
     monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
@@ -137,7 +150,7 @@ def test_texts_decide(packed: float, gain: float, settings: dict[str, Any], seco
             target.generate(prompt(), assistant_model=assistant, max_new_tokens=96, do_sample=False), plain
         )
         assert assistant.stats.plain_pass_seconds == 1.0
-    assert passes_of(target, assistant.setup().other_product(target)).chosen[1] == ("packed" if gain > 1.0 else "own")
+    assert passes_of(target, assistant.setup().other_product(target)).of(1) == ("packed" if gain > 1.0 else "own")
     assert assistant.stats.same_pass_seconds == pytest.approx(1.0 / gain)
 
 
@@ -146,7 +159,7 @@ def test_a_setting_without_a_choice_makes_few_passes_of_its_own() -> None:
     assistant = assistant_for(target, rule="fixed", num_tokens=2, cpu_products="off")
     passes: list[int] = []
     target.register_forward_pre_hook(lambda *_: passes.append(1))
-    for most in (3, 0):
+    for most in (AT_ONCE, 0):
         passes.clear()
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
         assert len(passes) - assistant.stats.target_passes == most

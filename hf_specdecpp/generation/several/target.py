@@ -67,7 +67,7 @@ class TargetOfRows:
     def __init__(
         self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
-        self.model, self.config, self.count, self.rounds = model, config, len(texts), 0
+        self.model, self.config, self.count = model, config, len(texts)
         self.places = {id(text): place for place, text in enumerate(texts)}
         self.device, first = input_device(model), texts[0].generator
         self.states = TargetStates(model, first.setup.drafter.reads)
@@ -101,7 +101,7 @@ class TargetOfRows:
         """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
         self.cache.close_up()
         first = texts[0].generator
-        product = self.passes.missing(len(texts), self.rounds, self.products.has_choice)
+        product = self.passes.missing(len(texts), self.products.has_choice)
         if product is not None and len(texts) == self.count:
             rounds = [Round(text, DraftTree.chain()) for text in texts]
             inputs = self._inputs(rounds, _is_token(rounds))
@@ -120,7 +120,6 @@ class TargetOfRows:
         return self.found[id(text)]
 
     def read(self, rounds: Sequence[Round]) -> None:
-        self.rounds += 1
         is_token = _is_token(rounds)
         inputs = self._inputs(rounds, is_token)
         with self.passes.timed(is_token.numel(), self.products.has_choice, self.device):
