@@ -135,7 +135,7 @@ class TargetPasses:
         """Hold passes of rounds against those beside them."""
         if is_beside and product == "own":
             self._beside.setdefault(rows, _Beside()).begin(seconds)
-        if not is_beside:
+        if not is_beside and self._of(rows)[product]:  # the first pass over so many rows makes its kernels
             self._latest_passes.append(((rows, product), seconds))
             for beside in self._beside.values():
                 beside.pair((rows, product), seconds)
