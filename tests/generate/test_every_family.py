@@ -30,7 +30,7 @@ DOORS = ("told", "captured", "chain", "tree", "lookup", "unattached", "batch")
 # Families that nothing can be done for.
 REFUSED = {
     "image blip-2", "image hy_v4_vl", "image mistral_large4", "image qwen3_omni_moe_thinker", "image qwen3_vl_moe",
-    "image t5gemma2", "text axk2", "text bamba", "text big_bird", "text bigbird_pegasus", "text cpmant",
+    "image t5gemma2", "text axk2", "text big_bird", "text bigbird_pegasus", "text cpmant",
     "text deepseek_v32", "text deepseek_v4", "text falcon_mamba", "text glm_moe_dsa", "text hy_v4", "text jamba",
     "text mamba", "text minimax", "text moshi", "text nemotron_h", "text openai-gpt", "text prophetnet",
     "text recurrent_gemma",
