@@ -29,6 +29,7 @@ LEAST_GAIN = 1.05  # of a pass over one with PyTorch's own product
 ALIKE = 1.3  # gain at some rows from which on others are not compared
 FEW, CLEAR = 4, 1.1  # pairs of passes are enough where one product takes so many times the other's seconds in each
 AT_ONCE = FEW  # passes over one token with each product, which a text makes beside its rounds if these are others
+FIRST = 8  # rounds before these but for one: where a draft is useless, the rounds soon are such passes
 EVERY = 48  # passes after which one more is made, as long as products are compared: 2 % of a text's seconds
 TINY = 1e-6  # seconds; a coarse clock may see none
 MOST_OF_FREE = 0.25  # of the memory that is free, which packed copies of weights may take
@@ -63,7 +64,7 @@ class TargetPasses:
         self._beside: dict[int, _Beside] = {}  # by rows
         self._latest_passes: deque[tuple[_Way, float]] = deque(maxlen=LATEST)  # of rounds
         self._now: Product | None = None  # of the pass that is being timed
-        self._count = 0  # of passes
+        self._rounds = self._count = 0  # rounds, and passes that were timed
         self._latest: dict[int, int] = {}  # by rows: how many there were until the latest pass
         self._latest_own: dict[int, int] = {}  # by rows: until the latest with PyTorch's product
 
@@ -162,9 +163,10 @@ class TargetPasses:
             has_choice: as in `timed`.
         """
         times, latest = self._of(rows), self._latest.get(rows, 0)
-        if self._count - self._latest_own.get(rows, 0) >= AGAIN or (not has_choice and not times["own"]):
+        self._rounds += 1
+        if self._count - self._latest_own.get(rows, 0) >= AGAIN or not times["own"]:
             return "own"
-        if not has_choice and len(self.contestants) > 1:
+        if self._rounds < FIRST or (not has_choice and len(self.contestants) > 1):
             return None
         product = self._rarest(rows)
         if rows in self.chosen and product != "own":

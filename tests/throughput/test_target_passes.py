@@ -13,7 +13,7 @@ from support.models import assistant_for, prompt, tiny
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.products import Product
 from hf_specdecpp.throughput import target_passes
-from hf_specdecpp.throughput.target_passes import AT_ONCE, EVERY, FEW, PASSES, TargetPasses, passes_of, ratio_of
+from hf_specdecpp.throughput.target_passes import AT_ONCE, EVERY, FEW, FIRST, PASSES, TargetPasses, passes_of, ratio_of
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -90,7 +90,7 @@ def test_copies_are_kept_while_they_may_be_used() -> None:
 
 
 def test_passes_beside_those_of_the_rounds() -> None:
-    """Four with each product at once, the others one by one, 48 passes apart, and one now and then for good."""
+    """One at once, four with each product from the eighth round on, others 48 passes apart, and one now and then."""
     passes, made = TargetPasses("packed"), []
     for rounds in range(1200):
         if (product := passes.missing(1, has_choice=True)) is not None:
@@ -98,7 +98,7 @@ def test_passes_beside_those_of_the_rounds() -> None:
             passes.note(1, product, 1.0)
         passes.note(3, "packed", 1.0)
     at_once = 2 * AT_ONCE
-    assert made[:at_once] == list(range(at_once))
+    assert made[:at_once] == [0, *range(FIRST - 1, FIRST + at_once - 2)]
     apart = [after - before for before, after in pairwise(made[at_once - 1 : 2 * PASSES])]
     assert set(apart) <= {EVERY, EVERY - 1}, apart
     assert len(made) - 2 * PASSES == (1200 - made[2 * PASSES - 1]) // (target_passes.AGAIN - 1)
@@ -162,7 +162,7 @@ def test_a_setting_without_a_choice_makes_few_passes_of_its_own() -> None:
     target.register_forward_pre_hook(lambda *_: passes.append(1))
     for most in (AT_ONCE, 0):
         passes.clear()
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
         assert len(passes) - assistant.stats.target_passes == most
 
 
