@@ -17,8 +17,7 @@ PAGE = Path(__file__).with_suffix(".md")
 
 HEAD = """# Settings
 
-Every field that can be set, with its default. This page is made from the docstrings by `make docs`; edit those. Which
-values to choose is in [choosing.md](choosing.md).
+Made from the docstrings by `make docs`; edit those. [choosing.md](choosing.md) helps to choose.
 """
 
 SECTIONS: list[tuple[Any, str]] = [
@@ -26,31 +25,30 @@ SECTIONS: list[tuple[Any, str]] = [
         SpeculationConfig,
         """## Speculation: `SpeculationConfig`
 
-`from_pretrained(..., speculation=SpeculationConfig(...))`, or `assistant.speculation.threshold = 0.5` between two
-calls. A repository has defaults of its own in `config.json`; `train` takes them under `speculation:`.
+`assist(model, ..., threshold=0.5)`, or `assistant.speculation.threshold = 0.5` between two calls. A repository has
+defaults of its own; `train` takes them under `speculation:`.
 """,
     ),
     (
         Costs,
         """## Given costs: `SpeculationConfig(costs={...})`
 
-For `rule="throughput"` where nothing is to be measured. All are in seconds, but only their ratios matter.
+For `rule="throughput"` where nothing is to be measured. Only ratios matter.
 """,
     ),
     (
         TrainingConfig,
         """## Training: `TrainingConfig`
 
-`specdecpp train --config FILE.yaml`; a name with a dot is nested, so `head.rank` is `head: {rank: 64}`. What the stages
-do is in [training.md](training.md).
+`specdecpp train --config FILE.yaml`; a name with a dot is nested: `head.rank` is `head: {rank: 64}`
+([training.md](training.md)).
 """,
     ),
     (
         BenchmarkConfig,
         """## Benchmark: `BenchmarkConfig`
 
-`specdecpp bench`: each field is an option of the same name, `--max_prompts 20`. How to read its report is in
-[benchmarks.md](benchmarks.md).
+Each field is an option of `specdecpp bench`, `--max_prompts 20` ([benchmarks.md](benchmarks.md)).
 """,
     ),
 ]
@@ -62,13 +60,18 @@ def page() -> str:
 
 
 def table(cls: Any) -> str:
-    """A row for each field: name, type, default, unit of its numbers, meaning."""
-    rows = [["setting", "type", "default", "unit", "meaning"], ["---"] * 5]
+    """A row for each field: name, default, type or unit of its numbers, meaning."""
+    rows = [["setting", "default", "takes", "meaning"], ["---"] * 4]
     rows += [
-        [f"`{each.name}`", f"`{each.kind}`", default(each), each.unit, each.meaning[0].upper() + each.meaning[1:]]
+        [f"`{each.name}`", default(each), takes(each), each.meaning[0].upper() + each.meaning[1:]]
         for each in describe(cls)
     ]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
+
+
+def takes(setting: Setting) -> str:
+    """The unit of a number, or the type: `None` stands in the column of defaults."""
+    return setting.unit or f"`{setting.kind.removesuffix(' | None')}`"
 
 
 def default(setting: Setting) -> str:

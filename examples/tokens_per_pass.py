@@ -1,6 +1,6 @@
 """One table of tokens per target pass from runs of `specdecpp bench`, the best of each column marked.
 
-    python examples/tokens_per_pass.py bench/trees-smollm2 bench/trees-qwen --page docs/dyspec.md
+    python examples/tokens_per_pass.py bench/trees-smollm2 bench/trees-qwen --page docs/benchmarks/trees/report.md
 
 Replayed trees (`--replay_rounds`) are shown where a run has them, live generations otherwise. A count, not a time: it
 depends on models, prompts and settings, and on no machine. Below the table: by how much one tree leads another on the

@@ -1,17 +1,31 @@
-"""The guides: every link within the repository leads somewhere, and settings.md says what the dataclasses say."""
+"""The pages: links lead somewhere, programs run or say what they need, and settings.md says what the dataclasses say."""
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+import shlex
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+import torch
+import transformers
+from support.eagle3_files import Checkpoint
+from support.models import partly_agreeing, quiet_later_layers, tiny
+from support.repos import PROMPT, chat_tokenizer, save_adapter, save_model
+from typer.main import get_command
+
+import hf_specdecpp
+from hf_specdecpp.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for folder in ("docs", "hub_cards") for page in ROOT.glob(f"{folder}/**/*.md"))]
 )
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE_BLOCK = re.compile(r"^```.*?^```", flags=re.DOTALL | re.MULTILINE)
 CODE_SPAN = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -55,3 +69,124 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 def test_settings_are_those_of_the_code() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+NEEDS = re.compile(r"# [Nn]eeds \S+")
+EXCERPT = re.compile(r"# Of (\S+\.py)")
+# What pages call models, and which of ours takes their place.
+IDS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "target",
+    **dict.fromkeys(("org/target", "org/model"), "target"),
+    **dict.fromkeys(("org/repo", "org/small-model", "org/independent", "my/folder"), "draft"),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": "eagle3",
+    "org/lora": "adapter",
+}
+
+
+def blocks(language: str) -> list[Any]:
+    found = []
+    for page in GUIDES:
+        programs = [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+        found += [pytest.param(code, id=f"{page.stem}-{number}") for number, code in enumerate(programs)]
+    return found
+
+
+def test_every_block_has_a_language() -> None:
+    for page in GUIDES:
+        fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert set(fences[::2]) <= {"python", "console", "yaml", ""}, page
+        assert set(fences[1::2]) <= {""}, page
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model that chats, a smaller one, a LoRA adapter of it and an EAGLE-3 draft of the first."""
+    folder = tmp_path_factory.mktemp("models")
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=6, eos_token_id=47, pad_token_id=47)).float()
+    draft = partly_agreeing(target)
+    for name in ("target", "draft"):
+        chat_tokenizer().save_pretrained(folder / name)
+    return {
+        "target": save_model(target, folder / "target", None),
+        "draft": save_model(draft, folder / "draft", None),
+        "adapter": save_adapter(draft, folder / "adapter"),
+        "eagle3": str(Checkpoint().save(folder / "eagle3")),
+    }
+
+
+@pytest.fixture
+def names(folders: dict[str, str]) -> dict[str, Any]:
+    """What pages take for granted."""
+    model, draft = (transformers.AutoModelForCausalLM.from_pretrained(folders[name]) for name in ("target", "draft"))
+    model.generation_config.max_new_tokens = 16
+    other = hf_specdecpp.SpecDecPPAssistant.from_draft(draft, model)
+    return {
+        "assist": hf_specdecpp.assist, "SpecDecPPAssistant": hf_specdecpp.SpecDecPPAssistant,
+        "SpeculationConfig": hf_specdecpp.SpeculationConfig, "pipeline": transformers.pipeline, "torch": torch,
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "TextStreamer": transformers.TextStreamer,
+        "model": model, "draft": draft, "other": other, "assistant": hf_specdecpp.assist(model, draft),
+        "tokenizer": chat_tokenizer(), "inputs": {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.filterwarnings("ignore")
+def test_python_runs(
+    code: str, names: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if NEEDS.match(code):
+        ast.parse(code)
+    elif excerpt := EXCERPT.match(code):
+        source = (ROOT / excerpt[1]).read_text(encoding="utf-8")
+        places = [source.find(call) for call in re.findall(r"\.\w+\(", code)]
+        assert -1 not in places
+    else:
+        run(code, names, folders, tmp_path, monkeypatch)
+
+
+def run(
+    code: str, names: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With folders of ours in the place of the ids that the page has."""
+    monkeypatch.chdir(tmp_path)
+    for name, of in IDS.items():
+        code = code.replace(f'"{name}"', repr(folders[of]))
+    exec(compile(code, "page", "exec"), names)  # noqa: S102
+
+
+def commands(code: str) -> list[str]:
+    """The lines of a block that are commands: those that a backslash continues are one."""
+    lines = code.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("code", blocks("console"))
+def test_commands_are_taken_by_their_programs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their options are parsed, and what they name is there; other programs' commands say what they need."""
+    needs = NEEDS.match(code) is not None
+    for line in commands(code):
+        words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+        program, *rest = words
+        if program == "specdecpp":
+            parse(rest)
+        elif program == "python" and rest[0].startswith("examples/"):
+            source = (ROOT / rest[0]).read_text(encoding="utf-8")
+            assert [word for word in rest[1:] if word.startswith("--") and word.split("=")[0] not in source] == []
+        elif program == "make":
+            assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        elif program == "pip":
+            extra = re.search(r"\[(\w+)\]", line)
+            project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+            assert extra is None or re.search(rf"^{extra[1]} = \[", project, flags=re.MULTILINE)
+        else:
+            assert needs or NEEDS.search(line), f"{program} is not ours: say what it needs"
+
+
+def parse(words: list[str]) -> None:
+    """What the command line makes of these words; `click.UsageError` if it takes them not."""
+    verb, *rest = words
+    command: Any = get_command(app)
+    found = command.commands[verb]
+    with click.Context(command, info_name="specdecpp") as above:
+        found.make_context(verb, list(rest), parent=above)

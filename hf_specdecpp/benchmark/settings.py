@@ -25,31 +25,31 @@ class BenchmarkConfig:
 
     Args:
         target: Hub id or folder of the model to speed up.
-        assistant: Hub id or folder of its assistant; by default the target's own multi-token layers draft, or where its
-            checkpoint has none candidates are looked up in the text.
-        layers: an untrained early exit drafts: 4 for the first four layers, or indices such as 0,1,2,29.
-        lookup: no draft: candidates are looked up in the text, and no assistant is needed.
-        mtp: the target's own multi-token layers draft, and no assistant is needed.
-        draft: folder of the draft that the assistant's repository names, where that cannot be reached.
-        data: prompts: JSON Lines files, each a set of its own; may be repeated; a few of ours by default.
+        assistant: Hub id or folder of its assistant; by default the target's own multi-token layers, or lookups.
+        layers: draft with an untrained early exit: 4 for the first four layers, or indices such as 0,1,2,29.
+        lookup: no draft: candidates are looked up in the text.
+        mtp: draft with the target's own multi-token layers.
+        draft: folder of the draft that the assistant's repository names.
+        data: prompts: JSON Lines files, each a set; may be repeated; a few of ours by default.
         max_prompts (prompts): the most taken of each set, chosen by `seed`; all by default.
         max_new_tokens (tokens): the longest answer.
         temperatures: every prompt is answered at each of them, such as 0,1; 0 is greedy.
-        contestants: only these: names or patterns such as `fixed*,dyspec*`; all by default.
+        contestants: only these: names or patterns such as `fixed*,dyspec*`.
         output: folder of the results; a killed run goes on there.
         dtype: dtype of the target; `"auto"` is what it is stored in.
         device: device of the target; by default an accelerator if there is one.
-        threads (threads): number of torch's threads; as many as torch takes by default.
+        threads (threads): number of torch's threads.
         seed: seed of the choice of prompts and of all draws.
-        cpu_products: CPU products of ours, `"auto"` or `"off"` (`SpeculationConfig`); by default as the assistant says.
-        costs: what replays reckon with: `measured`, `paper`, a ratio t_draft / t_target, a JSON file; may be repeated.
-        rollouts: work folder of `specdecpp train`: replays take the target's answers to its test sets from there.
+        cpu_products: `"auto"` or `"off"`; by default as the assistant says.
+        costs: costs that replays reckon with: `measured`, `paper`, a ratio t_draft / t_target, a JSON file; may be
+            repeated.
+        rollouts: work folder of `specdecpp train`: replays take the target's answers from there.
         live: time generations.
         replay: compare all rules on recorded texts.
-        replay_rounds: count the tokens per target pass of trees and chains along the texts, by both ways to verify.
-        batch_size (prompts): also time several prompts in one generate(), chains only: sizes such as 1,4,8.
-        draws (records): how many are made of each sampled text.
-        attempts (generations): how often one that other load disturbs is tried at most; the quietest is kept.
+        replay_rounds: count the tokens per target pass of trees and chains along the texts.
+        batch_size (prompts): also time several prompts in one generate(): sizes such as 1,4,8.
+        draws (records): the number made of each sampled text.
+        attempts (generations): the most tries of one that other load disturbs; the quietest is kept.
         quick: take a few contestants, prompts and tokens: two minutes.
         card: file for the speeds as a model card shows them.
     """

@@ -16,15 +16,14 @@ class Costs:
     """What a round costs, in seconds.
 
     Args:
-        draft (seconds): one draft step, its estimate and its draw included.
-        verify (seconds): target passes over 1, 2, ... tokens, of any form: a wider pass may take less time than a
-            narrower one. Longer ones are extrapolated along a straight line.
-        overhead (seconds): whatever else a round takes.
-        read (seconds): the draft reading one more token of a text that it has not followed, after a pause.
-        branch (seconds): each further place that a draft step answers for: in trees a node that it reads, of a block a
-            candidate.
+        draft (seconds): one draft step, with its estimate and its draw.
+        verify (seconds): target passes over 1, 2, ... tokens, of any form; longer ones are extrapolated along a
+            straight line.
+        overhead (seconds): everything else in a round.
+        read (seconds): the draft reads one more token of a text that it has not followed.
+        branch (seconds): each further place that a draft step answers for: a node of a tree, a candidate of a block.
         start (seconds): drafting at all, whatever the number of steps.
-        block (candidates): that a draft step proposes, one after another.
+        block (candidates): the number that one draft step proposes.
 
     Raises:
         ValueError: a value is not a number of seconds, or `verify` is empty.

@@ -44,42 +44,33 @@ class SpeculationConfig:
     """How far to speculate, and with which means; all else the package decides (`stats.decided`).
 
     Args:
-        rule: when a round stops drafting.
-            `"throughput"`: where that maximises tokens a second, with nothing to tune (`docs/throughput.md`); also for
-            `tree="dyspec"`;
+        rule: when a round stops drafting. `"throughput"`: where that maximises tokens a second (`docs/throughput.md`);
             `"threshold"` (SpecDec++, section 3): once the chance that a candidate was rejected passes `threshold`;
-            `"fixed"`: after `num_tokens` candidates, which is classic speculative decoding.
-        threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. Larger speculates further.
-        num_tokens (candidates): in every round of `rule="fixed"`.
-        max_tokens (candidates): the most that a round drafts under every rule but `"fixed"` (paper: 20).
-        tree: draft a token tree (on a target that the assistant is attached to). `"dyspec"`: DySpec's Algorithm 2, a
-            draft pass a level; `"dyspec-exact"`: its Algorithm 1, a draft pass for every node that gets children;
-            `"static"`: the shape of `tree_budget` candidates that is best for the rates of acceptance in the repository
-            of the assistant; or a shape: children by depth, such as `[4, 2, 1, 1]`, or a list of nodes, each the ranks
-            of the siblings on the way to it: `[[0], [1], [0, 0]]`. `None` drafts chains. `rule` matters to `"dyspec"`
-            alone: under `"throughput"` a tree stops growing where a further candidate or level no longer pays.
-        tree_budget (candidates): in a dynamic tree, 2 to 1024. All are used; with `rule="throughput"` a `"dyspec"` tree
-            has this many at most.
-        lookup: candidates also come from the text itself, for nothing: where its end stood before, what followed there
-            (`docs/lookup.md`). `"history"` also searches earlier answers of this assistant, up to 50,000 tokens, which
-            helps where requests resemble one another. They are kept in memory only (`assistant.memory.answers`).
-            `"throughput"` looks up, drafts or does neither, whatever promises most tokens a second; every other rule
-            looks up where what it finds is likelier to be accepted than what the draft proposes.
-        costs (seconds): of a round, for `rule="throughput"`, as `{"draft": s, "verify": [s1, s2, ...]}` and what else
-            `Costs` has. `None` lets the rounds of each text say what they cost.
-        reproducible: nothing follows the clock or earlier texts, so a seed repeats a sampled text whatever was
-            generated before. Every text begins with nothing learned and no earlier answers, costs are those given or
-            assumed of the models' sizes, and matrix products are PyTorch's own.
+            `"fixed"`: after `num_tokens` candidates.
+        threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. A larger h drafts further.
+        num_tokens (candidates): the number drafted in every round of `rule="fixed"`.
+        max_tokens (candidates): the most that a round drafts under the other rules (paper: 20).
+        tree: draft a token tree; the assistant must be attached. `"dyspec"`: DySpec's Algorithm 2, a draft pass a
+            level, under `"throughput"` as large as pays; `"dyspec-exact"`: its Algorithm 1, a draft pass a node;
+            `"static"`: the best shape of `tree_budget` candidates for the acceptance rates in the assistant's
+            repository; or a shape: children by depth, `[4, 2, 1, 1]`, or a list of nodes by ranks, `[[0], [1], [0,
+            0]]`. `None` drafts chains.
+        tree_budget (candidates): the size of a dynamic tree, 2 to 1024; under `rule="throughput"` the most.
+        lookup: candidates also come from the text itself, where its end stood before (`docs/lookup.md`). `"history"`
+            also searches up to 50,000 tokens of earlier answers, kept in memory only (`assistant.memory.answers`).
+        costs (seconds): costs of a round for `rule="throughput"`, as `{"draft": s, "verify": [s1, s2, ...]}` and the
+            other fields of `Costs`. `None` takes them from the rounds of each text.
+        reproducible: nothing follows the clock or earlier texts, so a seed repeats a sampled text: every text begins
+            with nothing learned, costs are given or assumed of the models' sizes, and matrix products are PyTorch's
+            own.
         cpu_products: on a CPU, for float32 layers of an attached target and its draft. `"auto"`: oneDNN's products,
-            with packed weights where memory allows, for the numbers of tokens for which the target's passes are at
-            least 1.05 times as fast; int8 copies of a draft that is a model of its own; and attention that does not
-            copy the keys and values that heads share. The first two round otherwise. `"off"`: PyTorch's own products
-            and transformers' attention.
-        graphs: on CUDA. `"auto"`: the passes of target and draft are captured as CUDA graphs, which a GPU replays as
-            one launch each, where that can be done (`stats.uncaptured` says why not); `"off"`: they run as ever.
-        compile: compile small pieces of what is captured (norms, MLPs, rotary embeddings) with `torch.compile`, each
-            once for all layers: on an H100 a captured pass took 10 to 28 % less, and the first text some seconds more
-            (`docs/gpu.md`).
+            with packed weights where memory allows, where they make the target's passes at least 1.05 times as fast;
+            int8 copies of a draft that is a model of its own; attention that copies no shared keys and values. The
+            first two round otherwise. `"off"`: PyTorch's own.
+        graphs: on CUDA. `"auto"`: passes of target and draft are captured as CUDA graphs where that can be done
+            (`stats.uncaptured` says why not); `"off"`: they run as ever.
+        compile: compile small pieces of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less,
+            and the first text some seconds more (`docs/gpu.md`).
 
     Raises:
         ValueError: a value is outside its range, or the setting is one of an earlier version: what takes its place is

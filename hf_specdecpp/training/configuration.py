@@ -50,15 +50,15 @@ class RolloutConfig:
     Args:
         data: JSON Lines files with a `prompt` column, or `datasets` ids.
         max_prompts (prompts): the most taken of each file, chosen by `seed`; all by default.
-        temperatures: each prompt is answered at each of them; 0 is greedy. Draft and head learn from all these texts.
-        samples_per_prompt (answers): for each prompt at each temperature; there is only one greedy answer.
-        top_k (tokens): how many of its likeliest tokens the target draws from; 0 for all.
+        temperatures: each prompt is answered at each of them; 0 is greedy. Draft and head learn from all answers.
+        samples_per_prompt (answers): the number for each prompt at each temperature; there is one greedy answer.
+        top_k (tokens): the target draws from so many of its likeliest tokens; 0 for all.
         max_new_tokens (tokens): the longest answer.
-        batch_size (prompts): answered at once by a local target, or requests in flight to the server.
-        server: base URL of an OpenAI-compatible server of the target that takes token ids; by default it runs here.
-        server_model: name of the target on that server, by default the target's id.
-        shard_size (answers): in a parquet shard; a killed run loses at most one shard.
-        heldout (share of prompts): kept out of all training, chosen by a hash of the text.
+        batch_size (prompts): the number answered at once here, or in flight to the server.
+        server: base URL of an OpenAI-compatible server of the target that takes token ids.
+        server_model: name of the target on that server; the target's id by default.
+        shard_size (answers): the size of a parquet shard; a killed run loses at most one.
+        heldout (share of prompts): kept out of training, chosen by a hash of the text.
     """
 
     data: list[str] = field(default_factory=list)
@@ -79,31 +79,27 @@ class DistillConfig:
     """LoRA distillation of the draft.
 
     Args:
-        enabled: `False` leaves the draft as it is (the paper's setting): it gets an acceptance head.
-        draft_vocab_size (tokens): keep only so many in the draft's LM head, the most frequent of the answers and then
-            of the prompts; all by default. Of few texts it costs acceptance: the stage says what it covers.
-        on_prompts: learn on the prompts' tokens, too: more text for no more answers. Good for an early exit, which has
-            much to learn; what is measured are the answers alone.
-        rank (dimensions): of the adapter, LoRA's r; its alpha is twice that.
+        enabled: `False` leaves the draft as it is (the paper's setting); only a head is fitted.
+        draft_vocab_size (tokens): the draft's LM head keeps so many, the most frequent of the answers and prompts; all
+            by default.
+        on_prompts: learn on the prompts' tokens, too. Good for an early exit, which has much to learn.
+        rank (dimensions): LoRA's r; its alpha is twice that.
         epochs (passes over the texts): may be a fraction.
-        learning_rate: the highest of its cosine schedule. For an EAGLE-3 layer, all of whose weights learn, 1e-4 is
-            good.
-        batch_size (texts): in one forward and backward pass of a process.
-        gradient_accumulation_steps (passes): before each step of the optimiser.
+        learning_rate: the highest of a cosine schedule. For an EAGLE-3 layer 1e-4 is good.
+        batch_size (texts): the number in one pass of a process.
+        gradient_accumulation_steps (passes): the number before each step of the optimiser.
         max_length (tokens): a prompt with its answer is cut off there.
-        unroll (candidates): of a round that a conditioned draft is taught to go on for by itself.
-        fusion_learning_rate: that of a conditioned draft's fusion, which begins with maps that make sense: at the
-            adapter's rate they are lost.
-        fusion_rank (dimensions): of a conditioned draft's fusion; full maps by default, which large targets need not.
-        block_size (candidates): of a block, whose draft proposes so many with one pass.
-        block_layers (layers): of a block draft.
-        loss: `"kl"` is KL(p || q); `"tv"` the total variation, which is the chance that a candidate is rejected;
-            `"kl+tv"` the first and twice the second.
-        bf16: train in mixed precision: float32 weights, bfloat16 products.
-        start_from: `work_dir` of another run of the same kind of draft, whose adapter and fusion, or layers, training
-            goes on with. For EAGLE-3 and block drafts also the repository of one that others trained, which then learns
-            from these answers, with its own vocabulary; or only gets a head, where `enabled` is off. Of two runs' draft
-            vocabularies the one that covers more of the held-out answers is kept.
+        unroll (candidates): the steps of a round that a draft is taught to go on for on its own states.
+        fusion_learning_rate: the rate of a conditioned draft's fusion, which begins with maps that a higher rate
+            destroys.
+        fusion_rank (dimensions): the rank of a conditioned draft's fusion; full by default.
+        block_size (candidates): the number that a block draft proposes with one pass.
+        block_layers (layers): the depth of a block draft.
+        loss: `"kl"`: KL(p || q); `"tv"`: the total variation, which is the chance of a rejection; `"kl+tv"`: the first
+            and twice the second.
+        bf16: mixed precision: float32 weights, bfloat16 products.
+        start_from: `work_dir` of another run of the same kind of draft, or the repository of a published EAGLE-3 or
+            DFlash draft: training goes on with it.
     """
 
     enabled: bool = True
@@ -130,23 +126,22 @@ class HeadConfig:
     """The acceptance head and its fit.
 
     Args:
-        inputs: `"before"` judges a candidate by the state that produced q, before the draft reads the candidate;
-            `"after"` is the paper's head, which reads the state at the candidate.
+        inputs: `"before"` judges a candidate by the state that produced q; `"after"`, the paper's head, by the state at
+            the candidate.
         num_blocks (layers): residual blocks of an `"after"` head.
         tied: whether these blocks share their weights, as in the released code.
-        rank (dimensions): of a `"before"` head's low-rank correction.
+        rank (dimensions): the rank of a `"before"` head's correction.
         label: `"sampled"` is the paper's min(1, p(y)/q(y)) of the drawn token; `"analytic"` is sum min(p, q).
-        rejection_weight: weight w_rej of the BCE (paper: 6), whose effect on the average calibration takes back.
-        siblings (candidates): drawn without replacement at each position (`inputs="before"`), for trees.
-        dropout (share of inputs): of the hidden states, left out at random while a `"before"` head is fitted: what few
-            texts teach does not carry over to others without it.
-        temperature: fit on the texts of this temperature alone, one of `rollouts.temperatures`; on all by default.
+        rejection_weight: weight w_rej of the BCE (paper: 6).
+        siblings (candidates): the number drawn without replacement at each position (`inputs="before"`), for trees.
+        dropout (share of inputs): hidden states left out at random while a `"before"` head is fitted.
+        temperature: fit on the texts of this temperature alone; on all by default.
         epochs (passes over the texts): may be a fraction (paper: 3).
-        learning_rate: the highest of its cosine schedule (paper: 5e-5). The network on the scalars (`inputs="before"`)
-            has ten times the rate.
-        batch_size (texts): in one step (paper: 32).
-        max_texts (texts): fit on so many, chosen by `seed`; on all by default. A head needs fewer than a draft.
-        learning_curve: also fit heads on a quarter and a half of the texts, for the card: would more data help?
+        learning_rate: the highest of a cosine schedule (paper: 5e-5). The network on the scalars has ten times the
+            rate.
+        batch_size (texts): the number in one step (paper: 32).
+        max_texts (texts): the most that the head is fitted on, chosen by `seed`; all by default.
+        learning_curve: also fit heads on a quarter and a half of the texts, for the card.
     """
 
     inputs: Literal["before", "after"] = "before"
@@ -170,11 +165,9 @@ class EvalConfig:
     """What the head is evaluated on, beside the held-out prompts.
 
     Args:
-        data: JSON Lines files with prompts, or `datasets` ids; each is a test set, reported by its name. Prompts that
-            are in one are never trained on.
+        data: JSON Lines files with prompts, or `datasets` ids; each is a test set. Their prompts are never trained on.
         max_prompts (prompts): the most taken of each, chosen by `seed`; all by default.
-        compare: `work_dir` of another run whose evaluation the card shows beside this one's, such as the paper's
-            setting on the same test sets.
+        compare: `work_dir` of another run whose evaluation the card shows beside this one's.
     """
 
     data: list[str] = field(default_factory=list)
@@ -189,22 +182,21 @@ class TrainingConfig:
     Args:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
-        draft: Hub id or folder of an independent draft; `"conditioned"` for layers of the target that read its hidden
-            states; `"eagle3"` for a layer of its own that reads them; `"block"` for layers that read them and propose a
-            block of candidates with one pass (DFlash); the repository of an EAGLE-3 or DFlash draft of others, which
-            stays as it is and gets an acceptance head; by default an early exit of the target.
-        layers: of the target, that draft: a number of first layers, or ascending indices. By default an early exit has
-            the first 4, a conditioned draft the last.
-        reads: layers of the target whose outputs a conditioned draft reads beside the final state, an EAGLE-3 or block
-            draft in its place. By default a low, a middle and a high one; for a block the last but one.
-        dtype: of target and draft in all stages but `distill`: `"auto"` as they are stored, `"bfloat16"`, `"float32"`.
-        target_id: what the published config names in place of `target`, where that is a local copy.
+        draft: Hub id or folder of an independent draft; `"conditioned"`, `"eagle3"` or `"block"` for drafts that read
+            the target's states (`docs/drafts.md`); the repository of a published EAGLE-3 or DFlash draft, which gets a
+            head; by default an early exit.
+        layers: layers of the target that draft: a number of first layers, or ascending indices. By default an early
+            exit has the first 4, a conditioned draft the last.
+        reads: layers of the target whose outputs the draft reads. By default a low, a middle and a high one; for a
+            block the last but one.
+        dtype: dtype of target and draft in all stages but `distill`; `"auto"` as they are stored.
+        target_id: the id that the published config names where `target` is a local copy.
         target_revision: commit of `target_id`.
-        draft_id: what the published config names in place of `draft`, where that is a local copy.
+        draft_id: the id that the published config names where `draft` is a local copy.
         draft_revision: commit of `draft_id`.
-        speculation: what users of the repository speculate with unless they choose: fields of `SpeculationConfig`. By
-            default `threshold` at its best value here, for an early exit `throughput`.
-        seed: of everything random.
+        speculation: default settings of the repository, fields of `SpeculationConfig`: by default the best `threshold`
+            here, for an early exit `throughput`.
+        seed: seed of everything random.
         report_to: trackers, as in `transformers.TrainingArguments`: one, a list, or "none".
         work_dir: shards, checkpoints and features; by default `<output>-work`.
     """
