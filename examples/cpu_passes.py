@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from hf_specdecpp.models.causal_lm import CACHE
 from hf_specdecpp.models.cpu_products import FasterProducts, Part
 from hf_specdecpp.models.products import Always, PackedWeights, quantise
 
@@ -23,7 +24,7 @@ CONTEXT, TURNS = 64, 7
 def least_times(model, contexts):
     """Milliseconds of passes over each number of tokens, within each context."""
     cache = DynamicCache(config=model.config)
-    model(torch.arange(CONTEXT)[None], past_key_values=cache)
+    model(torch.arange(CONTEXT)[None], **{CACHE: cache})
     cache.activate_past_recording()  # so that it can be rolled back
     best = {}
     for _ in range(TURNS):
@@ -31,7 +32,7 @@ def least_times(model, contexts):
             for name, context in contexts.items():
                 with context:
                     begin = time.perf_counter()
-                    model(torch.arange(count)[None], past_key_values=cache)
+                    model(torch.arange(count)[None], **{CACHE: cache})
                     seconds = time.perf_counter() - begin
                 best[name, count] = min(best.get((name, count), 1e9), 1000 * seconds)
                 cache.crop(-count)

@@ -27,6 +27,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.models.causal_lm import CACHE
 from hf_specdecpp.models.early_exit import early_exit
 
 LAYERS, NEW_TOKENS, WARM_UP, FORWARDS = 28, 96, 2, 10
@@ -102,13 +103,13 @@ def bare_forwards(target: LlamaForCausalLM) -> dict[str, Callable[[], object]]:
     """After a text of 60 tokens, by the number of tokens; the cache is cropped afterwards."""
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
-        target(torch.arange(60)[None], past_key_values=cache)
+        target(torch.arange(60)[None], **{CACHE: cache})
     cache.activate_past_recording()
 
     @torch.no_grad()
     def forward(count: int) -> None:
         for _ in range(FORWARDS):
-            target(torch.ones(1, count, dtype=torch.long), past_key_values=cache)
+            target(torch.ones(1, count, dtype=torch.long), **{CACHE: cache})
             cache.crop(-count)
 
     return {f"{count} token{'s' * (count > 1)}": partial(forward, count) for count in (1, 2, LENGTH + 1)}

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, programs run or say what they need, and settings.md says what the dataclasses say."""
+"""The pages: links lead somewhere, programs run or say what they need, and settings are those of the dataclasses."""
 
 from __future__ import annotations
 

@@ -233,6 +233,32 @@ def test_mistakes(name: str, place: Place) -> None:
     assert type(place.target) is original, "a mistake leaves the target as it was"
 
 
+NO_PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one dimension": (PROMPT[0], {}),
+    "numbers with a point": (PROMPT.float(), {}),
+    "a list": (PROMPT.tolist(), {}),
+    "ids that are none": (PROMPT + 1000, {}),
+    "a mask that is too short": (PROMPT, {"attention_mask": torch.ones(1, 5, dtype=torch.long)}),
+    "no new tokens": (PROMPT, {"max_new_tokens": 0}),
+    "a shorter max_length": (PROMPT, {"max_new_tokens": None, "max_length": 5}),
+}
+
+
+@pytest.mark.parametrize("name", NO_PROMPTS)
+def test_what_plain_generation_does_not_take_fails_as_it_does_there(name: str, place: Place) -> None:
+    """The assistant adds no error of its own in front: whoever looks the message up finds transformers'."""
+    ids, options = NO_PROMPTS[name]
+    errors = []
+    for way in ("plain", "named", "default"):
+        assistant = None if way == "plain" else assist(place.target, place / "draft", default=way == "default")
+        named = {"assistant_model": assistant} if way == "named" else {}
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one is what is compared
+            place.target.generate(ids, **{**GREEDY, **options, **named})
+        errors.append((error.type, str(error.value)))
+        assist(place.target, None)
+    assert errors == [errors[0]] * 3
+
+
 def test_no_network(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer() as hub:
         point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)

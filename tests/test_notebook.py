@@ -27,9 +27,9 @@ verification.verify_greedy = lambda tokens, scores: (len(tokens), int(scores[-1]
 
 
 def test_cells_are_python_and_what_they_import_exists() -> None:
-    assert len(CODE) > 8
+    assert len(CODE) > 6
     for cell in CODE:
-        tree = ast.parse(re.sub(r"^%%.*|%pip.*", "pass", cell))
+        tree = ast.parse(re.sub(r"%pip.*|!git.*", "pass", cell))
         ours = [
             ast.unparse(node)
             for node in ast.walk(tree)
@@ -39,6 +39,14 @@ def test_cells_are_python_and_what_they_import_exists() -> None:
             exec(statement, {})  # noqa: S102
 
 
+def test_it_ends_on_a_gain() -> None:
+    """The last numbers that a reader sees are measured speeds, the best of them well above plain generation."""
+    printed_last = "".join(CELLS[-2]["outputs"][-1]["text"])
+    speeds = [float(each) for each in re.findall(r"([\d.]+) times the speed of plain", printed_last)]
+    assert speeds[0] == 1.0
+    assert max(speeds) > 1.5
+
+
 def test_outputs_are_of_a_whole_run_and_name_no_folder() -> None:
     """Outputs are kept because most people read a notebook where it cannot run. They are small."""
     runs = [cell for cell in CELLS if cell["cell_type"] == "code"]
@@ -46,7 +54,7 @@ def test_outputs_are_of_a_whole_run_and_name_no_folder() -> None:
     found = [output for cell in runs for output in cell["outputs"]]
     text = json.dumps([{**output, "data": None} for output in found])
     assert {output["output_type"] for output in found} == {"stream", "execute_result"}
-    assert all(word in text for word in ("tokens per pass", "verdict", "throughput", "candidates accepted"))
+    assert all(word in text for word in ("tokens per pass", "verdict", "times the speed of plain generate()"))
     assert re.findall(r"(?<![\w.`])/(?:home|root|tmp|work|usr|Users)/", text) == []
     assert "stderr" not in text
     assert FILE.stat().st_size < 100_000
@@ -96,12 +104,11 @@ def outputs(notebook: Any) -> list[Any]:
 def test_it_runs(run: Callable[..., Any], tmp_path: Path) -> None:
     notebook = run()
     text = printed(notebook)
-    for part in ("The same 64 tokens", "tokens generated      64 in", "fixed 8", "throughput", "s of training made"):
+    for part in ("The same 96 tokens", "tokens generated      96 in"):
         assert part in text
-    assert "acceptance_head.safetensors" in text
-    for way in ("six at a time", "as the head says"):
-        assert re.search(rf"^{way} +\d+% of \d+ candidates accepted", text, flags=re.MULTILINE)
-    assert [path.exists() for path in (tmp_path / "my-assistant", tmp_path / "tree.png")] == [True, True]
+    for way in ("plain", "lookups", "a trained draft", "both"):
+        assert re.search(rf"^{way} +[\d.]+ s +[\d.]+ times the speed of plain generate", text, flags=re.MULTILINE)
+    assert (tmp_path / "tree.png").exists()
     assert sum("image/png" in output.get("data", {}) for output in outputs(notebook)) == 1
 
 
@@ -109,6 +116,6 @@ def test_it_runs(run: Callable[..., Any], tmp_path: Path) -> None:
 def test_a_wrong_text_stops_it(run: Callable[..., Any]) -> None:
     errors = pytest.importorskip("nbclient.exceptions")
     end = next(place for place, cell in enumerate(CELLS) if "The same {len(plain)}" in "".join(cell["source"])) + 1
-    assert "The same 64 tokens" in printed(run(end))
+    assert "The same 96 tokens" in printed(run(end))
     with pytest.raises(errors.CellExecutionError, match="assert torch.equal"):
         run(end + 1, (end - 1, MUTANT))

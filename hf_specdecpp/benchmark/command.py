@@ -22,7 +22,7 @@ from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, overall, speed_table, summarise
 from hf_specdecpp.benchmark.verdict import next_step
 from hf_specdecpp.files import save_text
-from hf_specdecpp.models.loading import show_bars
+from hf_specdecpp.models.loading import load_tokenizer, show_bars
 from hf_specdecpp.provenance import command
 
 
@@ -89,7 +89,7 @@ def _results(benchmark: Benchmark, log: RunLog) -> dict[str, Any]:
         "settings": {**settings, "temperatures": config.temperatures, "rollouts": config.rollouts is not None},
         "ours": [contestant.name for contestant in benchmark.contestants if contestant.ours],
         "summary": summary, "speeds": speed_table(summary, facts),
-        "mismatches": mismatches(rows, benchmark.asked, target),
+        "mismatches": mismatches(rows, benchmark.asked, target, load_tokenizer(config.target).decode),
         "costs": {}, "replays": [], "round_replays": [], "runs": rows,
     }  # fmt: skip
     if config.replay:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -164,8 +164,10 @@ def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
 # Losslessness --------------------------------------------------------------------------------------------------------
 
 
-def mismatches(rows: Sequence[Row], questions: Sequence[Question], target: CausalLM) -> list[Row]:
-    """Greedy texts that are not those of plain generation, with the place and the gap between the tokens there."""
+def mismatches(
+    rows: Sequence[Row], questions: Sequence[Question], target: CausalLM, decode: Callable[[int], str]
+) -> list[Row]:
+    """Greedy texts that are not those of plain generation: `explain_parting` of each, and the tokens' `texts`."""
     prompts = {question.key: question.ids for question in questions}
     greedy = [row for row in rows if row["temperature"] == 0.0]
     plain = {(row["set"], row["prompt"]): row["answers"] for row in greedy if row["contestant"] == PLAIN.name}
@@ -175,7 +177,9 @@ def mismatches(rows: Sequence[Row], questions: Sequence[Question], target: Causa
         for ids, expected, said in zip(prompts[where], plain[where], row["answers"], strict=True):
             if expected != said:
                 names = {name: row[name] for name in ("set", "prompt", "contestant")}
-                found.append({**names, **explain_parting(target, ids, expected, said)})
+                parting = explain_parting(target, ids, expected, said)
+                texts = [None if token is None else decode(token) for token in parting["tokens"]]
+                found.append({**names, **parting, "texts": texts})
     return found
 
 

@@ -122,7 +122,7 @@ def describe_mismatch(found: Row) -> str:
         f"{found['contestant']} left the text of plain generate() at token {found['place']} of "
         f"{found['set']}/{found['prompt']}"
     )
-    tokens = " and ".join("the end" if token is None else str(token) for token in found["tokens"])
+    tokens = " and ".join("the end" if text is None else repr(text) for text in found["texts"])
     if found["near_tie"]:
         return f"{where}: a near-tie ({tokens}, {found['gap']:.1e} of the largest logit apart), which rounding decides."
     return f"{where}: {tokens}, {found['gap']:.1e} of the largest logit apart, which rounding does not explain."

@@ -116,7 +116,7 @@ class Demo:
             stats = _against_measured(self.assistant.stats, plain)
             pairs.append(Pair(question, plain, assisted, stats))
             if not self.config.sample:
-                pairs[-1].differs = _compare(plain.tokens, assisted.tokens)
+                pairs[-1].differs = _compare(plain.tokens, assisted.tokens, self.tokenizer)
             console.print()
         return pairs
 
@@ -169,14 +169,16 @@ def _against_measured(stats: SpeculationStats, plain: Answer) -> SpeculationStat
     return replace(stats, plain_pass_seconds=measured, same_pass_seconds=same)
 
 
-def _compare(plain: Tensor, assisted: Tensor) -> bool:
+def _compare(plain: Tensor, assisted: Tensor, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Print whether the answers are the same; True if they differ."""
     if torch.equal(plain, assisted):
         _print(f"equal: all {len(plain)} tokens", style="green")
         return False
     shared = min(len(plain), len(assisted))
     agree = int((plain[:shared] == assisted[:shared]).long().cumprod(0).sum())
-    _print(f"different from token {agree} on (in half precision a near-tie can do this)", style="red")
+    texts = [repr(tokenizer.decode(each[agree : agree + 1])) for each in (plain, assisted)]
+    note = f"plain {texts[0]}, assisted {texts[1]} (in half precision a near-tie can do this)"
+    _print(f"different from token {agree} on: {note}", style="red")
     return True
 
 

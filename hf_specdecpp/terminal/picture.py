@@ -51,21 +51,28 @@ class Answer:
         return f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s"
 
 
-def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str] = ()) -> str:
+def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str] = (), is_narrow: bool = False) -> str:
     """The SVG of a question with both answers.
 
     Args:
         notes: lines of small print under them, such as what was measured where.
+        is_narrow: for telephones, 415 pixels wide: the answers stand one above the other, not side by side.
     """
     longest = max(plain.seconds, assisted.seconds)
-    foot = TOP + LINE * max(len(_lines(_text(answer.said))) for answer in (plain, assisted))
-    height = foot + BELOW + 16 * len(notes)
-    legend = "a candidate that the target accepted, several at a time; all other tokens it chose itself"
+    lines = [LINE * len(_lines(_text(answer.said))) for answer in (plain, assisted)]
+    right, down = (0.0, lines[0] + 84.0) if is_narrow else (PANE + GAP, 0.0)  # of the second answer
+    foot = TOP + (down + lines[1] if is_narrow else max(lines))
+    width, height = 2 * MARGIN + PANE + right, foot + BELOW + 16 * len(notes)
+    legend = "a candidate that the target accepted"
+    if not is_narrow:
+        legend += ", several at a time; all other tokens it chose itself"
     parts = [
-        f'<rect class="card" x=".5" y=".5" width="{WIDTH - 1:g}" height="{height - 1:g}" rx="8"/>',
-        _label(MARGIN, 34, _shortened(question, 2 * COLUMNS)),
+        f'<rect class="card" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="8"/>',
+        _label(MARGIN, 34, _shortened(question, COLUMNS if is_narrow else 2 * COLUMNS)),
         *_pane("plain", "plain generate()", plain, MARGIN, longest),
-        *_pane("ours", "with the assistant", assisted, MARGIN + PANE + GAP, longest),
+        f'<g transform="translate(0 {down:g})">',
+        *_pane("ours", "with the assistant", assisted, MARGIN + right, longest),
+        "</g>",
         f'<rect class="hit" x="{MARGIN:g}" y="{foot + 23:.1f}" width="24" height="14" rx="3"/>',
         _label(MARGIN + 32, foot + 34, legend, "note"),
         *(_label(MARGIN, foot + 56 + 16 * row, note, "note") for row, note in enumerate(notes)),
@@ -74,7 +81,7 @@ def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str]
     about = f"{question}: {plain.rate} by plain generate(), {assisted.rate} with the assistant."
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img">',
             f"<title>{_plain(about)}</title>",
             *("<style>", *rules, "</style>"),

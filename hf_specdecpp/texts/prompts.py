@@ -147,7 +147,7 @@ def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
     if heldout > 0:
         if len(set(places)) < 3:
             raise ValueError(
-                f"The prompts have {len(set(places))} different beginnings, and three are needed: one to train on, one "
+                f"Different beginnings of prompts: {len(set(places))}, and three are needed: one to train on, one "
                 "to calibrate the head with, one to measure it with. Give more prompts."
             )
         bound = min(max(bound, sorted(set(places))[2]), max(places))

@@ -73,8 +73,11 @@ def write(question, length, trees):
         answers.append(answer)
         yield panes
     plain, assisted = answers
-    note = f"{plain.seconds / assisted.seconds:.2f} times as fast; {assistant.stats.tokens_per_pass:.2f} tokens a pass"
-    panes[4:] = image(picture(question, plain, assisted, [note])), tree_of(assistant)
+    ratio = f"{plain.seconds / assisted.seconds:.2f} times as fast"
+    panes[3] = f"**{ratio}**: {assisted.rate}"
+    note = f"{ratio}; {assistant.stats.tokens_per_pass:.2f} tokens a pass"
+    wide, narrow = (picture(question, plain, assisted, [note], is_narrow=narrow) for narrow in (False, True))
+    panes[4:] = image(wide, narrow), tree_of(assistant)
     yield panes
 
 
@@ -95,9 +98,16 @@ def tree_of(assistant):
         return image(file.read_text(encoding="utf-8"))
 
 
-def image(svg):
-    """An SVG as an image, so that its style sheet is its own."""
-    return f'<img style="max-width:100%" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+def image(svg, narrow=None):
+    """An SVG as an image, so that its style sheet is its own; another one may stand in its place on telephones."""
+    shown = f'<img style="max-width:100%" src="{as_data(svg)}">'
+    if narrow is None:
+        return shown
+    return f'<picture><source media="(max-width:700px)" srcset="{as_data(narrow)}">{shown}</picture>'
+
+
+def as_data(svg):
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 with gr.Blocks(title="hf_specdecpp") as demo:

@@ -29,7 +29,7 @@ from hf_specdecpp.benchmark.contestants import (
 )
 from hf_specdecpp.benchmark.live import LiveBenchmark, _watched, answer, explain_parting, mismatches, rotated
 from hf_specdecpp.benchmark.loading import Benchmark, Question, in_batches
-from hf_specdecpp.benchmark.report import notes
+from hf_specdecpp.benchmark.report import describe_mismatch, notes
 from hf_specdecpp.benchmark.run_log import RUNS, RunLog
 from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import comparable, summarise
@@ -245,10 +245,13 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     live = benchmark(tmp_path, choose(all_contestants(False), ["fixed 3", "prompt lookup"]))
     asked = [*QUESTIONS, *in_batches(QUESTIONS, [2])]
     live.run(asked)
-    found = mismatches(live.log.rows, asked, live.target)
+    found = mismatches(live.log.rows, asked, live.target, "w{}".format)
     assert {(each["set"], each["contestant"]) for each in found} == {("set", "fixed 3"), ("batches of 2", "fixed 3")}
     assert all(each["place"] > 0 and not each["near_tie"] for each in found)
     assert sum(each["set"] == "batches of 2" for each in found) == 2
+    for each in found:
+        assert each["texts"] == [f"w{token}" for token in each["tokens"]]
+        assert f": 'w{each['tokens'][0]}' and 'w{each['tokens'][1]}', " in describe_mismatch(each)
 
 
 # Contestants ------

@@ -28,11 +28,11 @@ def said(texts: Sequence[str], accepted: Sequence[int] = (), step: float = 0.5) 
     return found
 
 
-def drawn(texts: Sequence[str], accepted: Sequence[int] = (), question: str = "Why?") -> ET.Element:
-    plain, assisted = said(texts), said(texts, accepted)
-    return ET.fromstring(  # noqa: S314 - our own output
-        picture(question, Answer(plain, plain[-1].seconds), Answer(assisted, assisted[-1].seconds), ["where"])
-    )
+def drawn(
+    texts: Sequence[str], accepted: Sequence[int] = (), question: str = "Why?", is_narrow: bool = False
+) -> ET.Element:
+    answers = [Answer(each, each[-1].seconds) for each in (said(texts), said(texts, accepted))]
+    return ET.fromstring(picture(question, *answers, ["where"], is_narrow))  # noqa: S314 - our own output
 
 
 def passes(root: ET.Element, letter: str) -> list[ET.Element]:
@@ -112,6 +112,21 @@ def test_any_text_stays_in_its_pane(texts: list[str]) -> None:
     assert all(float(each.get("width", 0)) > 0 for each in root.iter(f"{SVG}rect"))
     shown = words(passes(root, "p"))
     assert shown.replace(" ", "") == re.sub(r"\s|[\x00\x1b\u2028]", "", "".join(texts))
+
+
+def test_on_a_telephone_the_answers_stand_one_above_the_other() -> None:
+    """All letters stay within 415 pixels, so at 390 they are 12 pixels high, and no answer covers the other."""
+    root = drawn(["word "] * 60, range(1, 60, 2), "Why? " * 40, is_narrow=True)
+    width = float(root.get("width", 0))
+    assert width < 415
+    [second] = [each for each in root.iter(f"{SVG}g") if each.get("transform")]
+    down = float(re.findall(r"translate\(0 ([\d.]+)\)", second.get("transform", ""))[0])
+    for each in root.iter(f"{SVG}text"):
+        letters = 6.7 if each.get("class") == "note" else 7.8  # pixels a letter
+        assert float(each.get("x", 0)) + letters * len(each.text or "") < width
+    lowest = max(float(each.get("y", 0)) for group in passes(root, "p") for each in group.iter(f"{SVG}text"))
+    title = min(float(each.get("y", 0)) for each in second.iter(f"{SVG}text"))
+    assert down + title > lowest + 18
 
 
 def test_nothing_comes_from_elsewhere() -> None:

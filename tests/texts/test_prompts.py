@@ -139,7 +139,7 @@ def test_split_of_few_prompts(tmp_path: Path) -> None:
         split = split_prompts([few], share)
         assert (len(split["train"]), len(split["heldout"])) == (1, 2), share  # one calibrates, one measures
     assert split_prompts([few], 0.0)["heldout"] == []
-    with pytest.raises(ValueError, match="have 1 different beginnings, and three are needed"):
+    with pytest.raises(ValueError, match="Different beginnings of prompts: 1, and three are needed"):
         split_prompts([write(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a"})], 0.1)
     with pytest.raises(ValueError, match="No prompts were given"):
         split_prompts([], 0.1)
