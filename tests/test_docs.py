@@ -13,13 +13,16 @@ import click
 import pytest
 import torch
 import transformers
+import yaml
 from support.eagle3_files import Checkpoint
 from support.models import partly_agreeing, quiet_later_layers, tiny
 from support.repos import PROMPT, chat_tokenizer, save_adapter, save_model
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import hf_specdecpp
 from hf_specdecpp.cli import app
+from hf_specdecpp.training.configuration import TrainingConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -112,7 +115,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "draft": save_model(draft, folder / "draft", None),
         "adapter": save_adapter(draft, folder / "adapter"),
         "eagle3": str(Checkpoint().save(folder / "eagle3")),
+        "assistant": save_assistant_of(folder),
     }
+
+
+def save_assistant_of(folder: Path) -> str:
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder / "target")
+    assistant = hf_specdecpp.SpecDecPPAssistant.from_draft(str(folder / "draft"), target)
+    assistant.save_pretrained(folder / "assistant")
+    return str(folder / "assistant")
 
 
 @pytest.fixture
@@ -190,3 +201,34 @@ def parse(words: list[str]) -> None:
     found = command.commands[verb]
     with click.Context(command, info_name="specdecpp") as above:
         found.make_context(verb, list(rest), parent=above)
+
+
+FILES = {"FILE", "prompts.jsonl", "my-prompts.jsonl", "chat.jsonl", "code.jsonl"}
+
+
+def ours(code: str) -> list[str]:
+    """The commands of a block that can run here."""
+    return [line for line in commands(code) if line.startswith("specdecpp") and "--push_to_hub" not in line]
+
+
+@pytest.mark.slow  # a benchmark and a training run are among them
+@pytest.mark.parametrize("code", [block for block in blocks("console") if ours(block.values[0])])
+def test_commands_run(code: str, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, with models of ours in the place of the ids and capitals that the page has."""
+    monkeypatch.chdir(tmp_path)
+    for name in FILES:
+        Path(name).write_text("".join(f'{{"prompt": "w{place} w{place + 1} w3"}}\n' for place in range(8)))
+    models = {**dict.fromkeys(("ID_OR_FOLDER", "ID", "org/model"), "target"), "org/assistant": "assistant"}
+    for number, line in enumerate(ours(code)):
+        named = models | {"REPO": "eagle3" if "inspect" in line and "--target" in line else "assistant"}
+        given = [folders[named[word]] if word in named else word for word in shlex.split(line, comments=True)[1:]]
+        given = [{"DIR": f"made-{number}", "MODEL": "Qwen/Qwen3-8B"}.get(word, word) for word in given]
+        done = CliRunner().invoke(app, given, input="w1 w2\n")
+        assert done.exit_code == 0, f"{line}: {done.output}"
+
+
+@pytest.mark.parametrize("code", blocks("yaml"))
+def test_settings_files_are_taken(code: str) -> None:
+    config = TrainingConfig.from_dict({"target": "org/model", "output": "my-assistant", **yaml.safe_load(code)})
+    config.rollouts.data = ["prompts.jsonl"]
+    config.validate()

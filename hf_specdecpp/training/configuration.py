@@ -268,7 +268,7 @@ class TrainingConfig:
         return self.trainable.blocks
 
     def find_ready_made(self) -> None:
-        """Where `draft` is the repository of a draft that others trained, say so in the words of the other settings."""
+        """Where `draft` is the repository of a draft that others trained, rewrite it as `distill.start_from`."""
         found = ready_made(self.independent_draft) if self.independent_draft is not None else None
         if found is not None:
             self.distill = replace(self.distill, enabled=False, start_from=self.draft)
