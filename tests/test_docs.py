@@ -204,6 +204,13 @@ def parse(words: list[str]) -> None:
 
 
 FILES = {"FILE", "prompts.jsonl", "my-prompts.jsonl", "chat.jsonl", "code.jsonl"}
+# Added to commands, so that they end soon.
+SHORT = {
+    "bench": "--max_new_tokens 8 --max_prompts 1 --contestants throughput*",
+    "demo": "--max_new_tokens 8",
+    "chat": "--max_new_tokens 8",
+    "train": "--config short.yaml",
+}
 
 
 def ours(code: str) -> list[str]:
@@ -218,10 +225,12 @@ def test_commands_run(code: str, folders: dict[str, str], tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     for name in FILES:
         Path(name).write_text("".join(f'{{"prompt": "w{place} w{place + 1} w3"}}\n' for place in range(8)))
+    Path("short.yaml").write_text("rollouts: {max_new_tokens: 16}")
     models = {**dict.fromkeys(("ID_OR_FOLDER", "ID", "org/model"), "target"), "org/assistant": "assistant"}
     for number, line in enumerate(ours(code)):
         named = models | {"REPO": "eagle3" if "inspect" in line and "--target" in line else "assistant"}
         given = [folders[named[word]] if word in named else word for word in shlex.split(line, comments=True)[1:]]
+        given += shlex.split(SHORT.get(given[0], ""))
         given = [{"DIR": f"made-{number}", "MODEL": "Qwen/Qwen3-8B"}.get(word, word) for word in given]
         done = CliRunner().invoke(app, given, input="w1 w2\n")
         assert done.exit_code == 0, f"{line}: {done.output}"

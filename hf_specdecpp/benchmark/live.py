@@ -165,7 +165,7 @@ def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
 
 
 def mismatches(
-    rows: Sequence[Row], questions: Sequence[Question], target: CausalLM, decode: Callable[[int], str]
+    rows: Sequence[Row], questions: Sequence[Question], target: CausalLM, decode: Callable[[int], Any]
 ) -> list[Row]:
     """Greedy texts that are not those of plain generation: `explain_parting` of each, and the tokens' `texts`."""
     prompts = {question.key: question.ids for question in questions}

@@ -31,8 +31,8 @@ def said(texts: Sequence[str], accepted: Sequence[int] = (), step: float = 0.5) 
 def drawn(
     texts: Sequence[str], accepted: Sequence[int] = (), question: str = "Why?", is_narrow: bool = False
 ) -> ET.Element:
-    answers = [Answer(each, each[-1].seconds) for each in (said(texts), said(texts, accepted))]
-    return ET.fromstring(picture(question, *answers, ["where"], is_narrow))  # noqa: S314 - our own output
+    plain, assisted = (Answer(each, each[-1].seconds) for each in (said(texts), said(texts, accepted)))
+    return ET.fromstring(picture(question, plain, assisted, ["where"], is_narrow))  # noqa: S314 - our own output
 
 
 def passes(root: ET.Element, letter: str) -> list[ET.Element]:
