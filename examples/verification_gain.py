@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.sampling.at_once import block_tests, carried, leftovers, token_weights, weights_of
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.sampling.verification import chain_ratios
+from hf_specdecpp.sampling.verification import block_tests, carried, chain_ratios, leftovers, token_weights, weights_of
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_shape
-from hf_specdecpp.trees.at_once import ending_chances
 from hf_specdecpp.trees.shapes import make_shape
-from hf_specdecpp.trees.siblings import Level
-from hf_specdecpp.trees.slots import Growth
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.trees.slots import Growth, Level
+from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.verification import ending_chances
 
 VOCAB, CHAINS, TREES = 50, 2000, 300
 LENGTHS, NOISES = (2, 3, 5, 8, 14), (0.3, 0.7, 1.2)

@@ -75,8 +75,7 @@ SIGNATURES_OF_OTHERS = {"generation/doors/attached.py:_assisted_decoding"}  # tr
 OPTIONS = {"cli.py:inspect", "config/assistant.py:__init__", "estimation/head.py:__init__"}  # a parameter each
 OVER = {
     "hub/publishing.py:push",
-    "trees/attention.py:inputs_in_place", "trees/attention.py:tree_inputs", "trees/siblings.py:__init__",
-    "trees/siblings.py:judged_siblings", "trees/slots.py:__init__",
+    "trees/attention.py:inputs_in_place", "trees/attention.py:tree_inputs", "trees/slots.py:__init__",
 }  # fmt: skip
 
 

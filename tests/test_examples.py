@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import Trainer
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.trees.at_once import ending_chances
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.verification import ending_chances
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))

@@ -37,8 +37,7 @@ class BatchCache:
     columns: `valid` gets 1 0 for the first, and 1 1 for the second.
 
     Args:
-        model: that reads the rows.
-        cache: its own, still empty. Layers with a window keep every column from now on.
+        cache: the model's own, still empty. Layers with a window keep every column from now on.
         rows: sequences in the batch.
 
     Attributes:

@@ -30,9 +30,6 @@ class Mark:
 
     Example: a cache of 10 tokens is marked, and a pass over 5 more is made, of which 3 stand. `back()` leaves the 10
     tokens; the 3 are read again, before whatever comes next.
-
-    Args:
-        cache: that has read something.
     """
 
     def __init__(self, cache: Cache) -> None:

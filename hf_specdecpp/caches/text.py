@@ -25,36 +25,22 @@ from hf_specdecpp.caches.states import Mark, is_recurrent
 
 
 class PathRows(NamedTuple):
-    """The rows of a path in a pass over a tree: ascending, the root's (0) first.
+    """The rows of a path in a pass over a tree: ascending, the root's (0) first."""
 
-    Attributes:
-        rows: on the host, which knows with them where to crop.
-        on_device: `[n]`, the same on a device, which copies them.
-    """
-
-    rows: list[int]
-    on_device: Tensor
-
-    def first(self, count: int) -> PathRows:
-        """The first `count` of them."""
-        return PathRows(self.rows[:count], self.on_device[:count])
+    rows: list[int]  # on the host, which knows with them where to crop
+    on_device: Tensor  # `[n]`, the same on a device, which copies them
 
 
 class CachedText(ABC):
     """A text that a model has read. Candidates are read after it, in one pass or several, and kept in part.
 
     Example: 10 tokens are held. After `begin()` and a pass over 5 more, of which 3 stand, `keep(3, of=5)` leaves 13.
-
-    Attributes:
-        cache: the model's.
-        held: tokens that are kept.
-        pending: the last ones of the text, which have to be read again before others: states cannot drop candidates, so
-            they went back to where they were before these tokens.
-        mark: that place.
     """
 
     cache: Any
-    held: int
+    held: int  # tokens that are kept
+    # The last ones of the text, which have to be read again before others: states cannot drop candidates, so they went
+    # back to where they were before these tokens, which is the mark.
     pending: int = 0
     mark: Mark | None = None
 
@@ -93,8 +79,8 @@ class GrowingText(CachedText):
         elif path is None:
             self.cache.crop(count - of)  # also with nothing to remove: windows shrink back here
         else:
-            keep_path(self.cache, self.cache.get_seq_length() - of, *path.first(count))
-        self.held = num_rows(self.cache)
+            keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
+        self.held = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
 
     def _keep_states(self, mark: Mark, count: int, of: int) -> None:
         if count == of:
@@ -118,16 +104,12 @@ class StaticText(CachedText):
 
     Example: of 20 rows 11 are held. The last token and 4 candidates are read with 3 dummies, in rows 11 to 18. Two
     candidates stand, so 14 rows are held. In the 6 that are free the next pass has at most 4 tokens, 3 of them
-    candidates. Of a tree the rows of the path that stands move up to the text: after those 11 rows, nodes 0 to 4 and 3
-    dummies lie in rows 11 to 18. For the path [0, 2, 4] nodes 2 and 4 move from rows 13 and 15 to rows 12 and 13.
+    candidates. Of a tree the rows of the path that stands move up to the text: for the path [0, 2, 4] nodes 2 and 4
+    move from rows 13 and 15 to rows 12 and 13.
 
     Args:
-        cache: the target's.
         longest_text (tokens): that the target has positions for.
         has_prompt: whether the prompt has been read. If not, what is read first is kept whole.
-
-    Attributes:
-        held: rows in use, on the host, once the prompt has been read; reading them from the cache waits for the device.
     """
 
     def __init__(self, cache: StaticCache, longest_text: float = float("inf"), has_prompt: bool = False) -> None:
@@ -143,7 +125,7 @@ class StaticText(CachedText):
     def keep(self, count: int, of: int, path: PathRows | None = None) -> None:  # noqa: ARG002 - dummies were read, too
         if self._has_prompt:
             if path is not None:
-                self._move(path.first(count))
+                self._move(PathRows(path.rows[:count], path.on_device[:count]))
             self.held += count
             hold(self.cache, self.held)
         else:
@@ -175,10 +157,8 @@ def text_in(cache: Any) -> CachedText:
 def roll_back(cache: Cache, num_tokens: int) -> None:
     """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
 
-    An exception may leave the layers with different numbers of rows: those before the failing layer have the pass's
-    tokens already. Where a layer cannot go back (its window has moved on and it did not record), nothing is changed.
-
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
+    Where a layer cannot go back (its window has moved on and it did not record), nothing is changed.
     """
     if isinstance(cache, StaticCache):
         hold(cache, num_tokens)
@@ -196,10 +176,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
 
 
 def stop_recording(cache: Cache) -> None:
-    """Let layers with windows and convolutions drop again what they do not need, once nothing is taken back any more.
-
-    Without that each later turn would keep its whole text.
-    """
+    """Let layers with windows and convolutions drop again what they do not need: nothing is taken back any more."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "record_past", False):
@@ -294,11 +271,7 @@ def room_of(cache: StaticCache) -> int:
 
 
 def hold(cache: StaticCache, num_tokens: int) -> None:
-    """Hold the first `num_tokens` tokens, in place, wherever a pass was interrupted.
-
-    Example: a pass over 8 tokens after 10 failed in layer 1, so the layers hold 18, 10 and 10; `hold(cache, 10)` leaves
-    10, 10 and 10.
-    """
+    """Hold the first `num_tokens` tokens, in place, wherever a pass was interrupted."""
     layers = static_layers(cache)
     lengths = [layer.cumulative_length for layer in layers]
     # Together, since on a GPU each layer's would be a kernel of its own.

@@ -168,7 +168,7 @@ class CapturedChain:
 
     def _draw(self, index: int, logits: Tensor, hidden: Tensor, rules: RoundRules) -> DraftStep:
         scores = rules.draft_processing.alone(logits)
-        step = self.session.draft_step(index, scores, hidden, rules.greedy)
+        step = DraftStep(index, scores, hidden, self.session.embed, rules.greedy)
         if self.q is None:
             step.token = scores.argmax()
         else:

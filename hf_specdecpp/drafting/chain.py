@@ -13,7 +13,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads, widest
+from hf_specdecpp.sampling.randomness import Randomness, widest
 from hf_specdecpp.trees.tree import DraftTree
 
 Drafting: TypeAlias = Generator[list[Tensor], bool | None, DraftTree]
@@ -39,11 +39,12 @@ def stepper(session: Reading, processing: Processing, input_ids: Tensor, greedy:
     def step(candidates: list[Tensor]) -> DraftStep | None:
         if (found := session.step(candidates)) is None:
             return None
-        logits, hidden = found
-        scores = processing.one(input_ids, candidates, logits)
-        if processing.forbids_all(scores):  # of what the draft can say: the target decides alone
+        scores, hidden = found
+        if not processing.does_nothing:
+            scores = processing.one(input_ids, candidates, scores)
+        if processing.may_forbid_all and processing.forbids_all(scores):  # the target decides alone
             return None
-        return session.draft_step(len(candidates), scores, hidden, greedy)
+        return DraftStep(len(candidates), scores, hidden, session.embed, greedy)
 
     return step
 
@@ -73,8 +74,7 @@ def drafting(
         unread: how many tokens the draft reads before the first candidate.
 
     The candidate that makes the rule stop has been drawn, so it is submitted: leaving it out because of what it is
-    would bias the output. (The forward that judges it "after" has also drawn its successor: the paper's one un-judged
-    token of a round.)
+    would bias the output. (The forward that judges it "after" has drawn its successor, too: one token un-judged.)
     """
     drawn: list[Tensor] = []
     tokens: list[int] = []
@@ -92,11 +92,11 @@ def drafting(
             q.append(draft.q)
         drawn.append(draft.token)
         scores.append(draft.scores)
-        if rule.looks_at_nothing and waits_for_reads(draft.scores.device):
+        if rule.looks_at_nothing and draft.token.device.type != "cpu":  # from which each read waits
             continue
-        token, signal = _to_host(draft.token, rule.signal(draft))
+        token, signal = _to_host(draft.token, None if rule.looks_at_nothing else rule.signal(draft))
+        stops = not rule.looks_at_nothing and rule.stops(signal)
         tokens.append(token)
-        stops = rule.stops(signal)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
     if not drawn:
@@ -156,8 +156,8 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
 
 def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:
     """Both numbers with one wait for the device."""
-    if signal is None:
-        return int(token), None
+    if signal is None or token.device.type == "cpu":
+        return int(token), None if signal is None else float(signal)
     dtype = widest(token.device)
     values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
     return int(values[0]), values[1]

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
@@ -87,10 +86,6 @@ class Reading(ABC):
     def keep(self, path: list[int]) -> None:
         """After a tree: go on from the accepted nodes."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
-
-    def draft_step(self, index: int, scores: Tensor, hidden: Tensor, greedy: bool) -> DraftStep:
-        """What the rule and the estimator are told of a candidate."""
-        return DraftStep(index=index, scores=scores, hidden=hidden, embed=self.embed, greedy=greedy)
 
 
 class RowsAlone:

@@ -80,7 +80,7 @@ class DraftModel(Reader):
     ) -> Tensor:
         """As in `Reader`; one that reads the target also reads `states`, those before each token."""
         if states is None:
-            return super().hidden_states(input_ids, cache, are_known=are_known, **inputs)
+            return self._decode(cache, input_ids=input_ids if are_known else self.known(input_ids), **inputs)
         if self.fusion is None:
             raise ValueError(f"{type(self.model).__name__} is a draft that reads no states of the target.")
         embeddings = self.embed(input_ids, are_known)
@@ -89,7 +89,7 @@ class DraftModel(Reader):
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Ids that are not in `draft_vocab` get -inf."""
         if self.small_head is None:
-            return super()._own_logits(self.before_head(hidden))
+            return self._head_logits(self._head(), self.before_head(hidden))
         shape = (*hidden.shape[:-1], self.num_ids)
         logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
         logits[..., self.draft_vocab] = self.vocab_logits(hidden)

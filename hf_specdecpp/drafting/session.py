@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.batches import BatchCache
-from hf_specdecpp.caches.text import GrowingText, PathRows, num_rows
+from hf_specdecpp.caches.text import GrowingText, PathRows
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.models.causal_lm import inner_decoder, num_embeddings, takes_positions, upload
@@ -44,6 +44,7 @@ class ModelReading(Reading):
         # Of what is emitted and drafted; prompts may hold more.
         self.knows_all = num_embeddings(drafter.model) >= vocab_size
         self.device = drafter.device  # once: finding it takes as long as a small product
+        self.waits = waits_for_reads(self.device)
         # Tokens `[1, n]` and the states `[1, n, size]` that are read with them: put together once the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._fed_candidates = 0
@@ -75,20 +76,23 @@ class ModelReading(Reading):
         # A view would keep the whole text, one for each round; and compiled steps look at strides.
         self._pending.append((new_tokens.clone(memory_format=torch.contiguous_format), states))
         self.unread += new_tokens.shape[1]
-        self._fed_candidates, self.passes = 0, 0
+        self._fed_candidates = self.passes = 0
 
     def _take(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` to feed now, and a conditioned draft's states `[1, n, size]` before them."""
-        if candidates:
-            own = self._own_states[0][None, None] if self.reads_states else None
-            token = candidates[-1].view(1, 1)
-            self._pending = [(token if self.knows_all else self.drafter.known(token), own)]
-            self._fed_candidates += 1
-        tokens = [each.to(self.device) for each, _ in self._pending]
-        states = [each.to(self.device) for _, each in self._pending if each is not None]
-        self._pending, self.unread = [], 0
         self.passes += 1
-        return joined(tokens), joined(states) if states else None
+        if candidates:
+            self._fed_candidates += 1
+            token = candidates[-1].view(1, 1).to(self.device)
+            own = self._own_states[0][None, None].to(self.device) if self.reads_states else None
+            return token if self.knows_all else self.drafter.known(token), own
+        tokens, states = self._pending[0]
+        if len(self._pending) > 1:  # after rounds without candidates
+            tokens = torch.cat([each for each, _ in self._pending], dim=1)
+            known = [each for _, each in self._pending if each is not None]
+            states = torch.cat(known, dim=1) if known else None
+        self._pending, self.unread = [], 0
+        return tokens.to(self.device), states if states is None else states.to(self.device)
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
@@ -115,7 +119,7 @@ class ModelReading(Reading):
         """
         if self._lineage is None:  # nothing was drafted
             return
-        again = self.reads_states or not self.moves_rows or waits_for_reads(self.device)
+        again = self.reads_states or not self.moves_rows or self.waits
         places = self._lineage.places
         rows = [0, *(places[node] for node in path if node in places and not again)]
         self._keep(len(rows), len(self._lineage.nodes), rows)
@@ -147,7 +151,7 @@ class DraftSession(ModelReading):
 
     @property
     def length(self) -> int:
-        return num_rows(self.cache) + self.unread
+        return self.text.held + self.unread
 
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         if self._recording and not self.unread:  # something was fed in the last round
@@ -279,8 +283,3 @@ class BatchSession:
         """The batch goes on with these rows."""
         self.rows = [self.rows[place] for place in places]
         self.cache.select(places)
-
-
-def joined(pieces: list[Tensor]) -> Tensor:
-    """Pieces `[1, n, ...]` of a text, one after another."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -24,6 +24,9 @@ class Proposal(Protocol):
     def num_drawn(self) -> int:
         """Candidates that the draft drew; what was looked up is none of them."""
 
+    def drawn(self, path: Sequence[int], /) -> Sequence[int]:
+        """Those of accepted candidates that the draft drew."""
+
 
 class Rule(Protocol):
     """What decides how far rounds are drafted, chains and trees alike."""
@@ -35,8 +38,8 @@ class Rule(Protocol):
         """Learn the outcome of a round.
 
         Args:
-            proposal: `Chain` or `DraftTree`.
-            stands: the drawn candidates that were accepted: nodes of a tree, places of a chain.
+            proposal: a `DraftTree`.
+            stands: the candidates that were accepted.
         """
 
 
@@ -136,4 +139,4 @@ class Threshold(StoppingRule):
 
     def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
         if self.rates is not None:
-            self.rates.observe(self.estimates, proposal.num_drawn, len(stands))
+            self.rates.observe(self.estimates, proposal.num_drawn, len(proposal.drawn(stands)))

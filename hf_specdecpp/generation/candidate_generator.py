@@ -15,15 +15,13 @@ from transformers.utils import logging
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.chain import Drafting, at_once, point_mass
+from hf_specdecpp.drafting.chain import Drafting, at_once, drafted_alone, drafting, point_mass, stepper
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.generation.drafting.chains import ChainDrafting
-from hf_specdecpp.generation.drafting.new_text import NewText
-from hf_specdecpp.generation.drafting.trees import TreeDrafting
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of
 from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
 from hf_specdecpp.models.cpu_products import FasterProducts
@@ -39,14 +37,11 @@ from hf_specdecpp.trees.tree import DraftTree
 logger = logging.get_logger("hf_specdecpp")
 
 NO_TREES = "This generator drafts trees, which only an attached target verifies. Set tree=None."
-MOST_READ = 32  # tokens that the draft reads at the beginning of a round whose drafting tells what a step costs
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
-    """Drafts the candidates of one `generate()` call and learns from their fate.
-
-    It works in transformers' own assisted decoding loop and in ours (`decoding.py`); both doors of the assistant draft
-    through it.
+    """Drafts the candidates of one `generate()` call and learns from their fate, in transformers' own assisted decoding
+    loop and in ours (`decoding.py`).
 
     Args:
         setup: the draft and what decides how far it drafts.
@@ -59,8 +54,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     Attributes:
         stats: of this generation.
         products: the matrix products of target and draft, within which the loops draft and verify.
-        drafting: drafts chains, or trees.
+        rule: stops chains; `None` where trees are drafted.
+        trees: drafts these; `None` where chains are drafted.
         plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
+        observers: are told of each round which of its candidates stand: statistics, lookups, the rule or the trees.
         lookup: finds candidates in the text, if it is asked to.
         times: of its rounds, where the costs follow them.
         rests: whether rounds are left to the target, as drafting does not pay: nothing is noted for the draft then.
@@ -81,12 +78,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         target: CausalLM | None = None,
     ) -> None:
         setup.speculation.validate()
-        self.draws_trees = setup.speculation.tree is not None and target is not None
-        for asked, what in ((target is None, "unattached"), (setup.rows > 1, "batches"), (self.draws_trees, "trees")):
+        draws_trees = setup.speculation.tree is not None and target is not None
+        for asked, what in ((target is None, "unattached"), (setup.rows > 1, "batches"), (draws_trees, "trees")):
             if asked:
                 setup.drafter.check_can(what)
-        width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
-        self.setup, self.vocab_size = setup, width or 0
+        self.setup, self.vocab_size = setup, setup.width(target) or 0
         self._target, self._generation_config = target, generation_config
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session
         self.session: Reading = session(self.vocab_size)
@@ -104,32 +100,36 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         decided = setup.decided(target, verification, self.successors is not None)
         self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target), decided=decided)
-        if self.draws_trees:  # before products that round more coarsely than the check allows for
+        if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()
         self._products: FasterProducts | None = None
         self.plan: Plan | None = plan_of(setup, target, generation_config, captures)
-        self.drafting = self._make_drafting()
+        self.rule: StoppingRule | None = None
+        self.trees: TreeDrafting | None = None
+        if draws_trees:
+            how = self.session, self.draft_processing, self.randomness, self.eos_token_ids
+            self.trees = TreeDrafting(setup, *how)
+            self.trees.follow(self.plan, target, generation_config)
+        else:
+            self.rule = rule_of(setup, target, generation_config, self.plan)
         self.lookup: LookingUp | None = looking_up(setup, target, generation_config, self.plan)
+        observers = self.stats, self.lookup, self.rule, self.trees
+        self.observers: list[Any] = [each for each in observers if each is not None]
         self.times: RoundTimes | None = None
         if self.plan is not None:
             self.plan.begin_text()
             if target is not None and self.plan.known.follows:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self.rests = False
-        self._new = NewText(attention_mask)
+        self._mask, self._shown = attention_mask, 0  # the latter: tokens of the text that the draft was shown
         self._draft_max_length = setup.drafter.max_length
         self._num_accepted = 0
         self._tree = DraftTree.chain()
 
-    def _make_drafting(self) -> ChainDrafting | TreeDrafting:
-        setup, target, config = self.setup, self._target, self._generation_config
-        how = self.session, self.draft_processing, self.randomness, self.eos_token_ids
-        if not self.draws_trees or target is None:
-            return ChainDrafting(rule_of(setup, target, config, self.plan), *how)
-        drafting = TreeDrafting(setup, *how)
-        drafting.follow(self.plan, target, config)
-        return drafting
+    @property
+    def draws_trees(self) -> bool:
+        return self.trees is not None
 
     @property
     def expects_drafts(self) -> bool:
@@ -171,50 +171,51 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             states: `[1, n, size]`, if the draft reads them: the target's at the n tokens that it has read since the
                 last round, candidates that were not accepted left out.
         """
+        times = self.times
+        if self.plan is not None and not self.rests:
+            self.plan.follow(input_ids.shape[1])  # a new plan takes a while, which is no cost of this round
+        if times is not None:
+            times.begin()
         if self.rests:
-            if self.times is not None:
-                self.times.begin()
             return self.note(DraftTree.chain())
-        self._time_round(input_ids)
         room = self._begin_round(input_ids, states, max_tokens)
-        read = self.session.unread - 1
-        looks_up = self.lookup.count() if self.lookup is not None else 0
-        rests = looks_up > 0 or (self.lookup is not None and self.lookup.waits)
-        if self.draws_trees:
-            tree = self.drafting.draft(input_ids, 0 if rests else room)
+        read, looks_up, rests = self.session.unread - 1, 0, False
+        if self.lookup is not None:
+            looks_up = self.lookup.count()
+            rests = looks_up > 0 or self.lookup.waits
+        if self.trees is not None:
+            tree = self.trees.draft(input_ids, 0 if rests else room)
             rests = not tree.passes
         elif rests or not self.setup.drafter.places:
             tree = DraftTree.chain()
         else:
-            tree = self.drafting.draft(input_ids, room)
-        self._time_draft(None if rests else Drafted(tree.passes, read, max(len(tree.scores) - tree.passes, 0)))
-        return self.note(self._with_lookups(tree, looks_up))
+            tree = drafted_alone(self._step_by_step(input_ids, room))
+            tree.passes = self.session.passes
+        if times is not None:
+            times.drafted(None if rests else Drafted(tree.passes, read, max(len(tree.scores) - tree.passes, 0)))
+        return self.note(tree if self.lookup is None else self._with_lookups(self.lookup, tree, looks_up))
 
-    def _with_lookups(self, tree: DraftTree, count: int) -> DraftTree:
+    def _with_lookups(self, lookup: LookingUp, tree: DraftTree, count: int) -> DraftTree:
         """With what was looked up: `count` candidates in the place of a chain, or what pays beside what was drafted."""
-        if self.lookup is None:
-            return tree
-        if not tree.is_chain:
-            self.lookup.branch(tree, count)
+        if self.rule is None:
+            lookup.branch(tree, count)
             return tree
         if count:
-            return self.lookup.take(count)
-        survival = self.drafting.survival
+            return lookup.take(count)
+        survival = self.rule.survival
         if survival is None or self.eos_token_ids.intersection(tree.candidates):
             return tree
-        return self.lookup.extend(tree, survival)
+        return lookup.extend(tree, survival)
 
     def draft_step_by_step(self, input_ids: Tensor, states: Tensor | None) -> Drafting:
         """A chain as a coroutine, so that the rows of a batch draft together: then `note` it."""
         room = self._begin_round(input_ids, states, None)
-        if isinstance(self.drafting, TreeDrafting):
-            raise ValueError(NO_TREES)
-        return self.drafting.step_by_step(input_ids, room) if self.setup.drafter.places else at_once(DraftTree.chain())
+        return self._step_by_step(input_ids, room) if self.setup.drafter.places else at_once(DraftTree.chain())
 
-    @property
-    def rule(self) -> StoppingRule | None:
-        """What stops chains; `None` where trees are drafted."""
-        return None if isinstance(self.drafting, TreeDrafting) else self.drafting.rule
+    def _step_by_step(self, input_ids: Tensor, room: int) -> Drafting:
+        rule: Any = self.rule
+        step = stepper(self.session, self.draft_processing, input_ids, greedy=self.randomness is None)
+        return drafting(step, rule, self.randomness, room, self.eos_token_ids, self.session.unread)
 
     def note(self, tree: DraftTree) -> DraftTree:
         """Take note of what was drafted, which is returned."""
@@ -228,25 +229,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         Args:
             length: of the text before the round.
         """
-        if self.rests:
-            self._end_rest(length)
-            return
-        drawn, accepted = tree.num_drawn, len(tree.drawn(path))
         self._num_accepted = len(path)
-        self.stats.record(tree, path)
-        if self.lookup is not None:
-            drafting = 0.0 if self.draws_trees else None
-            if self.draws_trees and self.plan is not None and tree.passes:
-                drafting = self.plan.costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self.plan.costs.overhead
-            self.lookup.learn(min(drawn, tree.levels), accepted, len(tree), len(path) + 1, drafting)
-        self.drafting.saw(tree, path)
+        for each in self.observers:
+            each.saw(tree, path)
         tree.forget()
-
-    def _end_rest(self, length: int) -> None:
-        """Take note of a round without a draft. One that needs no states may begin now, at this length of the text."""
-        self.stats.record(DraftTree.chain(), [])
-        if self.plan is not None:
-            self.plan.credit.rest()
+        if self.rests and self.plan is not None:  # a draft that needs no states may begin now
             self.rests = self.setup.drafter.reads is not None or self.plan.rests(length)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
@@ -279,7 +266,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def read_prompt(self, input_ids: Tensor, states: Tensor | None) -> tuple[Any, Tensor, Tensor | None]:
         """The session, all that it has to read of a text `[1, length]`, and the target's states there, at once."""
-        new_tokens, states = self._new.take(input_ids, states)
+        new_tokens, states = self._new(input_ids, states)
         self.session.begin_round(new_tokens, 0, states)
         tokens, states = self.session.take_all()  # type: ignore[attr-defined]  # of a captured draft
         return self.session, tokens, states
@@ -300,7 +287,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.draft_passes += steps
         # Their scores stayed on the device, where nobody needs them any more.
         tree, path = DraftTree.chain(candidates, [torch.empty(0)] * len(candidates)), list(range(1, accepted + 1))
-        self.stats.record(tree, path)
+        self.stats.saw(tree, path)
         if isinstance(self.rule, Threshold):
             self.rule.estimates = estimates
             self.rule.saw(tree, path)
@@ -309,18 +296,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def begin_again(self) -> None:
         """The draft has read nothing yet."""
-        self.session = self.drafting.session = self.setup.drafter.session(self.vocab_size)
-        self._new.begin_again()
-
-    def end_round(self, length: int, width: int) -> None:
-        """Take note that a round is over, for the costs of those to come.
-
-        Args:
-            length: of the text before it.
-            width: tokens that the target's pass read.
-        """
-        if self.times is not None:
-            self.times.end(length, width)
+        self.session, self._shown = self.setup.drafter.session(self.vocab_size), 0
 
     def finish(self) -> None:
         """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
@@ -335,30 +311,42 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.setup.speculation.lookup == "history":
             self.setup.memory.answers.add(answer.tolist())
 
-    def _time_round(self, input_ids: Tensor) -> None:
-        if self.plan is not None and self.setup.rows == 1:  # the rows of a batch share a plan
-            self.plan.follow(input_ids.shape[1])  # a new plan takes a while, which is no cost of this round
-        if self.times is not None:
-            self.times.begin()
-
-    def _time_draft(self, drafted: Drafted | None) -> None:
-        if self.times is not None:
-            # What the draft reads of a prompt or after a pause is another kind of pass.
-            self.times.drafted(drafted if drafted is not None and drafted.read <= MOST_READ else None)
-
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:
         """Let draft and lookups take note of what is new; how many candidates the draft has room for."""
-        new_tokens, states = self._new.take(input_ids, states)
+        session, drafter = self.session, self.setup.drafter
+        new_tokens, states = self._new(input_ids, states)
         # A stop string may have cut the text among the candidates; a row of a batch may go on after it.
-        self.session.begin_round(new_tokens, min(self._num_accepted, new_tokens.shape[1] - 1), states)
-        room = self._text_room(input_ids.shape[1])
-        most = MOST_CANDIDATES if max_tokens is None else max_tokens
+        session.begin_round(new_tokens, min(self._num_accepted, new_tokens.shape[1] - 1), states)
+        most = room = MOST_CANDIDATES
+        if self.max_length is not None:  # under which one place belongs to the token that the target adds
+            room = max(self.max_length - input_ids.shape[1] - 1, 0)
+        if max_tokens is not None:
+            most = max_tokens
         if self.lookup is not None:
-            unread = self.session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
+            unread = session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
             self.lookup.begin_round(new_tokens[0].tolist(), min(room, most), unread)
-        depth = self.drafting.depth_within(room, most)
-        return int(max(min(depth, self._draft_max_length - self.session.length + 1, self.setup.drafter.places), 0))
+        depth = min(room, most) if self.trees is None else self.trees.depth_within(room, most)
+        return int(max(min(depth, self._draft_max_length - session.length + 1, drafter.places), 0))
 
-    def _text_room(self, length: int) -> int:
-        # One place under max_length belongs to the token that the target adds after the candidates.
-        return max(self.max_length - length - 1, 0) if self.max_length is not None else MOST_CANDIDATES
+    def _new(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the draft has not been shown of a text `[1, length]`: tokens `[1, n]`, and of the target's `states`
+        `[1, m, size]` those at them."""
+        new, is_prompt = input_ids[:, self._shown :], not self._shown
+        self._shown = input_ids.shape[1]
+        return without_padding(new, states, self._mask) if is_prompt and self._mask is not None else (new, states)
+
+
+def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A prompt `[1, n]` and the target's states `[1, m, size]` in it without padding, which the target ignores.
+
+    Example: of the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` 5 and 6 are left.
+
+    Args:
+        mask: `[1, length]`, longer than the prompt where that continues a cache, shorter where tokens follow it.
+    """
+    if states is not None:
+        shown = mask[0, -states.shape[1] :].bool()
+        states = states[:, shown.to(states.device)] if bool(shown.any()) else states
+    shown = mask[0].bool()[-new.shape[1] :]
+    kept = torch.cat((new[:, : shown.shape[0]][:, shown], new[:, shown.shape[0] :]), dim=1)
+    return kept if kept.shape[1] else new, states

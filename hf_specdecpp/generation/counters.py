@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
+
+OF_TWO = "of two"  # how a field of the sum of two calls follows from theirs, where they are not added
+
+
+def first(own: Any, other: Any) -> Any:
+    return own or other
+
+
+def last(own: Any, other: Any) -> Any:
+    return other or own
 
 
 @dataclass
@@ -83,47 +93,47 @@ class Counters:
     preparing_seconds: float = 0.0
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
-    state_bytes: int = 0
-    graphs: int = 0
-    graph_seconds: float = 0.0
-    graph_bytes: int = 0
-    last_tree: DrawnTree | None = field(default=None, compare=False, repr=False)
-    rows: list[Any] = field(default_factory=list, compare=False, repr=False)
-    complete: bool = True
-    suspect: str | None = None
-    refusal: str | None = None
-    uncaptured: str | None = None
-    remedies: frozenset[str] = frozenset()
-    decided: dict[str, str] = field(default_factory=dict, compare=False)
-    has_products: bool = True
+    state_bytes: int = field(default=0, metadata={OF_TWO: max})  # what there is by now
+    graphs: int = field(default=0, metadata={OF_TWO: max})
+    graph_seconds: float = field(default=0.0, metadata={OF_TWO: max})
+    graph_bytes: int = field(default=0, metadata={OF_TWO: max})
+    last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: last})
+    rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
+    complete: bool = field(default=True, metadata={OF_TWO: min})
+    suspect: str | None = field(default=None, metadata={OF_TWO: first})
+    refusal: str | None = field(default=None, metadata={OF_TWO: first})
+    uncaptured: str | None = field(default=None, metadata={OF_TWO: first})
+    remedies: frozenset[str] = field(default=frozenset(), metadata={OF_TWO: lambda _, other: other})
+    decided: dict[str, str] = field(default_factory=dict, compare=False, metadata={OF_TWO: last})
+    has_products: bool = field(default=True, metadata={OF_TWO: max})
 
-    def record(self, tree: DraftTree, path: list[int]) -> None:
+    def saw(self, tree: DraftTree, path: list[int]) -> None:
         """Count one verified round; `path`: the accepted nodes."""
-        widths, drawn = tree.widths, tree.drawn(path)
+        candidates, drawn = len(tree), tree.drawn(path)
         self.rounds += 1
-        self.idle_rounds += len(tree) == 0
-        self.drafted += len(tree)
+        self.idle_rounds += candidates == 0
+        self.drafted += candidates
         self.accepted += len(path)
         self.looked_up += len(tree.looked_up)
         self.accepted_lookups += len(path) - len(drawn)
-        self.lookup_rounds += bool(tree.looked_up) and not tree.num_drawn
-        self.drafted_at = add(self.drafted_at, widths)
-        self.accepted_at = add(self.accepted_at, [int(depth < len(path)) for depth in range(len(widths))])
+        self.lookup_rounds += candidates > 0 and candidates == len(tree.looked_up)
+        tally(self.drafted_at, tree.depths[1:], first=1)
+        tally(self.accepted_at, range(1, len(path) + 1), first=1)
+        self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
         if not tree.is_chain:
-            self._record_shape(tree, widths, drawn)
-            if len(tree):  # a rule may leave the last rounds of an answer to the target
+            self._saw_shape(tree, drawn)
+            if candidates:  # a rule may leave the last rounds of an answer to the target
                 self.last_tree = DrawnTree(tree, path)
 
-    def _record_shape(self, tree: DraftTree, widths: list[int], drawn: Sequence[int]) -> None:
+    def _saw_shape(self, tree: DraftTree, drawn: Sequence[int]) -> None:
         """Count depth and width of a tree, and the ranks of what was drawn and accepted."""
-        self.tree_depths = add(self.tree_depths, _one_at(len(widths)))
-        self.tree_widths = add(self.tree_widths, _one_at(max(widths, default=0)))
+        widths = tree.widths
+        tally(self.tree_depths, [len(widths)])
+        tally(self.tree_widths, [max(widths, default=0)])
         for node in (0, *drawn):
-            if children := len(tree.children[node]):
-                self.tested_by_rank = add(self.tested_by_rank, [1] * children)
-                self.accepted_by_rank = add(self.accepted_by_rank, [0] * children)
-        for node in drawn:
-            self.accepted_by_rank[tree.ranks[node]] += 1
+            tally(self.tested_by_rank, range(len(tree.children[node])))
+        self.accepted_by_rank += [0] * (len(self.tested_by_rank) - len(self.accepted_by_rank))
+        tally(self.accepted_by_rank, [tree.ranks[node] for node in drawn])
 
     @property
     def discarded(self) -> int:
@@ -206,8 +216,11 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 
 
-def _one_at(index: int) -> list[int]:
-    return [0] * index + [1]
+def tally(counts: list[int], places: Iterable[int], first: int = 0) -> None:
+    """Count one at each of the places, of which number `first` is counted at the beginning of `counts`."""
+    for place in places:
+        counts += [0] * (place - first + 1 - len(counts))
+        counts[place - first] += 1
 
 
 def add(a: Any, b: Any) -> Any:

@@ -9,14 +9,46 @@ returned for. Candidates may be trees, and the rows of a batch keep their own pa
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.generation.drafting.drafts import Drafts
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.trees.tree import DraftTree
+
+
+class Drafts(Protocol):
+    """Proposes candidates for all texts of a call."""
+
+    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
+        """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
+
+    def saw(self, rounds: Sequence[Round]) -> None:
+        """Told what stands of a round."""
+
+    def select(self, places: Sequence[int]) -> None:
+        """The texts at these places go on."""
+
+
+class OneDraft:
+    """Proposes for one text: its generator does."""
+
+    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
+        (text,) = texts
+        return [text.generator.propose(text.ids, target.room(text), text.states)]
+
+    def saw(self, rounds: Sequence[Round]) -> None:
+        (each,) = rounds
+        generator = each.text.generator
+        generator.saw(each.tree, each.verdict.path, each.length)
+        if generator.times is not None:
+            generator.times.end(each.length, each.width)
+
+    def select(self, places: Sequence[int]) -> None:
+        """Nothing goes on after the only text."""
 
 
 class AssistedDecoding:
@@ -81,13 +113,13 @@ class AssistedDecoding:
 
     def round(self) -> None:
         """Draft, one target pass, verify, emit, keep (SpecDec++, section 3; DySpec, section 4, where trees branch)."""
-        if self.target.make_whole_round(self.active):  # on a GPU that runs all of this as two launches
+        if self.target.make_whole_round(self.active[0]):  # on a GPU that runs all of this as two launches
             self._leave()
             return
         begin = time.perf_counter()
         trees = self.drafts.propose(self.active, self.target)  # a chain is a tree of one branch
         drafted = time.perf_counter()
-        rounds = [Round(text, tree) for text, tree in zip(self.active, trees, strict=True)]
+        rounds = list(map(Round, self.active, trees))
         self.target.read(rounds)
         read = time.perf_counter()
         self._take(rounds)
@@ -96,10 +128,12 @@ class AssistedDecoding:
     def _take(self, rounds: list[Round]) -> None:
         """Verify, emit what stands, leave both models at it; texts that have ended leave."""
         for each in rounds:
-            each.verify()  # one route: greedy or drawn, token by token or as a block
-            each.emit()  # up to the first token that ends the text
+            # One route: greedy or drawn, token by token or as a block; then up to the first token that ends the text.
+            each.verdict = each.text.verify(each.rows, each.outputs.logits[0, -len(each.tree) - 1 :])
+            each.emitted = each.text.emit(each.verdict)
         self.target.keep(rounds)
-        self.drafts.saw([each for each in rounds if not each.is_prompt])
+        if not rounds[0].is_prompt:
+            self.drafts.saw(rounds)
         for each in rounds:
             each.text.hand_over(each.verdict.emitted[: each.emitted.kept])
         self._leave()
@@ -115,7 +149,9 @@ class AssistedDecoding:
 
     def _note_seconds(self, rounds: list[Round], draft: float, target: float, rest: float) -> None:
         """Count the seconds of a round, to equal shares. What verification waits for the device is the pass's."""
-        count, waited = len(rounds), sum(each.verdict.waited for each in rounds)
+        count, waited = len(rounds), 0.0
+        for each in rounds:
+            waited += each.verdict.waited
         for each in rounds:
             stats = each.text.stats
             idle = 0.0 if len(each.tree) else draft

@@ -34,6 +34,7 @@ class TokenRecords:
         self.hidden_states: Any = wanted(config.output_hidden_states)
         self.attentions: Any = wanted(config.output_attentions)
         self._text_config = text_config
+        self.are_asked_for = any(getattr(self, name) is not None for name in KINDS)
 
     @classmethod
     def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
@@ -59,10 +60,6 @@ class TokenRecords:
         for name in KINDS:
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[:count])
-
-    @property
-    def keeps_logits(self) -> bool:
-        return self.logits is not None
 
     def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
         """Add the first `count` rows of `[n, vocab]` processed scores and raw logits."""

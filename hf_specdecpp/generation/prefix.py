@@ -10,47 +10,28 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, StaticCache
 
-from hf_specdecpp.caches.states import Mark
 from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, StaticText, most_in, stop_recording, width_of
 from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import tree_inputs
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 
 class TargetText(ABC):
-    """A text as its target has read it. Between rounds that is all but its last token.
+    """A text as its target has read it. Between rounds that is all but its last token."""
 
-    Attributes:
-        text: as it lies in its cache.
-        width: tokens that the last pass was prepared for, dummies included.
-        static: the text, where it lies in a static cache.
-        is_captured: whether passes are captured.
-    """
-
-    is_captured = False
-    text: CachedText
-    width = 0
-    static: StaticText | None = None
+    is_captured = False  # whether passes are
+    is_limited = False  # whether a pass may have no room for some number of candidates
+    text: CachedText  # as it lies in its cache
+    width = 0  # tokens that the last pass was prepared for, dummies included
+    static: StaticText | None = None  # the text, where it lies in a static cache
 
     @property
     def cache(self) -> Any:
         """The target's own, which `generate()` was given or has made."""
         return self.text.cache
-
-    @property
-    def pending(self) -> int:
-        """Tokens that are read again with the next pass."""
-        return self.text.pending
-
-    @property
-    def mark(self) -> Mark | None:
-        """Where a target with recurrent layers goes back to if a candidate is rejected."""
-        return self.text.mark
 
     def most_candidates(self, input_ids: Tensor) -> int | None:  # noqa: ARG002
         """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
@@ -61,7 +42,7 @@ class TargetText(ABC):
         return False
 
     @abstractmethod
-    def chain_inputs(self, input_ids: Tensor, candidates: Tokens) -> dict[str, Any]:
+    def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int]) -> dict[str, Any]:
         """Arguments of a pass over the last token of `input_ids` `[1, length]` and the candidates after it."""
 
     @abstractmethod
@@ -78,14 +59,8 @@ class TargetText(ABC):
 
     @abstractmethod
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
-        """Keep what was emitted of a pass. The last emitted token is not in the cache, as in plain generation.
-
-        Args:
-            outputs: of the pass.
-            kept: how many tokens were emitted.
-            num_candidates: how many candidates the target read.
-            path: of the root and the accepted candidates, where they were a tree.
-        """
+        """Keep of a pass over `num_candidates` the `kept` tokens that were emitted, where they were a tree those of a
+        path. The last emitted token is not in the cache, as in plain generation."""
 
     def read_pending(self, input_ids: Tensor) -> None:  # noqa: B027
         """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
@@ -125,6 +100,7 @@ class Prefix(TargetText):
         if self.text.held:  # a later turn
             self.text.begin()
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
+        self.is_limited = self.static is not None or bool(self._changes)
         # Of a mask with four dimensions others might ask more than whether it is there.
         usual = GenerationMixin.prepare_inputs_for_generation
         self.makes_usual_inputs = type(target).prepare_inputs_for_generation is usual
@@ -154,7 +130,7 @@ class Prefix(TargetText):
         return min(self.static.most_candidates, most_in(before_change + 1))
 
     def is_at_change(self, input_ids: Tensor) -> bool:
-        return self._before_change(input_ids) == 0
+        return bool(self._changes) and self._before_change(input_ids) == 0
 
     def _before_change(self, input_ids: Tensor) -> int | None:
         """How many candidates there may be after the text so that all of the pass has the same rotary frequencies."""
@@ -191,7 +167,7 @@ class Prefix(TargetText):
             "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
         )
 
-    def chain_inputs(self, input_ids: Tensor, candidates: Tokens, has_mask: bool = False) -> dict[str, Any]:
+    def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
         what is pending. In a static cache dummies follow them, for a pass of few widths.
 
@@ -200,31 +176,29 @@ class Prefix(TargetText):
         """
         self.text.begin()
         count = len(candidates)
-        tokens = extend(input_ids, candidates) if count else input_ids
+        further = torch.as_tensor(candidates).to(input_ids)
+        tokens = torch.cat((input_ids, further[None]), dim=1) if count else input_ids
         dummies = 0 if self.static is None else width_of(count + 1) - count - 1
         if dummies:
             tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, dummies)), dim=1)
-        self.width = self.pending + count + 1 + dummies
-        further = self._for_further(count, dummies)
+        self.width = self.text.pending + count + 1 + dummies
+        if self._spare <= count:  # the candidates may all stand, and a token after them
+            # Columns are made for many rounds at once: each round only cuts its own out of them.
+            self._spare = max(count + 1, COLUMNS_AHEAD)
+            self._longer = extended(self.model_kwargs, self._spare)
+        if dummies:
+            arguments = extended(self.model_kwargs, count, dummies)
+        else:
+            arguments = without_last(self._longer, self._spare - count)
         if has_mask and self.makes_usual_inputs:
-            further = further | {"attention_mask": NO_MASK}
+            arguments = arguments | {"attention_mask": NO_MASK}
         inputs = self.target.prepare_inputs_for_generation(
-            tokens, next_sequence_length=self.width, is_first_iteration=False, **further
+            tokens, next_sequence_length=self.width, is_first_iteration=False, **arguments
         )
         if "logits_to_keep" in inputs:
             # In a static cache all, which has one name for every width: the number would be compiled for, too.
             inputs["logits_to_keep"] = count + 1 if self.static is None or not count else 0
         return inputs
-
-    def _for_further(self, count: int, dummies: int) -> dict[str, Any]:
-        """`model_kwargs` for `count` more tokens and dummies. Columns are made for many rounds at once: each round only
-        cuts its own out of them."""
-        if self._spare <= count:  # the candidates may all stand, and a token after them
-            self._spare = max(count + 1, COLUMNS_AHEAD)
-            self._longer = extended(self.model_kwargs, self._spare)
-        if dummies:
-            return extended(self.model_kwargs, count, dummies)
-        return without_last(self._longer, self._spare - count)
 
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
         if not len(tree_pass.tree):
@@ -233,19 +207,22 @@ class Prefix(TargetText):
         tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, width)
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
-        return inputs | tree_inputs(self.target, self.cache, ancestors, depths, self.rows, self.shown, position)
+        shown = self.shown if self.is_masked else None
+        return inputs | tree_inputs(self.target, self.text.cache, ancestors, depths, self.rows, shown, position)
 
     def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
-        outputs = states.catch(self.target, **inputs, return_dict=True)
+        if states.are_read:
+            outputs = states.catch(self.target, **inputs, return_dict=True)
+        else:
+            outputs = self.target(**inputs, return_dict=True)
         if self.static is not None:
             # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
             outputs.logits = outputs.logits[:, :count].clone()
         return outputs
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
-        cache = cache_among(outputs)
-        if cache is not self.cache:
-            self._adopt(cache)
+        if self._changes or self.text.cache is None:  # where a forward may go on with a cache of its own
+            self._adopt(cache_among(outputs))
         self.text.keep(kept, num_candidates + 1, path)
         if self._spare:
             self._spare -= kept
@@ -256,22 +233,24 @@ class Prefix(TargetText):
             )
 
     def _adopt(self, cache: Any) -> None:
-        """Go on with another cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
+        """Go on with a forward's cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
+        if cache is self.text.cache:
+            return
         cache.activate_past_recording()
         self.static, self.text = None, GrowingText(cache)
         own = {cache_argument(self.target): cache}
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
     def read_pending(self, input_ids: Tensor) -> None:
-        if self.pending:
+        if pending := self.text.pending:
             inputs = self.target.prepare_inputs_for_generation(
                 input_ids[:, :-1],
-                next_sequence_length=self.pending,
+                next_sequence_length=pending,
                 is_first_iteration=False,
                 **without_last(self.model_kwargs, 1),
             )
             self.target(**inputs, return_dict=True)
-            self.text.keep(self.pending, of=self.pending)
+            self.text.keep(pending, of=pending)
 
     def end(self) -> None:
         """Nothing is taken back any more, and the cache may be carried on by anyone."""
@@ -309,8 +288,11 @@ NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
 def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
     """`model_kwargs` without the last `count` columns of what grows with the text: views, nothing is copied."""
-    growing = {name: model_kwargs[name] for name in GROWING if model_kwargs.get(name) is not None}
-    return {**model_kwargs, **{name: each[..., : each.shape[-1] - count] for name, each in growing.items()}}
+    shorter = dict(model_kwargs)
+    for name in GROWING:
+        if (each := model_kwargs.get(name)) is not None:
+            shorter[name] = each[..., : each.shape[-1] - count]
+    return shorter
 
 
 def extended(model_kwargs: dict[str, Any], count: int, dummies: int = 0) -> dict[str, Any]:

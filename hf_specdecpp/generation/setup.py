@@ -40,13 +40,9 @@ class DraftSetup:
     """The parts that draft for a target; `SpecDecPPAssistant.setup()` makes it. A generation reads it only.
 
     Attributes:
-        drafter: the draft.
-        head: the acceptance head, or `None`: then the draft's own probability takes its place.
-        speculation: the settings of a run.
-        decisions: what the package decides beside them.
+        head: `None` lets the draft's own probability judge candidates.
         memory: what was learned of targets, which generations add to.
-        packed: packed copies of weights, which a generation renews.
-        int8: int8 copies of the draft's, likewise.
+        packed, int8: packed copies of weights and int8 copies of the draft's, which a generation renews.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for the best static tree.
         rows: sequences in the batch, which share the target's passes.
         vocab_size: width of the target's logits, where no target says it.
@@ -78,6 +74,10 @@ class DraftSetup:
         """The largest number of candidates that a round can have."""
         return self.decisions.most_tokens(self.speculation)
 
+    def width(self, target: CausalLM | None) -> int | None:
+        """How many logits the target has."""
+        return self.vocab_size if target is None else target.config.get_text_config().vocab_size
+
     def draft_processing(
         self, processing: Processing, target: CausalLM | None, greedy: bool, captures: bool
     ) -> tuple[Processing, Successors | None]:
@@ -91,8 +91,7 @@ class DraftSetup:
         mixes = decisions.mixes(greedy, self.drafter.reads is not None)
         mixes = mixes and not (captures and decisions.draft_successors is None)
         if mixes and target is not None and self.drafter.places:
-            width = target.config.get_text_config().vocab_size
-            successors = self.memory.recall_successors(target, width, self.drafter.device)
+            successors = self.memory.recall_successors(target, self.width(target) or 0, self.drafter.device)
             return MixedProcessing(processing, successors, greedy, temperature), successors
         return processing if temperature == 1.0 else processing.cooled(temperature), None
 
@@ -178,24 +177,16 @@ class DraftSetup:
 
 
 def looking_up(
-    setup: DraftSetup,
-    target: CausalLM | None,
-    generation: GenerationConfig,
-    plan: Plan | None,
+    setup: DraftSetup, target: CausalLM | None, generation: GenerationConfig, plan: Plan | None
 ) -> LookingUp | None:
-    """The lookups of one generation, if it has any.
-
-    Args:
-        plan: of `rule="throughput"`.
-    """
+    """The lookups of one generation, if it has any."""
     config, drafter, memory = setup.speculation, setup.drafter, setup.memory
     if not config.lookup:
         return None
     models = [] if target is None else [target.config, target.config.get_text_config()]
-    width = setup.vocab_size if target is None else target.config.get_text_config().vocab_size
     memory.answers.most = HISTORY if config.lookup == "history" else 0
     earlier = memory.answers.seen if config.lookup == "history" else None
-    text = TextLookup(special_ids(generation, *models), width, earlier)
+    text = TextLookup(special_ids(generation, *models), setup.width(target), earlier)
     learned = memory.recall_lookups(drafter if target is None else target, generation)
     draws, choice = drafter.places > 0, None
     if plan is not None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from hf_specdecpp.generation.counters import Counters, add, ratio
+from hf_specdecpp.generation.counters import OF_TWO, Counters, add, ratio
 from hf_specdecpp.generation.verdict import outcome, suspicion
-
-# Of two calls the larger, since they count what there is by now; and the first that is given.
-LATEST, REASONS = ("state_bytes", "graphs", "graph_seconds", "graph_bytes"), ("suspect", "refusal", "uncaptured")
 
 
 @dataclass
@@ -32,16 +29,8 @@ class SpeculationStats(Counters):
             return NotImplemented
         total = SpeculationStats()
         for item in fields(self):
-            if item.name not in ("last_tree", "rows", "remedies", "decided", "has_products", *LATEST, *REASONS):
-                setattr(total, item.name, add(getattr(self, item.name), getattr(other, item.name)))
-        total.last_tree = other.last_tree or self.last_tree
-        total.decided = other.decided or self.decided
-        for name in LATEST:
-            setattr(total, name, max(getattr(self, name), getattr(other, name)))
-        total.complete = self.complete and other.complete
-        for name in REASONS:
-            setattr(total, name, getattr(self, name) or getattr(other, name))
-        total.remedies, total.has_products = other.remedies, self.has_products or other.has_products
+            of_two = item.metadata.get(OF_TWO, add)
+            setattr(total, item.name, of_two(getattr(self, item.name), getattr(other, item.name)))
         for name in ("plain_pass_seconds", "same_pass_seconds"):
             setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))
         return total

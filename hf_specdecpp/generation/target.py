@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig
@@ -18,77 +18,101 @@ from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.throughput.target_passes import TargetPasses, passes_of
+from hf_specdecpp.throughput.target_passes import passes_of
 
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
 
 
-class TargetSide(Protocol):
-    """What the loop asks of the target.
+class TargetSide(ABC):
+    """What the loop asks of the target, which owns its cache and how its passes run.
+
+    Args:
+        model: the target.
+        texts: that it reads.
+        config: of the generation.
 
     Attributes:
-        model: the target.
-        passes: what its passes take, and which products they run on.
+        states: of its passes, which drafts read.
+        passes: what they take, and which products they run on.
     """
 
-    model: CausalLM
-    passes: TargetPasses
+    def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
+        self.model, self.config, self.device = model, config, input_device(model)
+        self.generator, setup = texts[0].generator, texts[0].generator.setup
+        self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
+        self.passes, self.has_choice = passes_of(model, setup.other_product(model)), False
 
     @property
     def products(self) -> FasterProducts:
         """The context within which passes are made."""
+        return self.generator.products
 
+    @abstractmethod
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         """Read the prompts as plain `generate()` does: the `outputs` of the rounds."""
 
-    def begin(self, texts: Sequence[Text]) -> None:
+    def begin(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
         """Told once, before the first round."""
+        self.has_choice = self.products.has_choice
 
+    @abstractmethod
     def prepare(self, texts: Sequence[Text]) -> None:
         """What a round needs and is not counted among its seconds."""
 
-    def make_whole_round(self, texts: Sequence[Text]) -> bool:
+    def make_whole_round(self, text: Text) -> bool:  # noqa: ARG002
         """Make a round that is captured from its first step to its last, where that can be done."""
+        return False
 
-    def room(self, text: Text) -> int | None:
+    def room(self, text: Text) -> int | None:  # noqa: ARG002
         """How many candidates the next pass has room for; `None`: any number."""
+        return None
 
-    def states_of(self, text: Text) -> Tensor | None:
-        """`[1, n, width]` that the draft reads, at the n tokens that the last pass left in the text."""
-
+    @abstractmethod
     def read(self, rounds: Sequence[Round]) -> None:
         """One pass over the last token of each text and its candidates: `outputs` and `width` of the rounds."""
 
+    @abstractmethod
     def keep(self, rounds: Sequence[Round]) -> None:
-        """Leave the cache at what was emitted."""
+        """Leave the cache and the states that drafts read at what was emitted."""
 
     def stays(self, texts: Sequence[Text]) -> list[bool]:
         """Which texts go on."""
+        return [not text.finished for text in texts]
 
-    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
+    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:  # noqa: B027 - of one text nothing is left
         """Of `texts` those at `places` go on."""
 
+    @abstractmethod
     def complete(self, texts: Sequence[Text]) -> None:
         """After the last round: leave the cache as plain `generate()` leaves it."""
 
-    def roll_back(self) -> None:
+    def roll_back(self) -> None:  # noqa: B027 - the rows of a batch have lost their places
         """After an exception: leave the cache, which may be the user's, at what was emitted."""
 
+    @abstractmethod
     def end(self) -> None:
         """Told last, whatever happened."""
 
+    @abstractmethod
     def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:
         """What `generate()` returns."""
 
+    def compare_products(self, first: Text, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
+        """Time a pass over one token of each of `rows` texts beside those of the rounds, where these do not tell which
+        product is the fastest; `first` of the texts notes it."""
+        product = self.passes.missing(rows, self.products.has_choice)
+        if product is not None:
+            begin = time.perf_counter()
+            self.passes.make(rows, product, self.model, inputs(), self.device)
+            first.stats.compared_passes += 1
+            first.stats.preparing_seconds += time.perf_counter() - begin
 
-class OneTarget:
+
+class OneTarget(TargetSide):
     """The target's side of one text. Nothing that it holds may hold it: in a circle, caches stay until garbage is
     collected.
 
     Args:
-        model: the target.
-        text: that it reads.
-        config: of the generation.
         model_kwargs: the forward's other arguments, the cache among them.
 
     Attributes:
@@ -96,18 +120,11 @@ class OneTarget:
     """
 
     def __init__(self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-        self.model, self.config, self.text, self.generator = model, config, text, text.generator
-        self.stats, setup = text.stats, text.generator.setup
-        self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
+        super().__init__(model, [text], config)
+        self.text, self.stats = text, text.stats
         self.prefix: TargetText = Prefix(model, self.states.asked_for(model_kwargs))
         self.generator.session.share(self.prefix)
-        self.device = input_device(model)
-        self.passes = passes_of(model, setup.other_product(model))
         self.captured = Captured(self)
-
-    @property
-    def products(self) -> FasterProducts:
-        return self.generator.products
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         prefix: Any = self.prefix  # of the target's own passes
@@ -122,26 +139,23 @@ class OneTarget:
         rounds[0].outputs = outputs
 
     def begin(self, texts: Sequence[Text]) -> None:
+        super().begin(texts)
         if texts:
             self.captured.begin(self.text.ids)
 
     def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
-        if self.captured.rounds is not None:
-            return
-        self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
-        self.compare_passes()
+        if self.captured.rounds is None:
+            self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
+            self.compare_passes()
 
-    def make_whole_round(self, texts: Sequence[Text]) -> bool:  # noqa: ARG002
-        return self.captured.make_round(self.text)
+    def make_whole_round(self, text: Text) -> bool:
+        return self.captured.rounds is not None and self.captured.make_round(text)
 
     def room(self, text: Text) -> int | None:
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        if self.prefix.pending >= MOST_PENDING or not self.captured.drafts:
+        if self.prefix.text.pending >= MOST_PENDING or not self.captured.drafts:
             return 0
-        return self.prefix.most_candidates(text.ids)
-
-    def states_of(self, text: Text) -> Tensor | None:  # noqa: ARG002
-        return self.states.found
+        return self.prefix.most_candidates(text.ids) if self.prefix.is_limited else None
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
@@ -149,33 +163,36 @@ class OneTarget:
         if tree.is_chain:
             inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device))
         else:
-            families = each.text.verifier.tests_families(input_ids.device)
+            families = each.text.tests_families()
             inputs = self.prefix.tree_inputs(input_ids, each.rows, families=families)
         each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
-        if self.prefix.mark is not None:
-            self.stats.state_bytes = self.prefix.mark.num_bytes
+        if (mark := self.prefix.text.mark) is not None:
+            self.stats.state_bytes = mark.num_bytes
 
     def _forward(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
-        timed = self.passes.timed(self.prefix.width, self.generator.products.has_choice, self.device)
-        with nullcontext() if self.prefix.is_captured else timed:
+        if self.prefix.is_captured:
+            return self.prefix.forward(self.states, inputs, count)
+        with self.passes.timed(self.prefix.width, self.has_choice, self.device):
             return self.prefix.forward(self.states, inputs, count)
 
     def keep(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
-        count, kept, path = len(each.tree), each.emitted.kept, each.emitted.path
-        in_pass = None if path is None else path.rows
-        each.text.records.add_states(each.outputs, kept, count, in_pass, again=self.prefix.pending)
-        # All of the prompt; later the last token before the round and the accepted candidates.
-        if each.is_prompt:
-            rows: Tensor | slice = slice(None)
-        elif not count and not self.prefix.pending:
-            rows = slice(-1, None)  # the text before it may have been read anew
-        elif path is None:
-            rows = slice(self.prefix.pending, self.prefix.pending + kept)
-        else:
-            rows = path.on_device[:kept]
-        self.states.keep(rows)
+        count, (kept, path), again = len(each.tree), each.emitted, self.prefix.text.pending
+        if self.text.records.are_asked_for:
+            self.text.records.add_states(each.outputs, kept, count, None if path is None else path.rows, again)
+        if self.states.are_read:
+            # All of the prompt; later the last token before the round and the accepted candidates.
+            if each.is_prompt:
+                rows: Tensor | slice = slice(None)
+            elif not count and not again:
+                rows = slice(-1, None)  # the text before it may have been read anew
+            elif path is None:
+                rows = slice(again, again + kept)
+            else:
+                rows = path.on_device[:kept]
+            self.states.keep(rows)
+            self.text.states = self.states.found
         self.prefix.settle(each.outputs, kept, count, path)
 
     def try_pass(self, count: int) -> None:
@@ -184,23 +201,10 @@ class OneTarget:
 
     def compare_passes(self) -> None:
         """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""
-        if self.prefix.is_captured:
-            return
+        prefix, ids = self.prefix, self.text.ids
         tell_it = self.generator.rests and self.device.type == "cpu"
-        if tell_it or self.prefix.pending or self.prefix.is_at_change(self.text.ids):
-            return
-        product = self.passes.missing(1, self.generator.products.has_choice)
-        if product is not None:
-            begin = time.perf_counter()
-            self.passes.make(1, product, self.model, self.prefix.chain_inputs(self.text.ids, []), self.device)
-            self.stats.compared_passes += 1
-            self.stats.preparing_seconds += time.perf_counter() - begin
-
-    def stays(self, texts: Sequence[Text]) -> list[bool]:
-        return [not text.finished for text in texts]
-
-    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
-        """Nothing goes on after the only text."""
+        if not (prefix.is_captured or tell_it or prefix.text.pending or prefix.is_at_change(ids)):
+            self.compare_products(self.text, 1, lambda: prefix.chain_inputs(ids, []))
 
     def complete(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
         with self.products:

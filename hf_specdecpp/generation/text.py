@@ -1,9 +1,18 @@
-"""One sequence of a `generate()` call (`Text`), and what becomes of it in a round (`Round`)."""
+"""One sequence of a `generate()` call (`Text`): which candidates of a round stand, and where the text ends.
+
+Chains and trees are verified on one route. The tests are pure functions in `sampling.verification` (chains) and
+`trees.verification` (trees), with a version for devices beside each. Here it is decided which of them is asked, and
+when the logits processors are called.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,29 +23,59 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdecpp.caches.text import PathRows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.generation.verification import Verdict, Verifier
 from hf_specdecpp.models.causal_lm import CausalLM, upload
+from hf_specdecpp.sampling.randomness import waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy, verify_sampled
+from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.verification import (
+    follow_tree,
+    verify_tree,
+    verify_tree_at_once,
+    verify_tree_block,
+    verify_tree_greedy,
+)
+
+
+@dataclass
+class Verdict:
+    """What the target says of a round.
+
+    Example: the chain 7 8 9 was read, 7 and 8 stand, and 4 follows: `path` is [1, 2], `emitted` [7, 8, 4].
+
+    Attributes:
+        path: the accepted nodes.
+        emitted: their k - 1 tokens, and the token after them.
+        scores, raw: `[k, vocab]` or more rows, logits that the emitted tokens were chosen from, with and without
+            processing. `raw` is `scores` where nobody asked for it.
+        rows: of the root and the accepted nodes in the pass, where they were a tree.
+        waited: seconds that reading from the device took, which has the target's pass to finish first.
+    """
+
+    path: list[int]
+    emitted: list[int]
+    scores: Tensor
+    raw: Tensor
+    rows: list[int] | None = None
+    waited: float = 0.0
 
 
 class Text:
     """A sequence that is being generated.
 
-    Args:
-        target: the model that decides.
-        generator: drafts its candidates.
-        criteria, config, streamer: as prepared by `generate()`.
-
     Attributes:
         ids: `[1, length]`, the prompt and what was emitted.
+        states: `[1, n, width]` of the target, if the draft reads them, at the n tokens that the last pass left in the
+            text.
         finished: whether it has ended.
+        waits: whether reading from its device waits for all that this has to do.
         records: what `return_dict_in_generate` asks for.
     """
 
     ids: Tensor
     prompt_length: int
+    waits: bool
+    states: Tensor | None = None
 
     def __init__(
         self,
@@ -48,50 +87,56 @@ class Text:
     ) -> None:
         self.generator, self.stats, self.streamer = generator, generator.stats, streamer
         self.finished = False
-        self.records = TokenRecords(config, target.config.get_text_config(decoder=True))
-        self.criteria = criteria
+        self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
-        self.max_lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        self.max_length: float = min(lengths, default=math.inf)
         self.eos = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
-        self.verifier = Verifier(
-            generator.processing, generator.randomness, generator.setup.decisions.verification, self.eos,
-            keeps_raw=self.records.keeps_logits,
-        )  # fmt: skip
+        self.processing, self.randomness = generator.processing, generator.randomness
+        self.verification, self.keeps_raw = generator.setup.decisions.verification, self.records.logits is not None
 
     def begin(self, ids: Tensor) -> None:
         """The text is a prompt, `[1, length]`."""
-        self.ids, self.prompt_length = ids, ids.shape[1]
+        self.ids, self.prompt_length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
 
     @property
     def length(self) -> int:
         return self.ids.shape[1]
 
     def verify(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
-        """Which candidates stand, and the token after them, by the target's logits `[rows, vocab]`."""
-        successors = self.generator.successors
-        # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
-        if successors is not None and (len(tree_pass.tree) or self.generator.expects_drafts):
-            paths = [tree_pass.tree.path(node) for node in tree_pass.order]
-            successors.learn(contexts_of(self.ids, paths), logits)
-        return self.verifier.verify(self.ids, tree_pass, logits)
+        """Which candidates stand, and the token after them.
 
-    def emit(self, emitted: list[int], scores: Tensor, raw: Tensor, rows: list[int] | None = None) -> Emitted:
-        """Add tokens, up to the first that ends the text.
+        Processors that must be called once for each emitted token, in order, are asked on the way down only. All others
+        are asked about every node of a chain, and of a tree on a device, which then is read once; on a CPU only about
+        those nodes of a tree that p is needed at.
 
         Args:
-            emitted: k tokens.
-            scores, raw: `[k, vocab]` or more, logits that they were chosen from, with and without processing.
-            rows: of the root and the accepted candidates in the pass, where they were a tree.
+            logits: `[rows, vocab]` of the target, in the order of the pass.
         """
-        before = self.length
-        # As int64 whatever the prompt's type is, like plain generation.
-        known = [torch.tensor([emitted])] + ([] if rows is None else [torch.tensor(rows)])
-        new_ids, *on_device = upload(known, self.ids.device)
+        tree, generator = tree_pass.tree, self.generator
+        # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
+        if generator.successors is not None and (len(tree) or generator.expects_drafts):
+            generator.successors.learn(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
+        one_by_one = not tree.is_chain and not self.waits
+        if self.processing.in_order or one_by_one:
+            return self._verify_asking(tree_pass, logits)
+        return self._verify_at_once(tree_pass, logits)
+
+    def emit(self, verdict: Verdict) -> Emitted:
+        """Add tokens, up to the first that ends the text."""
+        emitted, rows = verdict.emitted, verdict.rows
+        before = self.ids.shape[1]
+        path, new_ids = None, torch.tensor([emitted])  # as int64 whatever the prompt's type is, like plain generation
+        if rows is None:
+            new_ids = new_ids.to(self.ids.device)
+        else:
+            new_ids, on_device = upload([new_ids, torch.tensor(rows)], self.ids.device)
+            path = PathRows(rows, on_device)
         ids = torch.cat((self.ids, new_ids), dim=1)
-        kept, self.finished = self._first_stop(ids, emitted, scores, raw)
+        kept, self.finished = self._first_stop(ids, emitted, verdict.scores, verdict.raw)
         self.ids = ids[:, : before + kept]
-        return Emitted(kept, None if rows is None else PathRows(rows, *on_device))
+        return Emitted(kept, path)
 
     def hand_over(self, tokens: list[int]) -> None:
         """Count tokens that were added, and stream them."""
@@ -108,12 +153,14 @@ class Text:
     def _first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
         """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there."""
         before = ids.shape[1] - len(emitted)
-        ends = [i + 1 for i, token in enumerate(emitted) if token in self.eos]
-        limits = [max(length - before, 1) for length in self.max_lengths] + ends[:1]
-        kept = min([len(emitted), *limits])
-        finished = kept in limits
+        kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
+        for place, token in enumerate(emitted, 1):
+            if token in self.eos or place >= room:
+                kept, finished = place, True
+                break
         if self.all_simple:
-            self.records.add_scores(scores, raw, kept)
+            if self.records.are_asked_for:
+                self.records.add_scores(scores, raw, kept)
             return kept, finished
         for i in range(kept):
             self.records.add_scores(scores[i:], raw[i:], 1)
@@ -121,15 +168,102 @@ class Text:
                 return i + 1, True
         return kept, finished
 
+    # Verification. --------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Emitted:
-    """What a round added to a text.
+    def tests_families(self) -> bool:
+        """Whether sampled trees are verified on the device, by lists of families that it has to be given."""
+        return self.randomness is not None and self.waits and not self.processing.in_order
 
-    Attributes:
-        kept: tokens.
-        path: rows of the root and the accepted candidates in the pass, where they were a tree.
-    """
+    def _verify_at_once(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
+        """By p of all nodes."""
+        tree, device = tree_pass.tree, self.ids.device
+        scores = logits.to(device, torch.float32, copy=self.keeps_raw or not tree.is_chain)
+        if not tree.is_chain:
+            scores = self._process_nodes(tree_pass, scores)
+        elif not self.processing.does_nothing:
+            scores = self.processing.along(self.ids, tree.ids(device), scores)
+        begin = time.perf_counter()
+        path, token = self._accept_chain(tree, scores) if tree.is_chain else self._accept_tree(tree_pass, scores)
+        waited = time.perf_counter() - begin if self.waits else 0.0
+        rows = None
+        if not tree.is_chain:  # of which the rows that stand are the first
+            rows = tree_pass.rows_of(path)
+            scores, logits = torch.stack([scores[row] for row in rows]), logits[rows] if self.keeps_raw else logits
+        emitted = [tree.tokens[node] for node in path] + [token]
+        return Verdict(path, emitted, scores, logits.to(scores) if self.keeps_raw else scores, rows, waited)
+
+    def _verify_asking(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
+        """By p of the nodes that matter, each processed once."""
+        tree, rows = tree_pass.tree, tree_pass.rows
+
+        @cache
+        def scores(node: int) -> Tensor:
+            row = logits[rows[node]].to(self.ids.device, torch.float32, copy=True)
+            if self.processing.does_nothing or self._ends_text(tree, node):
+                return row
+            return self.processing.one(self.ids, tree.path(node), row)
+
+        path, token = self._accept_asking(tree, scores)
+        if tree.looked_up:
+            path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
+        chosen_from, taken = torch.stack([scores(node) for node in (0, *path)]), tree_pass.rows_of(path)
+        raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
+        emitted = [tree.tokens[node] for node in path] + [token]
+        return Verdict(path, emitted, chosen_from, raw, None if tree.is_chain else taken)
+
+    def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
+        if self.randomness is None:
+            accepted, token = verify_greedy(tree.tokens[1:], scores)
+            return list(range(1, accepted + 1)), token
+        p, drawn, randomness = scores.softmax(dim=-1), tree.num_drawn, self.randomness
+        q = torch.stack([tree.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
+        accepted, token = verify_sampled(tree.ids(p.device)[:drawn], p[: drawn + 1], q, randomness, self.verification)
+        path = list(range(1, accepted + 1))
+        return follow_tree(tree, path, token, lambda node: int(randomness.categorical(p[node])))
+
+    def _accept_tree(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
+        tree, rows = tree_pass.tree, tree_pass.rows
+        if self.randomness is None:
+            choices = likeliest_tokens(scores)
+            path, token = verify_tree_greedy(tree, lambda node: choices[rows[node]])
+        else:
+            path, token = verify_tree_at_once(tree_pass, scores.softmax(dim=-1), self.randomness, self.verification)
+        return follow_tree(tree, path, token, lambda node: self._draw(scores[rows[node]]))
+
+    def _accept_asking(self, tree: DraftTree, scores: Callable[[int], Tensor]) -> tuple[list[int], int]:
+        if self.randomness is None:
+            return verify_tree_greedy(tree, lambda node: likeliest_tokens(scores(node)[None])[0])
+        # To accept a block, processors would be called for candidates that are then rejected.
+        is_block = self.verification == "block" and not self.processing.in_order
+        verify = verify_tree_block if is_block else verify_tree
+        return verify(tree, lambda node: scores(node).softmax(dim=-1), self.randomness)
+
+    def _draw(self, scores: Tensor) -> int:
+        """A token by `[vocab]` processed scores of the target."""
+        if self.randomness is None:
+            return likeliest_tokens(scores[None])[0]
+        return int(self.randomness.categorical(scores.softmax(dim=-1)))
+
+    def _process_nodes(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
+        """Process the scores of all rows, `[rows, vocab]`."""
+        if self.processing.does_nothing:
+            return scores
+        tree, order = tree_pass.tree, tree_pass.order
+        rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
+        paths, process = [tree.path(order[row]) for row in rows], self.processing.after_each
+        if len(rows) == len(scores):
+            return process(self.ids, paths, scores)
+        scores[rows] = process(self.ids, paths, scores[rows])
+        return scores
+
+    def _ends_text(self, tree: DraftTree, node: int) -> bool:
+        """Whether a node ends the text: plain generation does not ask the processors what would follow."""
+        return node > 0 and tree.tokens[node] in self.eos
+
+
+class Emitted(NamedTuple):
+    """What a round added to a text: so many tokens, and where they were a tree, of the root and the accepted candidates
+    the rows in the pass."""
 
     kept: int
     path: PathRows | None = None
@@ -141,13 +275,11 @@ class Round:
 
     Attributes:
         tree: what the draft proposes; a chain is a tree of one branch, and an empty one leaves the round to the target.
-        length: tokens of the text before the round.
         is_prompt: whether it is the pass over the prompt, which is no round for those who learn.
-        rows: the tree as the target reads it.
         outputs: of the target's pass: `logits` `[1, rows, vocab]`, and what else the text is asked for.
         width: tokens that the pass read, dummies included.
-        verdict: what the target says of the candidates.
-        emitted: what was added to the text.
+        length: tokens of the text before the round.
+        rows: the tree as the target reads it.
     """
 
     text: Text
@@ -161,14 +293,4 @@ class Round:
     emitted: Emitted = field(init=False)
 
     def __post_init__(self) -> None:
-        self.length, self.rows = self.text.length, TreePass(self.tree)
-
-    def verify(self) -> None:
-        """One route for chains and trees, greedy or drawn, token by token or as a block."""
-        self.verdict = self.text.verify(self.rows, self.outputs.logits[0, -len(self.tree) - 1 :])
-
-    def emit(self) -> None:
-        """Add what stands to the text, up to the first token that ends it."""
-        verdict = self.verdict
-        rows = None if self.tree.is_chain else self.rows.rows_of(verdict.path)
-        self.emitted = self.text.emit(verdict.emitted, verdict.scores, verdict.raw, rows)
+        self.length, self.rows = self.text.ids.shape[1], TreePass(self.tree)

@@ -147,24 +147,22 @@ class LookingUp:
         for token, estimate in zip(tokens[:count], estimates, strict=False):
             node, reached = tree.follow(node, token, reached, estimate), reached * estimate
 
-    def learn(self, drawn: int, accepted_of_drawn: int, width: int, kept: int, drafting: float | None = None) -> None:
-        """Take note of a round.
-
-        Args:
-            drawn, accepted_of_drawn: candidates of the draft, in trees by depth.
-            width: all candidates.
-            kept: tokens that the round has brought.
-            drafting: seconds of drafting; `None` for what a chain of `drawn` costs.
-        """
+    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+        """Take note of a round, of whose candidates those of a path stand."""
+        drawn, width, kept = min(tree.num_drawn, tree.levels), len(tree), len(path) + 1  # drawn: in trees by depth
         if not drawn:
             if self.choice is not None:
                 self._missed += max(float(self.verify[min(width, self.most)]) - kept / self.choice.rate, 0.0)
             return
-        self._accepted += accepted_of_drawn
-        self._tested += min(accepted_of_drawn + 1, drawn)
+        accepted = len(tree.drawn(path))
+        self._accepted += accepted
+        self._tested += min(accepted + 1, drawn)
         if self.choice is not None:
-            if drafting is None:
+            drafting = 0.0
+            if tree.is_chain:
                 drafting = float(self._rounds[min(drawn, self.most)] - self.verify[min(drawn, self.most)])
+            elif self._costs is not None and tree.passes:
+                drafting = self._costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self._costs.overhead
             self.choice.observe(kept, float(self.verify[min(width, self.most)]) + drafting)
 
     @property

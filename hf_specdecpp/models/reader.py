@@ -108,7 +108,8 @@ class Reader(nn.Module):
 
         Cut or padded to `vocab_size`, the width of the target's logits; ids that the model does not have get -inf.
         """
-        return as_wide_as(vocab_size, self._own_logits(hidden))
+        logits = self._own_logits(hidden)
+        return logits if logits.shape[-1] == vocab_size else as_wide_as(vocab_size, logits)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         return self._head_logits(self._head(), hidden)

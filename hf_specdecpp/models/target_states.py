@@ -69,6 +69,7 @@ class TargetStates:
         found: `[1, n, width]` at the n tokens that the last pass verified, for one text (`keep`); `None`
             before there was one, or where nothing is caught.
         are_returned: whether passes return the states, so that they need no hooks.
+        are_read: whether anything is caught.
 
     Raises:
         ValueError: the target has no such layers.
@@ -91,6 +92,7 @@ class TargetStates:
             can_return = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
             if can_return and any(map(has_compiled_call, target.modules())):
                 self._numbers = state_numbers(reader, len(stack))
+        self.are_read = reader is not None
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
 
@@ -106,6 +108,8 @@ class TargetStates:
 
     def catch(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """Make a pass whose arguments are `asked_for`, and catch its states; what it returns."""
+        if not self._modules:
+            return forward(*args, **inputs)
         if self.are_returned:
             outputs = forward(*args, **inputs)
             self._caught = self._returned(outputs)

@@ -9,8 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_specdecpp.sampling.at_once import as_tests, block_tests, carried, leftovers, token_weights
-from hf_specdecpp.sampling.verification import Verification, chain_ratios
+from hf_specdecpp.sampling.verification import (
+    Verification,
+    as_tests,
+    block_tests,
+    carried,
+    chain_ratios,
+    leftovers,
+    token_weights,
+)
 
 
 def race(weights: Tensor, times: Tensor) -> Tensor:

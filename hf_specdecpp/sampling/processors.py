@@ -88,6 +88,7 @@ class Processing:
     """The logits processors of one generation.
 
     Attributes:
+        does_nothing: whether scores stay as they are.
         prefix_free: whether none looks at the tokens.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
@@ -105,6 +106,7 @@ class Processing:
                     "assistant, or without guidance_scale / watermarking."
                 )
         self.processors = list(processors)
+        self.does_nothing = not self.processors
         self.in_order = [processor for processor in self.processors if not reads_prefix_only(processor)]
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)

@@ -84,12 +84,9 @@ class TorchRandomness:
         raise ValueError(_nothing(weights(last)))
 
     def _race(self, weights: Tensor) -> torch.return_types.max:
-        """An index of `weights` `[..., n]`, drawn by them, where the largest of w_i / E_i is, and that number. E_i are
-        independent exponential numbers.
-
-        Index i fires at time E_i / w_i, so it is the first with probability w_i / sum(w). `multinomial` does the same,
-        but waits for the device to check its arguments.
-        """
+        """An index of `weights` `[..., n]`, drawn by them, and w_i / E_i there, E_i being exponential numbers: i fires
+        at time E_i / w_i, so it is the first with probability w_i / sum(w)."""
+        # `multinomial` does the same, but waits for the device to check its arguments.
         return (weights / self._times(weights[None] if weights.dim() == 1 else weights)[0]).max(-1)
 
     def _times(self, like: Tensor) -> Tensor:

@@ -150,17 +150,12 @@ class Successors:
 
 
 class MixedProcessing(Processing):
-    """The processors of a draft whose logits are mixed with the target's successors before them.
-
-    So what processors forbid stays forbidden, and what is kept does not depend on how texts are sampled.
-
-    Args:
-        greedy: whether texts are, and not sampled.
-        temperature: of q before it is mixed.
-    """
+    """The processors of a draft whose logits, divided by a temperature, are mixed with the target's successors before
+    them: what processors forbid stays forbidden, and what is kept does not depend on how texts are sampled."""
 
     def __init__(self, processing: Processing, successors: Successors, greedy: bool, temperature: float = 1.0) -> None:
         super().__init__(processing.processors)
+        self.does_nothing = False
         self.successors, self.greedy, self.temperature = successors, greedy, temperature
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:

@@ -1,19 +1,20 @@
 """Which candidates does the target accept, and what does it say instead? Pure functions of p, q and randomness.
 
 p is the target's distribution, q the one that a candidate was really drawn from, both after all logits processors.
-Chains are explained in `docs/verification.md`, trees in `docs/dyspec.md`. Here are the readable versions, which run on
-a CPU; `at_once.py` has those for devices from which each read is slow.
+Chains are explained in `docs/verification.md`, trees in `docs/dyspec.md`. The readable versions run on a CPU. Those for
+devices from which each read is slow are `verify_at_once` and what follows it: all tests first, then one read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hf_specdecpp.sampling.randomness import Randomness, widest
+from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads, widest
 
 Verification = Literal["block", "token"]
 
@@ -33,29 +34,6 @@ def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
     while accepted < len(candidates) and candidates[accepted] == choices[accepted]:
         accepted += 1
     return accepted, choices[accepted]
-
-
-def follow(looked_up: Sequence[int], token: int, draw: Callable[[int], int]) -> tuple[int, int]:
-    """Go on from what was verified along candidates that were looked up.
-
-    Such a candidate is one token for certain, so it is accepted exactly if it is what is drawn from the target's
-    distribution. Drawing token by token is what plain generation does.
-
-    Example: 7 and 8 were looked up, and 7 is drawn. So is 9 after it: one is accepted, and 9 follows.
-
-    Args:
-        looked_up: candidates after all others, which stand.
-        token: drawn after those.
-        draw: gives a token after so many of `looked_up`. Asked in order.
-
-    Returns:
-        Number of accepted candidates, and the token that follows them.
-    """
-    accepted = 0
-    while accepted < len(looked_up) and looked_up[accepted] == token:
-        accepted += 1
-        token = draw(accepted)
-    return accepted, token
 
 
 def verify_chain(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
@@ -182,3 +160,83 @@ def remaining(q: Tensor, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
         yield q
         q = q.index_fill(-1, token, 0.0)
         q = q / q.sum()
+
+
+def verify_sampled(
+    candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
+) -> tuple[int, int]:
+    """`verify_block` or `verify_chain`, or where p lies on a device their counterpart: arguments and results alike."""
+    if waits_for_reads(p.device):
+        return verify_at_once(candidates, p, q, randomness, verification)
+    return (verify_block if verification == "block" else verify_chain)(candidates, p, q, randomness)
+
+
+def verify_at_once(
+    candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
+) -> tuple[int, int]:
+    """The same distribution of results as `verify_block` or `verify_chain`: all tests of the number of accepted
+    candidates are made, and the longest that passes counts; then the token after them is drawn.
+
+    Args:
+        candidates: k tokens, the i-th drawn from `q[i]`.
+        p: `[k + 1, vocab]` probabilities of the target.
+        q: `[k, vocab]` probabilities of the draft.
+    """
+    ratios = chain_ratios(candidates, p, q)
+    is_block = verification == "block"
+    carries = carried(ratios) if is_block else ratios.new_ones(len(candidates) + 1)
+    left = leftovers(carries, p, q)
+    tests = block_tests(carries, left) if is_block else as_tests(token_weights(ratios))
+
+    # In floating point a candidate can be rejected although p and q are equal to rounding: nothing is left, so then p.
+    return randomness.outcome(tests, partial(left.index_select, 0), partial(p.index_select, 0))
+
+
+def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """(c_i p - q)+, `[n, vocab]`, by c_i `[n]` and p `[n, vocab]`; c_i p in rows for which q `[k, vocab]` has none."""
+    left = p * carries[:, None].to(p.dtype)
+    left[: len(q)].sub_(q)
+    return left.clamp_min_(0.0)
+
+
+def block_tests(carries: Tensor, left: Tensor) -> Tensor:
+    """h_i = s_i / (s_i + 1 - c_i), `[n]`, by c_i `[n]` and the `leftovers` `[n, vocab]`, whose sums are s_i.
+
+    After the last candidate s_i is c_i, and so is h_i. Where c_i is 1 and nothing is left, the candidate after it is
+    always accepted, and h_i, which is 0 here, does not matter.
+    """
+    sums = left.sum(-1, dtype=carries.dtype)
+    return sums / (1.0 - carries).add_(sums).clamp_min_(torch.finfo(sums.dtype).tiny)
+
+
+def token_weights(ratios: Tensor) -> Tensor:
+    """The chance that `verify_chain` accepts i candidates, `[k + 1]`, by their p / q `[k]`.
+
+    For [0.5, 2]: [0.5, 0, 0.5].
+    """
+    accepts, one = ratios.clamp_max(1.0), ratios.new_ones(1)
+    return torch.cat((one, accepts.cumprod(0))) * torch.cat((1.0 - accepts, one))
+
+
+def weights_of(tests: Tensor) -> Tensor:
+    """The chance that each of the `tests` `[n]` is the first that passes, of those from the last to the first.
+
+    For [1, 0.5, 0.25]: [0.375, 0.375, 0.25].
+    """
+    failed = (1.0 - tests).flip(0).cumprod(0)[:-1].flip(0)
+    return tests * torch.cat((failed, tests.new_ones(1)))
+
+
+def as_tests(weights: Tensor) -> Tensor:
+    """The inverse of `weights_of`; 0 where neither the test nor any that comes later can be the first."""
+    return (weights / weights.cumsum(0)).nan_to_num_(0.0)
+
+
+def carried(ratios: Tensor) -> Tensor:
+    """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[k + 1]`, of the ratios r_i `[k]`.
+
+    For [2, 0.5, 0.5, 4, 1]: [1, 1, 0.5, 0.25, 1, 1]. S_i being the product of the first i ratios, c_i is S_i divided by
+    the largest S_j with j <= i, which needs no loop.
+    """
+    sums = torch.cat((ratios.new_zeros(1), ratios.log().cumsum(0)))
+    return (sums - sums.cummax(0).values).exp()

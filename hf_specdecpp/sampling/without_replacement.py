@@ -70,7 +70,7 @@ class Likeliest:
     """
 
     def __init__(self, q: Tensor) -> None:
-        self.maxima = _by_block(q, lambda blocks: blocks.amax(-1)).numpy()
+        self.maxima = _by_block(q, torch.amax).numpy()
         self.q = q.numpy()
 
     def next(self, row: int) -> tuple[int, float] | None:
@@ -94,7 +94,7 @@ class Inverted:
     """
 
     def __init__(self, q: Tensor) -> None:
-        self.sums = _by_block(q, lambda blocks: blocks.sum(-1)).double().numpy()
+        self.sums = _by_block(q, torch.sum).double().numpy()
         self.q = q.numpy()
 
     def next(self, row: int) -> tuple[int, float] | None:
@@ -113,11 +113,11 @@ class Inverted:
         return begin + place, probability
 
 
-def _by_block(q: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """`[n, blocks]`: `reduce`, from `[n, blocks, block]`, of all blocks of `q` `[n, vocab]`, a shorter last one too."""
+def _by_block(q: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """`[n, blocks]`: the maxima or sums of all blocks of `q` `[n, vocab]`, a shorter last one too."""
     whole = q.shape[-1] // BLOCK * BLOCK
-    reduced = reduce(q[:, :whole].unflatten(-1, (-1, BLOCK)))
-    return torch.cat((reduced, reduce(q[:, None, whole:])), dim=-1) if whole < q.shape[-1] else reduced
+    reduced = reduce(q[:, :whole].unflatten(-1, (-1, BLOCK)), -1)
+    return torch.cat((reduced, reduce(q[:, None, whole:], -1)), dim=-1) if whole < q.shape[-1] else reduced
 
 
 def _invert(weights: np.ndarray, u: float) -> int | None:

@@ -214,7 +214,7 @@ class Throughput(StoppingRule):
         return self.stands if self.trial is None else None
 
     def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
-        self.plan.observe(self.estimates, self.unread, proposal.num_drawn, len(stands))
+        self.plan.observe(self.estimates, self.unread, proposal.num_drawn, len(proposal.drawn(stands)))
 
 
 class BatchThroughput(Throughput):

@@ -15,6 +15,7 @@ from hf_specdecpp.config.costs import Costs
 
 TRUST = 3.0  # rounds of a text that count as much as all that was known of the same costs before
 MOST_CHANGE = 2.0  # times, in one text: capturing or a machine that sleeps is no cost of a round
+MOST_READ = 32  # tokens that a draft reads first, where its drafting tells what a step costs: more are another pass
 EXPECTED = 0.1  # difference from the known cost, as a share of it
 SHORT = 7  # bits of the length of a text that counts as short: up to 127 tokens
 
@@ -78,7 +79,8 @@ class RoundTimes:
 
     def drafted(self, drafting: Drafting | None) -> None:
         """The draft is there; `None`: how long that took says nothing of the costs."""
-        self._drafted, self._drafting = self.clock(), drafting
+        self._drafted = self.clock()
+        self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
 
     def end(self, length: int, width: int) -> None:
         """The round is over.

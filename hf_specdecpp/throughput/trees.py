@@ -15,7 +15,7 @@ from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, PRIOR_COUNT, Ac
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import LONGEST_PROMISE, Plan
-from hf_specdecpp.trees.slots import CalibratedSlots, Growth
+from hf_specdecpp.trees.slots import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
 SELECTION_DISCOUNT = 0.95  # of the tokens expected at the best of many thresholds (winner's curse)
@@ -24,7 +24,7 @@ FIRST_NODES = 6  # most in the first round, and twice as many in each later one:
 THRESHOLDS = np.exp(-0.12 * np.arange(50))  # tried, as shares of the best slot's gain; down to 0.003
 
 
-class TreePlan(Plan, CalibratedSlots):
+class TreePlan(Plan, SlotValuation):
     """What the rule knows of one draft and target, and how it grows trees.
 
     The gain of a slot is the expected number of tokens that a draw there adds: v times the chance a that what is drawn
@@ -54,6 +54,9 @@ class TreePlan(Plan, CalibratedSlots):
         self.unread = unread
         return super().starts(unread)
 
+    def calibrated(self, estimate: float) -> float:
+        return self.rates.calibrated(estimate)
+
     def expected(self, last: float | None, /) -> float:
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
@@ -63,13 +66,13 @@ class TreePlan(Plan, CalibratedSlots):
         Args:
             threshold: lower bound of t.
         """
-        tree = growth.tree
+        tree, usual = growth.tree, self.expected(None)
         while len(tree) < self.most_now:
             level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
-            first_children = [(v, v * growth.usual) for v in level.values()]
+            first_children = [(v, v * usual) for v in level.values()]
             t = max(threshold, self.threshold([*first_children, *growth.slots()], len(tree)))
-            worth = [node for node, v in level.items() if tree.levels == 0 or v * growth.usual >= t]
-            gains = [level[node] * growth.usual for node in worth]
+            worth = [node for node, v in level.items() if tree.levels == 0 or v * usual >= t]
+            gains = [level[node] * usual for node in worth]
             # Whether to draft at all has been decided before.
             if not worth or (tree.levels > 0 and not self.reads(gains, growth.open.values(), len(tree), tree.levels)):
                 break

@@ -100,8 +100,11 @@ class ThresholdSchedule:
         if len(tree):
             self.rounds += 1
             share = max(1.0 / self.rounds, LATEST)
-            entropy = sum(_entropy(a) for a in tree.estimates[1:]) / len(tree)
-            self.split_entropy += share * (entropy - self.split_entropy)
+            entropy = 0.0
+            for a in tree.estimates[1:]:
+                for x in (a, 1.0 - a):
+                    entropy -= x * math.log(x) if x > 0.0 else 0.0
+            self.split_entropy += share * (entropy / len(tree) - self.split_entropy)
             self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
 
 
@@ -116,7 +119,3 @@ def grow_shape(growth: Growth, shape: Shape) -> None:
                 if (child := growth.draw(node)) is None:
                     break
                 ranks[child] = (*ranks[node], rank)
-
-
-def _entropy(a: float) -> float:
-    return -sum(x * math.log(x) for x in (a, 1.0 - a) if x > 0.0)

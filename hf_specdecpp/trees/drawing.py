@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_specdecpp.trees.tree import DraftTree
@@ -10,6 +11,7 @@ from hf_specdecpp.trees.tree import DraftTree
 ACCEPTED = "*"
 
 
+@dataclass(frozen=True, repr=False)
 class DrawnTree:
     """A tree and what became of it. `str()` draws it with token ids.
 
@@ -18,8 +20,8 @@ class DrawnTree:
         path: the accepted nodes, from below the root.
     """
 
-    def __init__(self, tree: DraftTree, path: list[int]) -> None:
-        self.tree, self.path = tree, path
+    tree: DraftTree
+    path: list[int]
 
     def __str__(self) -> str:
         return self.text()
@@ -32,8 +34,8 @@ class DrawnTree:
         """
         tree, accepted = self.tree, set(self.path)
         lines = [
-            f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, width {tree.width}, "
-            f"{tree.passes} draft passes; {len(accepted)} accepted: {ACCEPTED})"
+            f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "
+            f"width {max(tree.widths, default=0)}, {tree.passes} draft passes; {len(accepted)} accepted: {ACCEPTED})"
         ]
         indents = {0: ""}
         for node in tree.depth_first()[1:]:

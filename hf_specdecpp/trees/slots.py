@@ -1,24 +1,33 @@
-"""A growing token tree and its open slots: what `algorithms` decides about. No model inside."""
+"""A growing token tree, its open slots and the siblings that are drawn there: what `algorithms` decides about. No model
+inside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import Estimator
+from hf_specdecpp.estimation.features import NUM_SCALARS
+from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.sampling.without_replacement import likeliest
-from hf_specdecpp.trees.siblings import AHEAD, HeadJudgedSiblings, JudgedSiblings, Level, judged_siblings
+from hf_specdecpp.sampling.without_replacement import Siblings, likeliest
 from hf_specdecpp.trees.tree import DraftTree
 
 # Nobody gets to a slot of a smaller value: q has no token left but for rounding.
 SMALLEST = 1e-12
+# How many siblings of a node a head judges at once. A forward of the head costs the same for one as for a few.
+AHEAD = 4
 
-Expand = Callable[[DraftTree, list[int]], Level]
+Draw = Callable[[Tensor], Siblings]
+Expand = Callable[[DraftTree, list[int]], "Level"]
 
 
 class Growth:
@@ -32,7 +41,7 @@ class Growth:
         root: token of the root.
         max_depth: nodes of this depth get no children.
         eos_token_ids: nor do these tokens.
-        ahead: see `siblings.judged_siblings`.
+        ahead: how many siblings of a node a head may judge before they are asked for.
         buffer: for their q; trees that are grown one after another may share it.
         valuation: what estimates and slots count for.
 
@@ -63,11 +72,10 @@ class Growth:
         self._expand, self._estimator, self._randomness = expand, estimator, randomness
         self._eos, self._ahead = eos_token_ids, ahead
         self._buffer = buffer or SoftmaxBuffer(0)
-        self._buffer.clear()
+        self._buffer.used = 0  # nobody needs the q of an earlier tree any more
         self._valuation = valuation or SlotValuation()
-        self.usual = self._valuation.expected(None)
         self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
-        self._siblings: dict[int, tuple[JudgedSiblings | HeadJudgedSiblings, int]] = {}
+        self._next: dict[int, Callable[[], tuple[int, float] | None]] = {}  # of a node, its next child and a(y)
 
     def expand(self, nodes: list[int]) -> None:
         """Learn D(.|path to node) for `nodes`, with a draft pass or from an earlier one: their first slots open."""
@@ -76,11 +84,15 @@ class Growth:
         self.tree.levels += 1
         q = self._buffer.softmax(level.scores)
         draw = likeliest if self._randomness is None else self._randomness.siblings
-        depths = [self.tree.depths[node] for node in nodes]
-        judged = judged_siblings(q, draw, self._estimator, level, depths, self.greedy, self._ahead)
+        judged: JudgedSiblings | HeadJudgedSiblings
+        if isinstance(self._estimator, AcceptanceHead):
+            depths = [self.tree.depths[node] for node in nodes]
+            judged = HeadJudgedSiblings(q, draw, self._estimator, level, depths, self.greedy, self._ahead)
+        else:
+            judged = JudgedSiblings(draw(q), len(nodes))
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
-            self._siblings[node] = judged, row
+            self._next[node] = partial(judged.next, row)
             self._open(node, self.leaves.pop(node))
 
     @property
@@ -101,7 +113,7 @@ class Growth:
         if self.open.pop(parent, None) is None:  # a greedy target's next sibling is known before, and there is none
             return None
         v, drawn = self._slots.pop(parent)
-        if (drawn := drawn or self._next(parent)) is None:  # R is all zero
+        if (drawn := drawn or self._next[parent]()) is None:  # R is all zero
             return None
         y, estimate = drawn
         a = self._valuation.calibrated(estimate)
@@ -115,65 +127,48 @@ class Growth:
         """v of each open slot, and what it competes with."""
         return [(self._slots[node][0], value) for node, value in self.open.items()]
 
-    def last_estimate(self, node: int) -> float | None:
-        """Of the node's last child, if it has any."""
-        children = self.tree.children[node]
-        return self.tree.estimates[children[-1]] if children else None
-
-    def _next(self, node: int) -> tuple[int, float] | None:
-        judged, row = self._siblings[node]
-        return judged.next(row)
-
     def _open(self, node: int, v: float) -> None:
-        known = self._next(node) if self.greedy else None
+        known = self._next[node]() if self.greedy else None
         if self.greedy and known is None:  # no token is left
             return
         self._slots[node] = v, known
-        valuation = self._valuation
-        self.open[node] = v * (
-            valuation.calibrated(known[1]) if known else valuation.expected(self.last_estimate(node))
-        )
-        heappush(self._heap, (-self.open[node], node))
+        if known is not None:
+            value = v * self._valuation.calibrated(known[1])
+        else:
+            children = self.tree.children[node]
+            value = v * self._valuation.expected(self.tree.estimates[children[-1]] if children else None)
+        self.open[node] = value
+        heappush(self._heap, (-value, node))
 
 
 class SlotValuation:
-    """What estimates and slots count for. Here as in the paper: an estimate for itself, a slot for its value v."""
+    """What estimates and slots count for.
+
+    Args:
+        rates: what rounds have taught of estimates. `None` takes them for themselves, as the paper does.
+    """
+
+    def __init__(self, rates: AcceptanceRates | None = None) -> None:
+        self._learned = rates
 
     def calibrated(self, estimate: float) -> float:
         """a(y)."""
-        return estimate
+        return estimate if self._learned is None else self._learned.calibrated(estimate)
 
     def expected(self, _last: float | None, /) -> float:
         """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling."""
         return 1.0
 
 
-class CalibratedSlots(SlotValuation):
-    """Estimates count for what rounds have taught of them."""
-
-    def __init__(self, rates: AcceptanceRates) -> None:
-        self.rates = rates
-
-    def calibrated(self, estimate: float) -> float:
-        return self.rates.calibrated(estimate)
-
-
 class SoftmaxBuffer:
-    """Memory for the q of a tree's nodes, used again by the next tree.
+    """Memory for the q of `num_rows` nodes of a tree, used again by the next tree; further ones get their own.
 
     On a CPU a softmax that has to ask the system for memory takes four times as long.
-
-    Args:
-        num_rows: how many q find room; further ones get memory of their own.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows, self.used = num_rows, 0
+        self.num_rows, self.used = num_rows, 0  # the latter: rows that are needed
         self.rows: Tensor | None = None
-
-    def clear(self) -> None:
-        """Nobody needs what is in the memory any more."""
-        self.used = 0
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Of `[n, vocab]` logits, always of one width. Rows of nothing but -inf, where no token is left, become 0, on a
@@ -190,3 +185,157 @@ class SoftmaxBuffer:
         if bool((nothing := q[:, 0].isnan()).any()):
             q[nothing] = 0.0
         return q
+
+
+# The siblings of a level. --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Level:
+    """What the draft says after some nodes of a tree.
+
+    Attributes:
+        scores: `[n, vocab]` float32, logits after all processors: q is their softmax.
+        hidden: `[n, hidden_size]`, the states that they were computed from (for a head).
+        embed: maps token ids to their input embeddings in the draft (for a head).
+        passes: of the draft that this took: none where an earlier one has answered for these places, too.
+    """
+
+    scores: Tensor
+    hidden: Tensor
+    embed: Callable[[Tensor], Tensor]
+    passes: int = 1
+
+
+class JudgedSiblings:
+    """The siblings of each node of a level, drawn one by one, judged by the draft: a(y) = q(y) / (1 - q of earlier)."""
+
+    def __init__(self, siblings: Siblings, num_rows: int) -> None:
+        self.siblings = siblings
+        self.mass = [0.0] * num_rows
+
+    def next(self, row: int) -> tuple[int, float] | None:
+        """The next sibling and its estimate, `None` when no token is left."""
+        drawn = self.siblings.next(row)
+        if drawn is None:
+            return None
+        token, q = drawn
+        left = 1.0 - self.mass[row]
+        self.mass[row] += q
+        return token, min(q / left, 1.0) if left > 0.0 else 1.0
+
+
+class HeadJudgedSiblings:
+    """The same, judged by a head with `inputs="before"`.
+
+    A few siblings are drawn ahead for every node, so that one pass of the head serves a level. That is harmless: the
+    growth does not see a sibling before it has decided to take it, and those that it does not take are forgotten.
+    """
+
+    def __init__(
+        self, q: Tensor, draw: Draw, head: AcceptanceHead, level: Level, depths: Sequence[int], greedy: bool, ahead: int
+    ) -> None:
+        self.head, self.level, self.greedy = head, level, greedy
+        self.depths = torch.tensor(depths, device=q.device)
+        self.left = [SiblingDistribution(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
+        self.tops = _likeliest(q, ahead + 1)
+        self.siblings = draw(q)  # from here on q may be overwritten
+        self.ahead = [ahead] * len(depths)
+        self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
+        self.taken = [0] * len(depths)
+
+    def next(self, row: int) -> tuple[int, float] | None:
+        """The next sibling and its estimate, `None` when no token is left."""
+        place = self.taken[row]
+        if place == len(self.judged[row]):
+            self._judge(range(len(self.judged)) if place == 0 else range(row, row + 1))
+        if place == len(self.judged[row]):
+            return None
+        self.taken[row] += 1
+        return self.judged[row][place]
+
+    @torch.inference_mode()
+    def _judge(self, rows: range) -> None:
+        """Draw and judge some siblings in each of `rows`, all of which have as many already."""
+        ahead, span = self.ahead[rows[0]], slice(rows.start, rows.stop)
+        tops = self.tops
+        if (num_judged := len(self.judged[rows[0]])) > 0:
+            tops = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
+        scalars = torch.zeros((len(rows), ahead, NUM_SCALARS))
+        tokens = torch.zeros((len(rows), ahead), dtype=torch.long)
+        drawn: list[list[int]] = []
+        for place, row in enumerate(rows):
+            found = [each for each in (self.siblings.next(row) for _ in range(ahead)) if each is not None]
+            drawn.append([token for token, _ in found])
+            if found:
+                tokens[place, : len(found)] = torch.tensor(drawn[-1])
+                scalars[place, : len(found)] = torch.tensor(self.left[row].scalars_of(found, tops[place]))
+            self.ahead[row] = 2 * ahead
+        hidden = self.level.hidden[span, None]
+        log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
+        judged = self.head.probability(log_odds, self.depths[span, None], self.greedy)
+        for row, row_tokens, estimates in zip(rows, drawn, judged.tolist(), strict=True):
+            self.judged[row] += zip(row_tokens, estimates, strict=False)
+
+
+class SiblingDistribution:
+    """What a head is told about q without the siblings drawn so far, kept up to date from one sibling to the next.
+
+    Args:
+        entropy: of q, in nats.
+    """
+
+    def __init__(self, entropy: float, greedy: bool) -> None:
+        self.entropy, self.greedy = entropy, float(greedy)
+        self.gone: set[int] = set()
+        self.mass, self.part = 0.0, 0.0  # of the drawn siblings: the sums of q and of -q log q
+
+    def scalars_of(
+        self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
+    ) -> list[tuple[float, ...]]:
+        """`features.scalar_features` of further siblings, each for the q without those before it.
+
+        Args:
+            drawn: tokens and their q, in order.
+            likeliest: tokens and their q, likeliest first, two more than will have been drawn by the last sibling.
+        """
+        rows: list[tuple[float, ...]] = []
+        place = 0
+        for token, q in drawn:
+            while place < len(likeliest) and likeliest[place][0] in self.gone:
+                place += 1
+            left = list(islice((q_of for other, q_of in islice(likeliest, place, None) if other not in self.gone), 2))
+            margin = sum(left[:1]) - sum(left[1:])  # the only token left has no rival
+            rest = max(1.0 - self.mass, 1e-12)
+            entropy = max((self.entropy - self.part) / rest + math.log(rest), 0.0)
+            log_q = math.log(min(max(q / rest, 1e-30), 1.0))
+            rows.append((log_q, entropy, margin / rest, self.mass, float(len(self.gone)), self.greedy))
+            self.gone.add(token)
+            self.mass += q
+            self.part -= q * math.log(q)
+        return rows
+
+
+def _entropies(q: Tensor, scores: Tensor) -> Tensor:
+    """`[n]`, of each row in nats, q being the softmax of `scores`: log of the normaliser, less the mean score."""
+    log_normaliser = scores.amax(-1) - q.amax(-1).log()
+    # Scores of -inf have q = 0 and add nothing, but 0 * -inf would be nan.
+    finite = scores.clamp_min(torch.finfo(scores.dtype).min)
+    return log_normaliser - torch.linalg.vecdot(q, finite)
+
+
+def _likeliest(q: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """For each row of `q`, the likeliest tokens and their q, as `SiblingDistribution.scalars_of` takes them."""
+    ranked = likeliest(q.clone())
+    rows = [[ranked.next(row) for _ in range(count)] for row in range(q.shape[0])]
+    return [[each for each in row if each is not None] for row in rows]
+
+
+def check_estimator(estimator: Estimator) -> None:
+    """Raise `ValueError` if `estimator` cannot value slots."""
+    if estimator.inputs != "before":
+        raise ValueError(
+            'This acceptance head judges a candidate after the draft has read it (inputs="after"), but a tree must '
+            'know what a slot is worth before it draws there. Use a head with inputs="before", tree="static", or '
+            "assistant.head = None to value slots with the draft's own probability."
+        )

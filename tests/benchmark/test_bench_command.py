@@ -19,7 +19,7 @@ from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import all_contestants, choose
 from hf_specdecpp.benchmark.run_log import RECORDS, TEXTS
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 

@@ -35,7 +35,7 @@ from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import comparable, summarise
 from hf_specdecpp.benchmark.timing import Disturbance, PassClock
 from hf_specdecpp.files import recall, remember
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.setup import DraftSetup
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]

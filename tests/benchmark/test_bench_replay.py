@@ -18,9 +18,10 @@ from hf_specdecpp.benchmark.replay.sweep import PAPER, sweep
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.head import Calibration
-from hf_specdecpp.generation import candidate_generator, verification
+from hf_specdecpp.generation import candidate_generator
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.setup import make_rule
-from hf_specdecpp.sampling.at_once import verify_sampled
+from hf_specdecpp.sampling.verification import verify_sampled
 from hf_specdecpp.texts.sampling import Sampling
 
 NEW_TOKENS, PROMPT_LENGTH = 48, 12

@@ -14,9 +14,8 @@ from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
 from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
-from hf_specdecpp.sampling.at_once import as_tests, carried, token_weights, weights_of
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
-from hf_specdecpp.sampling.verification import verify_block
+from hf_specdecpp.sampling.verification import as_tests, carried, token_weights, verify_block, weights_of
 
 TOLERANCE = 1e-12
 VISIBLE = 1e-3

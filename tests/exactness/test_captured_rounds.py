@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.at_once import weights_of
 from hf_specdecpp.sampling.on_device import accept_greedily, count_until, first_passing, outcomes
-from hf_specdecpp.sampling.verification import Verification, verify_block, verify_chain
+from hf_specdecpp.sampling.verification import Verification, verify_block, verify_chain, weights_of
 
 VOCAB, K = 3, 3
 Path = tuple[int, ...]

@@ -27,8 +27,7 @@ from hf_specdecpp.drafts.dflash.kind import meet, read_model
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
-from hf_specdecpp.trees.siblings import Level
-from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.slots import Growth, Level
 from hf_specdecpp.trees.tree import DraftTree
 
 # Logits are float32: that is what q is drawn from and told as.

@@ -20,8 +20,7 @@ from hf_specdecpp.drafting.chain import draft_chain, stepper
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
-from hf_specdecpp.trees.siblings import Level
-from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.slots import Growth, Level
 from hf_specdecpp.trees.tree import DraftTree
 
 TOLERANCE, VISIBLE = 1e-12, 1e-3

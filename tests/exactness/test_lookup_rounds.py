@@ -16,8 +16,8 @@ from support.toy_trees import ToyTree
 from torch import Tensor
 
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.sampling.at_once import verify_sampled
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
+from hf_specdecpp.sampling.verification import verify_sampled
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import follow_tree
 
@@ -47,7 +47,11 @@ class LookupRound(ToyRound):
 
     def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens) -> Any:
         verification: Any = self.verifier
-        return verify_sampled(candidates, p, q, randomness, verification)
+        drawn = len(q)
+        accepted, token = verify_sampled(candidates[:drawn], p[: drawn + 1], q, randomness, verification)
+        chain, path = DraftTree.chain(candidates, list(q)), list(range(1, accepted + 1))
+        path, token = follow_tree(chain, path, token, lambda node: int(randomness.categorical(p[node])))
+        return len(path), token
 
 
 class Alone(LookupRound):

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.generation import utils as transformers_generation
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.sampling.randomness import TorchRandomness
 

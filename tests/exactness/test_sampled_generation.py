@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import verification as rounds_verification
+from hf_specdecpp.generation import text as rounds_verification
 from hf_specdecpp.sampling import verification
 
 VOCAB = 12

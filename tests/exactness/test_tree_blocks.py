@@ -16,10 +16,8 @@ from support.toy_trees import ToyTree
 
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.verification import verify_block
-from hf_specdecpp.trees.at_once import verify_tree_at_once
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
+from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_at_once, verify_tree_block
 
 TOLERANCE = 1e-12
 VISIBLE = 1e-3

@@ -461,7 +461,7 @@ def test_rows_that_share_their_random_numbers_are_noticed(
 
         def shared(self: AssistedDecoding, rounds: list[Round]) -> None:
             for each in rounds:
-                each.text.verifier.randomness = each.text.generator.randomness = same
+                each.text.randomness = each.text.generator.randomness = same
             take(self, rounds)
 
         with pytest.MonkeyPatch.context() as patch:

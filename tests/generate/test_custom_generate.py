@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer, dy
 from transformers.utils import hub as transformers_hub
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.version import __version__
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -118,7 +118,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
 
     def check(self: Prefix, *arguments: Any) -> None:
         settle(self, *arguments)
-        pending.add(self.pending)
+        pending.add(self.text.pending)
         held = self.cache.get_seq_length()
         expected = DynamicCache(config=target.config)
         with torch.no_grad():

@@ -28,8 +28,7 @@ from hf_specdecpp.caches import text as texts
 from hf_specdecpp.caches.text import PathRows, StaticText, hold, move
 from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 GROWTHS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from hf_specdecpp.trees.tree import DraftTree
 def count(stats: SpeculationStats, drafted: int, accepted: int) -> None:
     """A round of a chain."""
     chain = DraftTree.chain([1] * drafted, [torch.empty(0)] * drafted)
-    stats.record(chain, list(range(1, accepted + 1)))
+    stats.saw(chain, list(range(1, accepted + 1)))
 
 
 def made(**values: object) -> SpeculationStats:

@@ -17,7 +17,7 @@ from support.watchers import runs_of
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import assist
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 
 pytest.importorskip("lm_eval", reason="make test-integrations installs it")
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.doors import attached
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")

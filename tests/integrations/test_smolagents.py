@@ -16,7 +16,7 @@ from support.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 
 smolagents = pytest.importorskip("smolagents", reason="make test-integrations installs it")
 

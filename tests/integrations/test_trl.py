@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.models import cpu_products, early_exit, products
 from hf_specdecpp.models.causal_lm import base_model
 from hf_specdecpp.models.products import Always

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdecpp.generation import verification
-from hf_specdecpp.sampling import at_once
+from hf_specdecpp.generation import text as verification
+from hf_specdecpp.sampling import verification as at_once
 
 # What `int()`, `float()`, `bool()` and `item()` come to; and operations whose result's shape depends on numbers.
 READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::unique_dim"}

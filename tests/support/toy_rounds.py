@@ -16,9 +16,8 @@ from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.setup import make_rule
-from hf_specdecpp.sampling.at_once import verify_at_once
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import verify_block, verify_chain
+from hf_specdecpp.sampling.verification import verify_at_once, verify_block, verify_chain
 from hf_specdecpp.trees.tree import DraftTree
 from support.exact_distribution import Tokens
 

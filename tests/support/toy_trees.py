@@ -11,13 +11,10 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.at_once import verify_tree_at_once
 from hf_specdecpp.trees.shapes import from_nodes
-from hf_specdecpp.trees.siblings import Level
-from hf_specdecpp.trees.slots import CalibratedSlots, Growth, SlotValuation
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.tree_pass import TreePass
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_block
+from hf_specdecpp.trees.slots import Growth, Level, SlotValuation
+from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_at_once, verify_tree_block
 from support.exact_distribution import Tokens
 from support.plans import tree_plan
 from support.toy_rounds import Models, make_estimator
@@ -101,7 +98,7 @@ class ToyTree:
 
         valuation: SlotValuation | None = self.throughput if self.algorithm == "throughput" else None
         if self.rates is not None:
-            valuation = CalibratedSlots(self.rates)
+            valuation = SlotValuation(self.rates)
         return Growth(
             expand, self.estimator, randomness, -1, self.max_depth, self.models.eos, self.ahead, valuation=valuation
         )

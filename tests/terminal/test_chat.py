@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.terminal.chat import Chat, without_controls
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import verification
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
 from hf_specdecpp.throughput.target_passes import TargetPasses

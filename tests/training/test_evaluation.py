@@ -123,7 +123,7 @@ def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
     session.begin_round(prefix, 0)
 
     def step(candidates: list[Tensor]) -> DraftStep:
-        return session.draft_step(len(candidates), *session.step(candidates), greedy=True)
+        return DraftStep(len(candidates), *session.step(candidates), session.embed, greedy=True)
 
     return len(draft_chain(step, rule, None, chains.MAX_TOKENS))
 

@@ -13,8 +13,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.verification import likeliest_tokens
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level
-from hf_specdecpp.trees.siblings import Level
-from hf_specdecpp.trees.slots import Growth, SoftmaxBuffer
+from hf_specdecpp.trees.slots import Growth, Level, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 from hf_specdecpp.trees.verification import verify_tree_block, verify_tree_greedy
 

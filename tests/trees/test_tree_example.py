@@ -11,8 +11,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.without_replacement import Siblings, likeliest
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.siblings import Level
-from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.slots import Growth, Level
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree
 

@@ -8,7 +8,7 @@ decisions fall as the record's coins and tokens say.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -42,6 +42,9 @@ class Drawn:
     """A round's candidates, of which only the number is recorded."""
 
     num_drawn: int
+
+    def drawn(self, path: Sequence[int]) -> Sequence[int]:
+        return path
 
 
 class RecordedHead:

@@ -30,10 +30,8 @@ from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.trees.at_once import ending_chances
-from hf_specdecpp.trees.tree import DraftTree, Lineage
-from hf_specdecpp.trees.tree_pass import TreePass
-from hf_specdecpp.trees.verification import verify_tree_greedy
+from hf_specdecpp.trees.tree import DraftTree, Lineage, TreePass
+from hf_specdecpp.trees.verification import ending_chances, verify_tree_greedy
 
 
 class ReplayedRound(NamedTuple):
@@ -120,7 +118,9 @@ class RoundReplay:
         config = GenerationConfig(max_length=self.text.max_length, eos_token_id=sorted(self.text.eos) or None, **how)
         found = SpecDecPPCandidateGenerator(setup, config, self.sampling.processors, target=self.target)
         session: Any = Rereading(found.session)
-        found.session = found.drafting.session = session
+        found.session = session
+        if found.trees is not None:
+            found.trees.session = session
         return found
 
     def _p(self, branching: BranchingText, tree: DraftTree, position: int) -> Tensor:

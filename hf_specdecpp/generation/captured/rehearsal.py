@@ -54,7 +54,7 @@ class RehearsedDecoding(AssistedDecoding):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.text = self.texts[0]
-        self.text.max_lengths, self.text.eos, self.text.all_simple = [], set(), True  # nothing ends it
+        self.text.max_length, self.text.eos, self.text.all_simple = float("inf"), set(), True  # nothing ends it
         self.generator = self.text.generator
         self.most = self.generator.setup.most_tokens
 

@@ -19,7 +19,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured import CapturedSession
 from hf_specdecpp.drafting.captured_chain import CapturedChain, RoundRules
 from hf_specdecpp.estimation.estimators import lag_of
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.text import Text, Verdict
 from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
 from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
 
@@ -186,7 +186,7 @@ class RoundsOfText:
     def _emit(self, text: Text, emitted: list[int]) -> None:
         """Emit what stands of a round of which both models have read everything."""
         nothing = torch.empty(0, 0)  # nobody asks for scores, or rounds would not be captured whole
-        kept = text.emit(emitted, nothing, nothing).kept
+        kept = text.emit(Verdict([], emitted, nothing, nothing)).kept
         self.side.prefix.forget(len(emitted) - kept)
         text.hand_over(emitted[:kept])
 

@@ -20,7 +20,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.checks import HALF_TREE_TOLERANCE, TREE_TOLERANCE
-from hf_specdecpp.trees.tree_pass import TreePass
+from hf_specdecpp.trees.tree import TreePass
 
 # Arguments of a forward that a captured pass knows.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}

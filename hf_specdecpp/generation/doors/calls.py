@@ -17,8 +17,7 @@ from hf_specdecpp.caches.text import num_rows
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.drafting.drafts import OneDraft
+from hf_specdecpp.generation.decoding import AssistedDecoding, OneDraft
 from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
@@ -53,13 +52,7 @@ class Assistant(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A `generate()` call as transformers prepared it.
-
-    Attributes:
-        target: the model that is called.
-        processors, criteria, config, streamer: the logits processors, the stopping criteria and so on.
-        model_kwargs: the forward's other arguments, the cache among them.
-    """
+    """A `generate()` call as transformers prepared it; `model_kwargs` are the forward's other arguments."""
 
     target: CausalLM
     processors: Any

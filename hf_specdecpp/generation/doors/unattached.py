@@ -143,7 +143,7 @@ def draft_round(
         processors.insert(0, SuppressTokensLogitsProcessor(placeholders, device))
         if generator.lookup is not None:
             generator.lookup.text.never |= frozenset(placeholders)
-    generator.drafting.processing = Processing(processors)
+    generator.draft_processing = Processing(processors)
     before = _states(processors)
     with generator.products:
         chain = generator.propose(input_ids, asked.max_new_tokens)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains
 from hf_specdecpp.drafting.stopping import pays_to_go_on
-from hf_specdecpp.generation.candidate_generator import MOST_READ, SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.lookup.looking_up import count_together
@@ -31,7 +31,7 @@ class DraftsOfRows:
         self.together = first.setup.drafter.batch([each.session for each in generators])
 
     @torch.inference_mode()
-    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
+    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:  # noqa: ARG002
         if self.plan is not None:
             self.plan.follow(max(text.length for text in texts))
         # What the whole batch takes is learned while it is whole.
@@ -39,7 +39,7 @@ class DraftsOfRows:
         if times is not None:
             times.begin()
         generators = [text.generator for text in texts]
-        rows = [text.generator.draft_step_by_step(text.ids, target.states_of(text)) for text in texts]
+        rows = [text.generator.draft_step_by_step(text.ids, text.states) for text in texts]
         read = max(each.session.unread for each in generators)
         if self.plan is not None:
             self.plan.begin_batch(read)
@@ -48,8 +48,7 @@ class DraftsOfRows:
         if times is not None:
             passes = max(each.session.passes for each in generators)
             further = max(max(chain.num_drawn for chain in chains) - passes, 0)
-            as_usual = read <= MOST_READ and not any(chain.looked_up for chain in chains)
-            times.drafted(Drafted(passes, read - 1, further) if as_usual else None)
+            times.drafted(None if any(chain.looked_up for chain in chains) else Drafted(passes, read - 1, further))
         for each, chain in zip(generators, chains, strict=True):
             chain.passes = each.session.passes
             each.note(chain)

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.drafting.drafts import OneDraft
+from hf_specdecpp.generation.decoding import OneDraft
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Text
-from hf_specdecpp.generation.verification import Verifier
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.checks import WITHOUT
 from hf_specdecpp.sampling.processors import Processing
@@ -112,8 +111,15 @@ class RankText(Text):
 
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.ranks, own = ranks, self.verifier
-        self.verifier = RankVerifier(ranks, own.processing, own.randomness, own.verification, own.eos, own.keeps_raw)
+        self.ranks = ranks
+
+    def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
+        if self.ranks.is_first:
+            with self.ranks.telling_of_failure():
+                return super()._accept_chain(tree, scores)
+        finished, kept, *emitted = self.ranks.listen()
+        self.ranks.told = kept, bool(finished)
+        return list(range(1, len(emitted))), emitted[-1]
 
     def _first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
         if self.ranks.is_first:
@@ -133,22 +139,6 @@ class RankText(Text):
             if self.ids.device.type == "cuda":
                 state = self.ranks.share(torch.cuda.get_rng_state(self.ids.device))
                 torch.cuda.set_rng_state(state.cpu(), self.ids.device)
-
-
-class RankVerifier(Verifier):
-    """Verification by the first rank, which the others wait for."""
-
-    def __init__(self, ranks: Ranks, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.ranks = ranks
-
-    def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
-        if self.ranks.is_first:
-            with self.ranks.telling_of_failure():
-                return super()._accept_chain(tree, scores)
-        finished, kept, *emitted = self.ranks.listen()
-        self.ranks.told = kept, bool(finished)
-        return list(range(1, len(emitted))), emitted[-1]
 
 
 class DraftOfRanks(OneDraft):

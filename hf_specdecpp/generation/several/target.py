@@ -6,7 +6,6 @@ all rows have ended, and so do we (`stays`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,52 +29,36 @@ from hf_specdecpp.generation.refusals import (
     check_prompt,
     gives_positions,
 )
+from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Round, Text
-from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
-from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.throughput.target_passes import passes_of
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
 from hf_specdecpp.trees.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class OutputsOfRow:
-    """A row's part of what a pass returns.
+    """A row's part of what a pass returns; the layers of its cache say which windows attentions have."""
 
-    Attributes:
-        logits: `[1, n, vocab]`, after the prompt those at its last token.
-        hidden_states, attentions: where they are asked for.
-        cache: whose layers say which windows attentions have.
-    """
-
-    logits: Tensor
+    logits: Tensor  # `[1, n, vocab]`, after the prompt those at its last token
     hidden_states: Any
     attentions: Any
     cache: Any
 
 
-class TargetOfRows:
-    """The target's side of several texts.
+class TargetOfRows(TargetSide):
+    """The target's side of several texts, of which nothing is captured.
 
     Args:
-        model: the target.
-        texts: the rows.
-        config: of the generation.
         model_kwargs: the forward's other arguments for all rows.
     """
 
     def __init__(
         self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
-        self.model, self.config, self.count = model, config, len(texts)
-        self.places = {id(text): place for place, text in enumerate(texts)}
-        self.device, first = input_device(model), texts[0].generator
-        self.states = TargetStates(model, first.setup.drafter.reads)
-        self.found: dict[int, Tensor | None] = dict.fromkeys(self.places)  # states that the drafts read
+        super().__init__(model, texts, config)
+        self.count, self.places = len(texts), {id(text): place for place, text in enumerate(texts)}
         self.model_kwargs = self.states.asked_for(model_kwargs)
         self.cache = BatchCache(model, cache_among(model_kwargs), len(texts))
-        self.products: FasterProducts = first.products
-        self.passes = passes_of(model, first.setup.other_product(model))
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)  # as plain generation asks
         self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended, by place
@@ -94,35 +77,17 @@ class TargetOfRows:
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
         self._hand_out(rounds, outputs)
 
-    def begin(self, texts: Sequence[Text]) -> None:
-        """Nothing is captured of several texts."""
-
     def prepare(self, texts: Sequence[Text]) -> None:
         """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
         self.cache.close_up()
-        first = texts[0].generator
-        product = self.passes.missing(len(texts), self.products.has_choice)
-        if product is not None and len(texts) == self.count:
+        if len(texts) == self.count:
             rounds = [Round(text, DraftTree.chain()) for text in texts]
-            inputs = self._inputs(rounds, _is_token(rounds))
-            begin = time.perf_counter()
-            self.passes.make(len(texts), product, self.model, inputs, self.device)
-            first.stats.compared_passes += 1
-            first.stats.preparing_seconds += time.perf_counter() - begin
-
-    def make_whole_round(self, texts: Sequence[Text]) -> bool:  # noqa: ARG002
-        return False
-
-    def room(self, text: Text) -> int | None:  # noqa: ARG002
-        return None
-
-    def states_of(self, text: Text) -> Tensor | None:
-        return self.found[id(text)]
+            self.compare_products(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
 
     def read(self, rounds: Sequence[Round]) -> None:
         is_token = _is_token(rounds)
         inputs = self._inputs(rounds, is_token)
-        with self.passes.timed(is_token.numel(), self.products.has_choice, self.device):
+        with self.passes.timed(is_token.numel(), self.has_choice, self.device):
             outputs = self.states.catch(self.model, **inputs, return_dict=True)
         self.cache.note(is_token)
         self._hand_out(rounds, outputs)
@@ -136,17 +101,17 @@ class TargetOfRows:
         cache = SimpleNamespace(layers=self.cache.layers)
         for place, each in enumerate(rounds):
             logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
-            self.found[id(each.text)] = states[place]
+            each.text.states = states[place]
             hidden, attentions = self._hidden_states(outputs, place), self._attentions(outputs, place, each)
             each.outputs = OutputsOfRow(logits, hidden, attentions, cache)
 
     def keep(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
             kept = each.emitted.kept
-            each.text.records.add_states(each.outputs, kept, len(each.tree))
-            found = self.found[id(each.text)]
-            if found is not None and not each.is_prompt:
-                self.found[id(each.text)] = found[:, :kept]
+            if each.text.records.are_asked_for:
+                each.text.records.add_states(each.outputs, kept, len(each.tree))
+            if each.text.states is not None and not each.is_prompt:
+                each.text.states = each.text.states[:, :kept]
         if not rounds[0].is_prompt:
             kept_of_rows = torch.tensor([each.emitted.kept for each in rounds])
             fed = torch.tensor([1 + len(each.tree) for each in rounds])
@@ -211,12 +176,11 @@ class TargetOfRows:
         on in row 0 up to 20 tokens, so it leaves once it has as many.
         """
         if self.pads:
-            return [not text.finished for text in texts]
+            return super().stays(texts)
         for text in texts:
             if text.finished:
                 self.ends.setdefault(self.places[id(text)], text.length)
-        longest = min([*texts[0].max_lengths, float("inf")])
-        last = max(self.ends.values()) if len(self.ends) == self.count else longest
+        last = max(self.ends.values()) if len(self.ends) == self.count else texts[0].max_length
         return [text.length < last for text in texts]
 
     def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
@@ -245,9 +209,6 @@ class TargetOfRows:
             )
             self.model(**inputs, return_dict=True)
         self.is_restored = True
-
-    def roll_back(self) -> None:
-        """The rows have lost their places."""
 
     def end(self) -> None:
         if not self.is_restored:

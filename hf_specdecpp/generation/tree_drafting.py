@@ -18,8 +18,7 @@ from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.shapes import Shape, best_shape, size
-from hf_specdecpp.trees.siblings import Level, check_estimator
-from hf_specdecpp.trees.slots import CalibratedSlots, Growth, SoftmaxBuffer
+from hf_specdecpp.trees.slots import Growth, Level, SlotValuation, SoftmaxBuffer, check_estimator
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -28,13 +27,10 @@ class TreeDrafting:
 
     Args:
         setup: its settings say which algorithm; its estimator values slots, but for static trees.
-        session: the draft's side of the generation.
-        processing: the target's logits processors; each node is processed after its own path.
-        randomness: draws the candidates; `None` takes the likeliest tokens (greedy).
-        eos_token_ids: candidates that get no children.
+        session, processing, randomness, eos_token_ids: as in `SpecDecPPCandidateGenerator`.
 
     Attributes:
-        throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses the budget up.
+        throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses up the budget.
         rates: calibrates the estimates of a budget's trees; `None` takes them as they are.
 
     Raises:
@@ -57,6 +53,7 @@ class TreeDrafting:
         self.pace, self.unread = ThresholdSchedule(), 0
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
+        self.valuation = SlotValuation()
         self.buffer = SoftmaxBuffer(self.config.tree_budget)
 
     def follow(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
@@ -66,11 +63,7 @@ class TreeDrafting:
             self.throughput = plan.rule(self.estimator)
         elif decisions.adapt and self.shape is None:
             self.rates = memory.recall(decisions, target, self.estimator, generation, trees=True).rates
-
-    @property
-    def survival(self) -> None:
-        """Lookups are branches of a tree, and follow nothing."""
-        return None
+            self.valuation = SlotValuation(self.rates)
 
     def depth_within(self, room: int, most: int) -> int:
         """How deep a tree may be where the text has room for `room` candidates in a row, and the pass for `most` nodes:
@@ -83,8 +76,9 @@ class TreeDrafting:
 
         def expand(tree: DraftTree, nodes: list[int]) -> Level:
             passes = self.session.passes
-            logits, hidden = self.session.expand(tree, nodes)
-            scores = self.processing.after_each(input_ids, [tree.path(node) for node in nodes], logits)
+            scores, hidden = self.session.expand(tree, nodes)
+            if not self.processing.does_nothing:
+                scores = self.processing.after_each(input_ids, [tree.path(node) for node in nodes], scores)
             return Level(scores, hidden, self.session.embed, self.session.passes - passes)
 
         config, threshold = self.config, self.setup.decisions.tree_threshold
@@ -92,10 +86,9 @@ class TreeDrafting:
         root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
         if rule is not None and not rule.starts(self.unread):
             return DraftTree(root)
-        valuation = rule or (CalibratedSlots(self.rates) if self.rates is not None else None)
         growth = Growth(
             expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, buffer=self.buffer,
-            valuation=valuation,
+            valuation=rule or self.valuation,
         )  # fmt: skip
         if rule is not None:
             rule.grow(growth, threshold)
