@@ -325,8 +325,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.lookup is not None:
             unread = session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
             self.lookup.begin_round(new_tokens[0].tolist(), min(room, most), unread)
-        depth = min(room, most) if self.trees is None else self.trees.depth_within(room, most)
-        return int(max(min(depth, self._draft_max_length - session.length + 1, drafter.places), 0))
+        # To cut a tree would depend on what was drawn, so there is none where it might have more nodes.
+        if self.trees is not None and most >= self.trees.most:
+            most = room
+        elif self.trees is not None:
+            most = 0
+        return int(max(min(room, most, self._draft_max_length - session.length + 1, drafter.places), 0))
 
     def _new(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the draft has not been shown of a text `[1, length]`: tokens `[1, n]`, and of the target's `states`

@@ -163,8 +163,7 @@ class OneTarget(TargetSide):
         if tree.is_chain:
             inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device))
         else:
-            families = each.text.tests_families()
-            inputs = self.prefix.tree_inputs(input_ids, each.rows, families=families)
+            inputs = self.prefix.tree_inputs(input_ids, each.rows, families=each.text.tests_families)
         each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
         if (mark := self.prefix.text.mark) is not None:
             self.stats.state_bytes = mark.num_bytes

@@ -42,22 +42,14 @@ class Verdict:
     """What the target says of a round.
 
     Example: the chain 7 8 9 was read, 7 and 8 stand, and 4 follows: `path` is [1, 2], `emitted` [7, 8, 4].
-
-    Attributes:
-        path: the accepted nodes.
-        emitted: their k - 1 tokens, and the token after them.
-        scores, raw: `[k, vocab]` or more rows, logits that the emitted tokens were chosen from, with and without
-            processing. `raw` is `scores` where nobody asked for it.
-        rows: of the root and the accepted nodes in the pass, where they were a tree.
-        waited: seconds that reading from the device took, which has the target's pass to finish first.
     """
 
-    path: list[int]
-    emitted: list[int]
-    scores: Tensor
-    raw: Tensor
-    rows: list[int] | None = None
-    waited: float = 0.0
+    path: list[int]  # the accepted nodes
+    emitted: list[int]  # their k - 1 tokens, and the token after them
+    scores: Tensor  # `[k, vocab]` or more rows, processed logits that the emitted tokens were chosen from
+    raw: Tensor  # the same before processing; `scores` where nobody asked for them
+    rows: list[int] | None = None  # of the root and the accepted nodes in the pass, where they were a tree
+    waited: float = 0.0  # seconds that reading from the device took, which has the target's pass to finish first
 
 
 class Text:
@@ -69,12 +61,14 @@ class Text:
             text.
         finished: whether it has ended.
         waits: whether reading from its device waits for all that this has to do.
+        tests_families: whether sampled trees are verified on the device, by lists of families that it has to be given.
         records: what `return_dict_in_generate` asks for.
     """
 
     ids: Tensor
     prompt_length: int
     waits: bool
+    tests_families: bool
     states: Tensor | None = None
 
     def __init__(
@@ -99,6 +93,7 @@ class Text:
     def begin(self, ids: Tensor) -> None:
         """The text is a prompt, `[1, length]`."""
         self.ids, self.prompt_length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
+        self.tests_families = self.waits and self.randomness is not None and not self.processing.in_order
 
     @property
     def length(self) -> int:
@@ -118,8 +113,7 @@ class Text:
         # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
         if generator.successors is not None and (len(tree) or generator.expects_drafts):
             generator.successors.learn(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
-        one_by_one = not tree.is_chain and not self.waits
-        if self.processing.in_order or one_by_one:
+        if self.processing.in_order or not (tree.is_chain or self.waits):
             return self._verify_asking(tree_pass, logits)
         return self._verify_at_once(tree_pass, logits)
 
@@ -169,10 +163,6 @@ class Text:
         return kept, finished
 
     # Verification. --------------------------------------------------------------------------------------------------
-
-    def tests_families(self) -> bool:
-        """Whether sampled trees are verified on the device, by lists of families that it has to be given."""
-        return self.randomness is not None and self.waits and not self.processing.in_order
 
     def _verify_at_once(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
         """By p of all nodes."""

@@ -30,6 +30,7 @@ class TreeDrafting:
         session, processing, randomness, eos_token_ids: as in `SpecDecPPCandidateGenerator`.
 
     Attributes:
+        most: nodes that a tree may have.
         throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses up the budget.
         rates: calibrates the estimates of a budget's trees; `None` takes them as they are.
 
@@ -50,6 +51,7 @@ class TreeDrafting:
         self.estimator = setup.estimator if self.shape is None else DraftProbability()  # for the records only
         check_estimator(self.estimator)
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
+        self.most = self.config.tree_budget if self.shape is None else size(self.shape)
         self.pace, self.unread = ThresholdSchedule(), 0
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
@@ -64,12 +66,6 @@ class TreeDrafting:
         elif decisions.adapt and self.shape is None:
             self.rates = memory.recall(decisions, target, self.estimator, generation, trees=True).rates
             self.valuation = SlotValuation(self.rates)
-
-    def depth_within(self, room: int, most: int) -> int:
-        """How deep a tree may be where the text has room for `room` candidates in a row, and the pass for `most` nodes:
-        cutting a tree would depend on what was drawn, so there is none where it might have more."""
-        nodes = self.config.tree_budget if self.shape is None else size(self.shape)
-        return room if most >= nodes else 0
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""

@@ -34,19 +34,12 @@ NODES_AT_ONCE = 1024  # candidates in one target pass
 
 @dataclass
 class DraftedChains:
-    """Chains on a text, c of them with k candidates each.
+    """Chains on a text, c of them with k candidates each."""
 
-    Attributes:
-        starts: `[c]`, how many tokens of the text come before each chain, ascending.
-        tokens: `[c, k]`, the candidates.
-        scalars: `[c, k, 6]`, `scalar_features` of each.
-        hidden: `[c, k + 1, hidden_size]`, the state that q of each candidate came from, and the one at the last.
-    """
-
-    starts: Tensor
-    tokens: Tensor
-    scalars: Tensor
-    hidden: Tensor
+    starts: Tensor  # `[c]`, how many tokens of the text come before each chain, ascending
+    tokens: Tensor  # `[c, k]`, the candidates
+    scalars: Tensor  # `[c, k, 6]`, `scalar_features` of each
+    hidden: Tensor  # `[c, k + 1, hidden_size]`, the state that q of each candidate came from, and the one at the last
 
 
 @dataclass(frozen=True)
@@ -63,17 +56,11 @@ class ReadText:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How candidates come from a draft's states.
+    """How candidates come from a draft's states."""
 
-    Attributes:
-        to_q: logits `[n, vocab]` to q.
-        vocab_size: of the target.
-        generator: draws the candidates; `None` takes the likeliest (greedy).
-    """
-
-    to_q: Callable[[Tensor], Tensor]
-    vocab_size: int
-    generator: torch.Generator | None = None
+    to_q: Callable[[Tensor], Tensor]  # of logits `[n, vocab]`
+    vocab_size: int  # of the target
+    generator: torch.Generator | None = None  # draws the candidates; `None` takes the likeliest (greedy)
 
     def candidates(self, drafter: Any, states: Tensor) -> tuple[Tensor, Tensor]:
         """A candidate from each state `[n, hidden_size]`, and its scalars `[n, 6]`."""

@@ -29,19 +29,12 @@ class Encoded:
 
 @dataclass
 class Codec:
-    """What there is to know of a target without its weights.
-
-    Args:
-        config: of the target.
-        tokenizer: of the target.
-        eos: ids that end an answer; may be empty.
-        context: most tokens that the target can read, if it has a limit.
-    """
+    """What there is to know of a target without its weights."""
 
     config: Any
     tokenizer: PreTrainedTokenizerBase
-    eos: list[int]
-    context: int | None
+    eos: list[int]  # ids that end an answer; may be empty
+    context: int | None  # most tokens that the target can read, if it has a limit
 
     @classmethod
     def from_pretrained(cls, target: str) -> Codec:

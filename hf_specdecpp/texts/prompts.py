@@ -52,17 +52,11 @@ Margaret Hamilton, Boston, 1969""",
 
 @dataclass
 class Prompt:
-    """A conversation that the target is to continue.
+    """A conversation that the target is to continue."""
 
-    Args:
-        id: from the file, or its name and line.
-        source: name of the file or data set.
-        messages: `role` and `content` of each turn; the last is not the assistant's.
-    """
-
-    id: str
-    source: str
-    messages: list[dict[str, str]]
+    id: str  # from the file, or its name and line
+    source: str  # name of the file or data set
+    messages: list[dict[str, str]]  # `role` and `content` of each turn; the last is not the assistant's
 
     @property
     def opening(self) -> str:

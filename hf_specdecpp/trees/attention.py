@@ -22,14 +22,10 @@ class Prompt(NamedTuple):
     """A prompt in a cache of fixed size.
 
     Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, its offset is -2: 6 is in row 3, at position 1.
-
-    Attributes:
-        shown: `[room]` bool, false where a row is hidden from all queries.
-        offset: `[1, 1]`, or `[d, 1, 1]` where a model has positions in d dimensions: a token's position less its row.
     """
 
-    shown: Tensor
-    offset: Tensor
+    shown: Tensor  # `[room]` bool, false where a row is hidden from all queries
+    offset: Tensor  # `[1, 1]`, or `[d, 1, 1]` where a model has positions in d dimensions: of a token less its row
 
 
 def tree_inputs(
@@ -114,12 +110,7 @@ def _seen(ancestors: Tensor, num_prefix: int, num_rows: int, prefix_mask: Tensor
 
 
 def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
-    """Bool `[n_query, kv]`: which keys lie within the window or chunk of each query.
-
-    Args:
-        queries, keys: their places in the text, `[n_query]` and `[kv]`.
-        padding: tokens before the text, which chunks do not count.
-    """
+    """Bool `[n_query, kv]`: which keys lie within the window of each query, or its chunk, which counts no padding."""
     if kind == "sliding_attention":
         return keys > queries[:, None] - config.sliding_window
     size = config.attention_chunk_size

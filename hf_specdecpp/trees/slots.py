@@ -36,9 +36,7 @@ class Growth:
     Args:
         expand: what the draft says after nodes of the tree (the root first, then any whose parents it was asked about):
             by node, with a pass of the draft, or by depth, from the marginals of a block.
-        estimator: judges what is drawn.
         randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
-        root: token of the root.
         max_depth: nodes of this depth get no children.
         eos_token_ids: nor do these tokens.
         ahead: how many siblings of a node a head may judge before they are asked for.
@@ -46,10 +44,8 @@ class Growth:
         valuation: what estimates and slots count for.
 
     Attributes:
-        tree: Tr.
         open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.
         leaves: value v of the first child's slot of each other node that may have children.
-        greedy: whether the target is.
     """
 
     def __init__(

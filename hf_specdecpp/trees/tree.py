@@ -266,21 +266,14 @@ class Families:
 
     Example: nodes 3 and 5, the second of which has a child fewer: their first children, then the other one of node 3.
     `counts` are 2 and 1, `places` 0, 1 and 0.
-
-    Attributes:
-        parents: `[n]`.
-        children, tokens, places: `[c]`, all first children, then all second ones and so on, their tokens, and the place
-            of the parent of each among `parents`.
-        counts: how many there are of each rank.
-        scores: `[n, vocab]`, logits whose softmax the first children were drawn from.
     """
 
-    parents: Tensor
-    children: Tensor
-    tokens: Tensor
-    places: Tensor
-    counts: list[int]
-    scores: Tensor
+    parents: Tensor  # `[n]`
+    children: Tensor  # `[c]`, all first children, then all second ones and so on
+    tokens: Tensor  # `[c]`
+    places: Tensor  # `[c]`, of their parents among `parents`
+    counts: list[int]  # how many there are of each rank
+    scores: Tensor  # `[n, vocab]`, logits whose softmax the first children were drawn from
 
 
 class TreePass:
@@ -292,16 +285,12 @@ class TreePass:
     Args:
         tree: its shape is taken as it is now.
         order: of the nodes; by default depth first.
-
-    Attributes:
-        order: node of each row.
-        rows: row of each node.
     """
 
     def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:
         self.tree = tree
-        self.order: Sequence[int]
-        self.rows: Sequence[int] | dict[int, int]
+        self.order: Sequence[int]  # node of each row
+        self.rows: Sequence[int] | dict[int, int]  # row of each node
         if tree.is_chain:
             self.order = self.rows = range(len(tree) + 1)
         else:

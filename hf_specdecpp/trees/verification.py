@@ -68,20 +68,13 @@ def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomn
 
 @dataclass
 class Open:
-    """A node whose subtree is being verified, after some of its children were rejected.
-
-    Attributes:
-        owed: the chance that the node has to be accepted with, alone or with a descendant.
-        mass: `[vocab]`, how much of each next token is owed; sums to `owed`.
-        q: `[vocab]`, what the next child was drawn from.
-        tested: number of rejected children.
-    """
+    """A node whose subtree is being verified, after some of its children were rejected."""
 
     node: int
-    owed: float
-    mass: Tensor
-    q: Tensor
-    tested: int = 0
+    owed: float  # the chance that the node has to be accepted with, alone or with a descendant
+    mass: Tensor  # `[vocab]`, how much of each next token is owed; sums to `owed`
+    q: Tensor  # `[vocab]`, what the next child was drawn from
+    tested: int = 0  # rejected children
 
 
 def verify_tree_block(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness) -> tuple[list[int], int]:

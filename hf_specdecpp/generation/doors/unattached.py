@@ -96,19 +96,13 @@ class DraftState:
 
 @dataclass(frozen=True)
 class Round:
-    """What `transformers.generation.AssistedCandidateGenerator` asks for in a round.
+    """What `transformers.generation.AssistedCandidateGenerator` asks for in a round."""
 
-    Attributes:
-        input_ids: `[1, length]`, everything emitted so far.
-        processors: the target's logits processors, but for its minimum length.
-        min_new_tokens, max_new_tokens: before a text may end; candidates at most.
-    """
-
-    input_ids: Tensor
+    input_ids: Tensor  # `[1, length]`, everything emitted so far
     config: GenerationConfig
-    processors: list[Any]
-    min_new_tokens: int
-    max_new_tokens: int
+    processors: list[Any]  # the target's, but for its minimum length
+    min_new_tokens: int  # before a text may end
+    max_new_tokens: int  # candidates at most
 
 
 def draft_round(
