@@ -33,20 +33,18 @@ def point_mass(token: int, size: int, device: torch.device) -> Tensor:
     return scores
 
 
-def stepper(session: Reading, processing: Processing, input_ids: Tensor, greedy: bool) -> Step:
+def next_step(
+    session: Reading, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
+) -> DraftStep | None:
     """`step` of `draft_chain` after the text `input_ids` `[1, length]`."""
-
-    def step(candidates: list[Tensor]) -> DraftStep | None:
-        if (found := session.step(candidates)) is None:
-            return None
-        scores, hidden = found
-        if not processing.does_nothing:
-            scores = processing.one(input_ids, candidates, scores)
-        if processing.may_forbid_all and processing.forbids_all(scores):  # the target decides alone
-            return None
-        return DraftStep(len(candidates), scores, hidden, session.embed, greedy)
-
-    return step
+    if (found := session.step(candidates)) is None:
+        return None
+    scores, hidden = found
+    if not processing.does_nothing:
+        scores = processing.one(input_ids, candidates, scores)
+    if processing.may_forbid_all and processing.forbids_all(scores):  # the target decides alone
+        return None
+    return DraftStep(len(candidates), scores, hidden, session.embed, greedy)
 
 
 def drafting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.utils import logging
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.chain import Drafting, at_once, drafted_alone, drafting, point_mass, stepper
+from hf_specdecpp.drafting.chain import Drafting, at_once, drafted_alone, drafting, next_step, point_mass
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
@@ -114,7 +115,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         else:
             self.rule = rule_of(setup, target, generation_config, self.plan)
         self.lookup: LookingUp | None = looking_up(setup, target, generation_config, self.plan)
-        observers = self.stats, self.lookup, self.rule, self.trees
+        learns = None if self.rule is None or self.rule.looks_at_nothing else self.rule
+        observers = self.stats, self.lookup, learns, self.trees
         self.observers: list[Any] = [each for each in observers if each is not None]
         self.times: RoundTimes | None = None
         if self.plan is not None:
@@ -214,7 +216,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _step_by_step(self, input_ids: Tensor, room: int) -> Drafting:
         rule: Any = self.rule
-        step = stepper(self.session, self.draft_processing, input_ids, greedy=self.randomness is None)
+        step = partial(next_step, self.session, self.draft_processing, input_ids, self.randomness is None)
         return drafting(step, rule, self.randomness, room, self.eos_token_ids, self.session.unread)
 
     def note(self, tree: DraftTree) -> DraftTree:

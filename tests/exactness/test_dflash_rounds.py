@@ -6,7 +6,7 @@ the next one, and q without the processors that it was drawn with.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from support.toy_trees import ToyTree
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp.drafting.chain import draft_chain, stepper
+from hf_specdecpp.drafting.chain import draft_chain, next_step
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
@@ -88,7 +88,7 @@ class BlockRound(ToyRound):
     models: Pair
 
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
-        step = stepper(self.models.session, self.models.processing, torch.tensor([TEXT]), greedy=False)
+        step = partial(next_step, self.models.session, self.models.processing, torch.tensor([TEXT]), False)
         chain = draft_chain(step, rule, randomness, max_tokens=3)
         assert self.models.session.passes == 1
         return DraftTree.chain(chain.candidates, [each.double() for each in chain.drawn_from])

@@ -6,6 +6,7 @@ marginals of a block taken for those after a path, and a point mass that is take
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from support.toy_rounds import VERIFIERS, Models, ToyRound
 from support.toy_trees import ToyTree
 from torch import Tensor
 
-from hf_specdecpp.drafting.chain import draft_chain, stepper
+from hf_specdecpp.drafting.chain import draft_chain, next_step
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
@@ -58,7 +59,7 @@ class KindRound(ToyRound):
 
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         session = begun(self.models, self.kind, prefix)
-        step = stepper(session, Processing([]), torch.tensor([[*ROOT, *prefix]]), greedy=False)
+        step = partial(next_step, session, Processing([]), torch.tensor([[*ROOT, *prefix]]), False)
         chain = draft_chain(step, rule, randomness, max_tokens=3, eos_token_ids=self.models.eos)
         assert session.passes <= 1
         return chain
