@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from hf_specdecpp.benchmark.settings import BenchmarkConfig
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.descriptions import Setting, describe
 from hf_specdecpp.config.speculation import SpeculationConfig

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import assist
 
 CARDS = Path(__file__).parents[1] / "hub_cards"
 target, published = sys.argv[1:] or ("HuggingFaceTB/SmolLM2-135M-Instruct", CARDS / "specdecpp-smollm2-135m-instruct")
 
 model = AutoModelForCausalLM.from_pretrained(target)
 tokenizer = AutoTokenizer.from_pretrained(target)
-assistant = SpecDecPPAssistant.from_pretrained(published, target=model)
+assistant = assist(model, published)
 
 inputs = tokenizer("The capital of France is", return_tensors="pt")
-output = model.generate(**inputs, assistant_model=assistant, max_new_tokens=32, do_sample=False)
+output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
 print(tokenizer.decode(output[0]))
 print(assistant.stats)

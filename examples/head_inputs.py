@@ -32,8 +32,7 @@ from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation.chains import MAX_TOKENS, STARTS, Recorder, head_estimates
-from hf_specdecpp.training.evaluation.rules import curve
-from hf_specdecpp.training.evaluation.stage import THRESHOLDS, recorded_chains, time_per_token
+from hf_specdecpp.training.evaluation.stage import THRESHOLDS, curve, recorded_chains, time_per_token
 
 LAST = 8  # tokens of the text that are looked back at
 STEPS, SEEDS = 400, 3

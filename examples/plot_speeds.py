@@ -11,7 +11,7 @@ import argparse
 import re
 from pathlib import Path
 
-from hf_specdecpp.plotting import COLOURS, new_figure, save
+from hf_specdecpp.figures import COLOURS, new_figure, save
 
 REPORTS = Path(__file__).parents[1] / "docs" / "benchmarks"
 SAME_PASSES = 3  # the column of a report

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jinja2 import Template
 
-from hf_specdecpp.hub import card as cards
+from hf_specdecpp.hub import publishing as cards
 
 SPEED = re.compile(r"## Speed\n.*?(?=(?:{% endif %}\n)?## Training\n)", re.DOTALL)
 OPENING = re.compile(r"(?<=\n\n)(Makes|Did not make|Drafts for) `generate\(\)`.*?(?=\n\n)", re.DOTALL)

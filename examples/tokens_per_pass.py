@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from hf_specdecpp.benchmark.report import markdown_table
-from hf_specdecpp.intervals import ratio_of_sums
+from hf_specdecpp.figures import ratio_of_sums
 
 BEGIN, END = "<!-- tokens per pass: begin -->", "<!-- tokens per pass: end -->"
 LEADS = [

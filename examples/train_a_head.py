@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import assist
 from hf_specdecpp.training.configuration import DistillConfig, HeadConfig, RolloutConfig, TrainingConfig
 from hf_specdecpp.training.run import train
 
@@ -58,9 +58,9 @@ config = TrainingConfig(
 train(config)
 
 # `output` is now what would be pushed to the Hub: assistant.push_to_hub("org/name").
-assistant = SpecDecPPAssistant.from_pretrained(output, target=model)
+assistant = assist(model, output)
 tokenizer = AutoTokenizer.from_pretrained(target)
 inputs = tokenizer("The capital of France is", return_tensors="pt")
-answer = model.generate(**inputs, assistant_model=assistant, max_new_tokens=32, do_sample=False)
+answer = model.generate(**inputs, max_new_tokens=32, do_sample=False)
 print(tokenizer.decode(answer[0]))
 print(assistant.stats)

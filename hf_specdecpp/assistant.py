@@ -45,23 +45,12 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """What every way to an assistant takes.
+    """What the ways to an assistant take beside its draft.
 
     Attributes:
         head: acceptance head trained for this draft.
         speculation: settings of a run.
         default: make it the target's default assistant, which calls without one use, too (`attach`).
-    """
-
-    head: AcceptanceHead | None
-    speculation: SpeculationConfig | None
-    default: bool
-
-
-class TrainedOptions(Options, total=False):
-    """The same for drafts that training changes.
-
-    Attributes:
         adapter: folder or Hub id of a PEFT adapter for the draft.
         draft_vocab: `[n]` token ids that the draft may propose, all by default.
         merge: merge the adapter into copies of the weights that it changes, the default. `False` saves their memory,
@@ -69,6 +58,9 @@ class TrainedOptions(Options, total=False):
             A draft given by name always has it merged, a model object is left as it is.
     """
 
+    head: AcceptanceHead | None
+    speculation: SpeculationConfig | None
+    default: bool
     adapter: str | Path | None
     draft_vocab: Tensor | Sequence[int] | None
     merge: bool
@@ -82,7 +74,7 @@ class LoadingOptions(TypedDict, total=False):
         dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
         draft: a copy of the draft that the repository names, where that cannot be reached: its folder, or a model
             object, which is left as and where it is.
-        merge: of an early exit, as in `TrainedOptions`.
+        merge: of an early exit, as in `Options`.
         eagle3: how to read an EAGLE-3 draft of others where its config is silent or wrong: `norm_before_residual`,
             `norm_output`, `rope_theta`, `own_embeddings=False` for the target's, or `reads`, the target's layers whose
             outputs it reads, counted from 0. `specdecpp inspect REPO --target ID` finds out.
@@ -161,15 +153,13 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_draft(
-        cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[TrainedOptions]
+        cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[Options]
     ) -> Self:
         """Draft with a model of its own.
 
         Args:
-            draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of a DFlash draft or of a Gemma 4
-                assistant.
+            draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of a DFlash or Gemma 4 draft.
             target: attach to this model; a draft given by name is loaded in its dtype and on its device.
-            options: `TrainedOptions`.
 
         Raises:
             ValueError: the draft, head or vocabulary does not fit.
@@ -190,13 +180,12 @@ class SpecDecPPAssistant(AssistantModel):
         return cls.of_parts(config, Drafter(model, parts.draft_vocab), parts, target, options)
 
     @classmethod
-    def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[TrainedOptions]) -> Self:
-        """Draft with some of the target's own layers, and attach to it. Move the target to its device before.
+    def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:
+        """Draft with some of the target's own layers, whose tensors are shared and never changed, and attach to it.
 
         Args:
-            target: the model to draft for and with. Its tensors are shared, not copied, and never changed.
+            target: the model to draft for and with, on the device where it is used.
             layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
-            options: `TrainedOptions`.
 
         Raises:
             ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
@@ -210,18 +199,16 @@ class SpecDecPPAssistant(AssistantModel):
         layers: int | Sequence[int],
         reads: Sequence[int] = (),
         fusion: Fusion | None = None,
-        **options: Unpack[TrainedOptions],
+        **options: Unpack[Options],
     ) -> Self:
         """Draft with some of the target's own layers that read its hidden states, and attach to it.
 
-        One layer is enough: the states that each verification computes anyway tell it what the target thinks. It has to
-        be trained (`specdecpp train --draft conditioned`), and needs an attached target.
+        One layer is enough, but it has to be trained (`specdecpp train --draft conditioned`).
 
         Args:
             target, layers: as in `from_early_exit`.
             reads: indices of the target's layers whose outputs are read beside its final state.
             fusion: trained, with its own `reads`; by default an untrained one.
-            options: `TrainedOptions`.
 
         Raises:
             ValueError: the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
@@ -231,12 +218,8 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_eagle3(cls, target: CausalLM, draft: Eagle3Model, **options: Unpack[Options]) -> Self:
-        """Draft with an EAGLE-3 layer in memory, and attach to the target; `from_pretrained` loads one.
-
-        Args:
-            target: the model to draft for.
-            draft: trained (`specdecpp train --draft eagle3`), or read by `eagle3.checkpoint.read_model`.
-            options: `Options`.
+        """Draft with an EAGLE-3 layer in memory, trained or read by `eagle3.checkpoint.read_model`, and attach to the
+        target.
 
         Raises:
             ValueError: the draft was made for another target, or the head for another draft.
@@ -245,7 +228,7 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def _of_layers(
-        cls, kind: Kind, target: CausalLM, layers: int | Sequence[int], parts: Parts, options: TrainedOptions
+        cls, kind: Kind, target: CausalLM, layers: int | Sequence[int], parts: Parts, options: Options
     ) -> Self:
         """Draft with layers of the target."""
         target = causal_lm.base_model(target)
@@ -257,19 +240,15 @@ class SpecDecPPAssistant(AssistantModel):
     def of_parts(
         cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None, options: Options
     ) -> Self:
-        """An assistant of these parts, attached to a target if there is one.
-
-        Args:
-            drafter: the draft; `None` for one that the kind makes of the parts as it meets the target.
+        """An assistant of these parts, attached to a target if there is one. Without `drafter` its kind makes one of
+        the target.
 
         Raises:
             ValueError: the parts do not fit one another, or the target.
             TypeError: an option is not known.
         """
-        if unknown := sorted(options.keys() - TrainedOptions.__annotations__.keys()):
-            raise TypeError(
-                f"{', '.join(unknown)}: no such option. There are {', '.join(TrainedOptions.__annotations__)}."
-            )
+        if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+            raise TypeError(f"{', '.join(unknown)}: no such option. There are {', '.join(Options.__annotations__)}.")
         head = options.get("head")
         assistant = cls(config, drafter, head, parts, options.get("speculation"))
         if head is not None and drafter is not None:
@@ -290,11 +269,7 @@ class SpecDecPPAssistant(AssistantModel):
     # Storing one -----------------------------------------------------------------------------------------------------
 
     def contents(self, calibration: bool = False) -> publishing.Contents:
-        """What the repository of this assistant is made of; `calibration` as in `save_pretrained`.
-
-        Raises:
-            ValueError: the draft carries a PEFT adapter that no folder holds.
-        """
+        """What the repository is made of; `ValueError` where the draft carries a PEFT adapter that no folder holds."""
         config, drafter = self.config, self.drafter
         if drafter is not None and self.parts.adapter is None and hasattr(drafter.model, "peft_config"):
             raise ValueError(
@@ -325,7 +300,7 @@ class SpecDecPPAssistant(AssistantModel):
         return publishing.push(self.contents(calibration), repo_id, **kwargs)
 
 
-def _parts(options: TrainedOptions) -> Parts:
+def _parts(options: Options) -> Parts:
     """The parts of a draft among the options."""
     adapter, vocab = options.get("adapter"), options.get("draft_vocab")
     folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)

@@ -20,7 +20,6 @@ from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.drafts.kind import Loading
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
 from hf_specdecpp.drafts.stored import Parts
-from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rehearsal import warm_up
@@ -100,11 +99,6 @@ class AssistantModel(PreTrainedModel):
                 f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
             )
         self._speculation = value
-
-    @property
-    def estimator(self) -> Estimator:
-        """What judges candidates: the head, or without one the draft's own probability."""
-        return self.head or DraftProbability()
 
     @property
     def last_tree(self) -> DrawnTree | None:
@@ -237,11 +231,7 @@ class AssistantModel(PreTrainedModel):
     # What a generation asks for --------------------------------------------------------------------------------------
 
     def ready_drafter(self) -> Any:
-        """The drafter.
-
-        Raises:
-            ValueError: an assistant that drafts with its target's layers has not met the target.
-        """
+        """The drafter; `ValueError` where an assistant that drafts with its target's layers has not met the target."""
         if self.drafter is None:
             raise ValueError(
                 f"This assistant drafts with {draft_name(self.config)}, so it must be attached to it: "
@@ -251,12 +241,7 @@ class AssistantModel(PreTrainedModel):
         return self.drafter
 
     def setup(self) -> DraftSetup:
-        """What a generation needs of this assistant.
-
-        Raises:
-            ValueError: an assistant that drafts with its target's layers has not met the target, or the target has been
-                moved since.
-        """
+        """What a generation needs of this assistant; `ValueError` as above, or where the target has been moved."""
         drafter = self.ready_drafter()
         drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
         drafter.renew()
@@ -291,7 +276,7 @@ class AssistantModel(PreTrainedModel):
         rows: int = 1,
         first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`, or of a target that this assistant is not attached to (`None`).
+        """Begin one `generate()` call of `target`, or of one that this assistant is not attached to (`None`).
 
         Args:
             rows: how many sequences the call has; each is begun by itself.
@@ -316,11 +301,7 @@ class AssistantModel(PreTrainedModel):
         max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> DraftOutput:
-        """Draft one round for transformers' assisted generation, which is what calls this.
-
-        Raises:
-            ValueError: the generation cannot be assisted, or this was called directly.
-        """
+        """Draft one round for transformers' loop, the only caller; `ValueError` where that is impossible."""
         if input_ids is None or generation_config is None or max_new_tokens is None:
             raise ValueError(
                 "An assistant does not answer by itself. Pass it to its target: "
@@ -335,11 +316,7 @@ class AssistantModel(PreTrainedModel):
     # A property where models have an attribute: transformers' reading it says that its loop begins.
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """Read by transformers' loop: how many candidates a round may have; the rest is decided by our rule.
-
-        Raises:
-            ValueError: that loop is being set up for something that it would get wrong.
-        """
+        """Read by transformers' loop: the most candidates of a round; `ValueError` where it would answer wrongly."""
         check_loop(self.ready_drafter)
         return AssistantGenerationConfig(self.decisions.most_tokens(self.speculation))
 
@@ -358,11 +335,7 @@ class AssistantModel(PreTrainedModel):
         return self.ready_drafter().model(input_ids, **kwargs)
 
     def get_output_embeddings(self) -> None:
-        """None: an assistant is not a causal LM. Read where transformers would sample with another tokenizer.
-
-        Raises:
-            ValueError: in that case.
-        """
+        """None: an assistant is no causal LM. `ValueError` where transformers would sample with another tokenizer."""
         check_loop(self.ready_drafter)
 
     def _supports_logits_to_keep(self) -> bool:

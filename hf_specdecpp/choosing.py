@@ -10,7 +10,7 @@ from typing import Any, cast, overload
 from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant, TrainedOptions
+from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
@@ -27,20 +27,20 @@ logger = logging.get_logger("hf_specdecpp")
 
 AUTO = "auto"
 SETTINGS = {each.name for each in fields(SpeculationConfig)}
-KNOWN = SETTINGS | {"source", *TrainedOptions.__annotations__, *LoadingOptions.__annotations__}
+KNOWN = SETTINGS | {"source", *Options.__annotations__, *LoadingOptions.__annotations__}
 
 
 @overload
 def assist(
-    model: CausalLM, draft: str | Path | nn.Module = AUTO, default: bool = True, **options: Any
+    model: CausalLM, draft: str | Path | nn.Module = AUTO, /, default: bool = True, **options: Any
 ) -> SpecDecPPAssistant: ...
 
 
 @overload
-def assist(model: CausalLM, draft: None) -> None: ...
+def assist(model: CausalLM, draft: None, /) -> None: ...
 
 
-def assist(model: CausalLM, draft: Any = AUTO, default: bool = True, **options: Any) -> SpecDecPPAssistant | None:
+def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **options: Any) -> SpecDecPPAssistant | None:
     """Make `model.generate()` faster from now on, with the same output.
 
         assist(model)                                                    # with what is there, nothing is downloaded
@@ -59,7 +59,8 @@ def assist(model: CausalLM, draft: Any = AUTO, default: bool = True, **options: 
             `None`: nothing. Every assistant of the model is detached.
         default: whether calls use it that do not name an assistant (`assistant_model=`).
         options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, in the place of what a repository
-            says; and for a draft given by name, those of `SpecDecPPAssistant.from_pretrained`, such as `revision`.
+            says; and for a draft given by name, those of `SpecDecPPAssistant.from_pretrained`, such as `revision`, or
+            `draft`, a copy of the model that the repository names.
 
     Returns:
         The assistant, whose `stats` say after each `generate()` whether it paid.
@@ -70,6 +71,8 @@ def assist(model: CausalLM, draft: Any = AUTO, default: bool = True, **options: 
         OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
     """
     model = causal_lm.base_model(model)
+    if draft == AUTO:
+        draft = options.pop("draft", AUTO)
     if draft is None:
         for each in attached.assistants_of(model):
             each.detach(model)
@@ -88,14 +91,14 @@ def assist(model: CausalLM, draft: Any = AUTO, default: bool = True, **options: 
     return assistant
 
 
-def as_told(model: CausalLM, choice: DraftChoice, default: bool = False) -> SpecDecPPAssistant:
-    """The assistant that a command was told to use, attached; errors as of `assist`."""
+def as_told(model: CausalLM, choice: DraftChoice, default: bool = False, tree: bool = False) -> SpecDecPPAssistant:
+    """The assistant that a command was told to use, attached, with `tree` to draft trees; errors as of `assist`."""
     named: Any = choice.assistant or (MTP.name if choice.mtp else LOOKUP.name if choice.lookup else AUTO)
     if named == AUTO and choice.layers is not None:
         named = SpecDecPPAssistant.from_early_exit(model, choice.layers)
     assistant = assist(model, named, default)
     assistant.speculation.lookup = choice.lookup or assistant.speculation.lookup
-    if choice.tree and assistant.speculation.tree is None:
+    if tree and assistant.speculation.tree is None:
         assistant.speculation.tree = "dyspec"
         if choice.layers is not None:  # no tree of an untrained draft would be worth its price
             assistant.speculation.rule = "threshold"
@@ -133,12 +136,7 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
 def _own_layers(
     model: CausalLM, source: str | Path | None = None, local_files_only: bool = False, **options: Any
 ) -> SpecDecPPAssistant:
-    """With the multi-token layers of the model's own checkpoint, which are read from its files once, and kept.
-
-    Args:
-        source: Hub id or folder of the files that hold them, where those that the model was loaded from do not
-            (quantised and finetuned ones often lack them).
-    """
+    """With the multi-token layers of the model's own checkpoint, or of `source` where the model's files lack them."""
     check_target(model, recurrent=True)
     config, layers = multi_token_layers(model, source, {"local_files_only": True} if local_files_only else None)
     return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))

@@ -13,14 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specdecpp.benchmark.settings import BenchmarkConfig
-from hf_specdecpp.cli_options import TrainOptions, options_of, settings_from
-from hf_specdecpp.terminal.settings import ChatConfig, DemoConfig
+from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, TrainOptions, options_of, settings_from
 
 if TYPE_CHECKING:
     from hf_specdecpp.drafts.stored import SelfCheck
     from hf_specdecpp.hub.inspection import Report
-    from hf_specdecpp.serving.destination import Exported
+    from hf_specdecpp.serving import Exported
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -69,7 +67,7 @@ def chat(**options: Any) -> None:
 def train(**options: Any) -> None:
     """Train an assistant: answers, draft, head, calibration, evaluation, card. Goes on where it stopped."""
     try:
-        from hf_specdecpp.training.command import run
+        from hf_specdecpp.training.run import run
     except ImportError as error:
         _fail(f"Training needs {error.name}. Install the extra: pip install 'hf-specdecpp[train]'.")
     with _failing():

@@ -1,4 +1,7 @@
-"""The command line of a settings dataclass: an option for each field, helped by the field's entry in the docstring."""
+"""What commands are told: a settings dataclass each, whose fields are the options of its command.
+
+Imports nothing that is slow.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,18 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def parse_layers(layers: str) -> int | list[int]:
     """`"4"` as 4, `"0,1,2,29"` as a list; `ValueError` if it is neither."""
-    try:
-        numbers = [int(part) for part in layers.split(",")]
-    except ValueError:
-        raise ValueError(f"--layers {layers!r} must be a number such as 4 or a list such as 0,1,2,29.") from None
+    numbers = _numbers(layers, int, "--layers", "a number such as 4 or a list such as 0,1,2,29")
     return numbers if "," in layers else numbers[0]
 
 
 def parse_temperatures(temperatures: str) -> list[float]:
     """`"0,1"` as a list; `ValueError` if it is none."""
-    try:
-        return [float(part) for part in temperatures.split(",")]
-    except ValueError:
-        raise ValueError(f"--temperatures {temperatures!r} must be numbers such as 0 or 0,1.") from None
+    return _numbers(temperatures, float, "--temperatures", "numbers such as 0 or 0,1")
 
 
 def parse_sizes(sizes: str) -> list[int]:
     """`"1,4,8"` as a list, empty text as none; `ValueError` for anything else."""
-    try:
-        return [int(part) for part in sizes.split(",") if sizes]
-    except ValueError:
-        raise ValueError(f"--batch_size {sizes!r} must be whole numbers such as 4 or 1,4,8.") from None
+    return _numbers(sizes, int, "--batch_size", "whole numbers such as 4 or 1,4,8") if sizes else []
 
 
 def parse_names(names: str) -> list[str]:
@@ -46,9 +40,28 @@ def parse_names(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
+def _numbers(text: str, kind: Callable[[str], Any], option: str, wanted: str) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r} must be {wanted}.") from None
+
+
+def _parsed(default: Any, parse: Callable[[str], Any]) -> Any:
+    """A field that the command line gives as text."""
+    return field(default_factory=lambda: default, metadata={"parse": parse})
+
+
+def _at_least_one(default: int | None) -> Any:
+    return field(default=default, metadata={"min": 1})
+
+
+# Settings of commands -------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class DraftChoice:
-    """A model and what drafts for it, as commands are told.
+    """A model and what drafts for it.
 
     Args:
         target: Hub id or folder of the model to speed up.
@@ -58,18 +71,20 @@ class DraftChoice:
         layers: an untrained early exit drafts: 4 for the first four layers of the target, or indices such as 0,1,2,29.
         lookup: candidates also come from the text itself; without an assistant only these.
         mtp: draft with the target's own multi-token layers, without an assistant.
-        tree: draft token trees.
     """
 
     target: str
     assistant: str | None = None
-    layers: int | list[int] | None = field(default=None, metadata={"parse": parse_layers})
+    layers: int | list[int] | None = _parsed(None, parse_layers)
     lookup: bool = False
     mtp: bool = False
-    tree: bool = False
 
     def __post_init__(self) -> None:
-        check_mtp(self.mtp, self.assistant)
+        if self.mtp and self.assistant is not None:
+            raise ValueError(
+                f"--mtp takes no assistant, and --assistant names {self.assistant!r}: one draft guesses, the target's "
+                "own multi-token layers or the assistant's. Leave one of them out."
+            )
 
     @property
     def is_by_default(self) -> bool:
@@ -77,16 +92,50 @@ class DraftChoice:
         return self.assistant is None and self.layers is None and not self.lookup and not self.mtp
 
     def flags(self, kind: str) -> str:
-        """The options that name the same draft, such as "--assistant org/head".
-
-        Args:
-            kind: name of the kind of draft that the assistant has.
-        """
+        """The options that name the same draft, such as "--assistant org/head"; `kind` is the name of its kind."""
         if self.assistant is not None:
             return f"--assistant {self.assistant}"
         if self.layers is None or self.lookup or self.mtp:
             return f"--{kind}"
         return f"--layers {self.layers if isinstance(self.layers, int) else ','.join(map(str, self.layers))}"
+
+
+@dataclass
+class DemoConfig(DraftChoice):
+    """A demonstration.
+
+    Args:
+        tree: draft token trees.
+        max_new_tokens (tokens): length of an answer.
+        prompt: what to ask; may be repeated; three of ours by default.
+        sample: draw tokens (seeded) instead of taking the likeliest.
+        svg: file for a picture of the last answer, written with and without.
+    """
+
+    tree: bool = False
+    max_new_tokens: int = _at_least_one(64)
+    prompt: list[str] = field(default_factory=list)
+    sample: bool = False
+    svg: Path | None = field(default=None, metadata={"metavar": "FILE"})
+
+
+@dataclass
+class ChatConfig(DraftChoice):
+    """A conversation.
+
+    Args:
+        tree: draft token trees.
+        max_new_tokens (tokens): longest answer.
+        temperature: 0 takes the likeliest tokens; by default as the model's config says.
+        system: what the model is told before the first message.
+        device: of the target; by default an accelerator if there is one.
+    """
+
+    tree: bool = False
+    max_new_tokens: int = _at_least_one(512)
+    temperature: float | None = field(default=None, metadata={"min": 0.0})
+    system: str | None = None
+    device: str | None = None
 
 
 @dataclass
@@ -110,19 +159,87 @@ class TrainOptions:
     data: list[str] = field(default_factory=list)
     output: str | None = None
     draft: str | None = None
-    layers: int | list[int] | None = field(default=None, metadata={"parse": parse_layers})
+    layers: int | list[int] | None = _parsed(None, parse_layers)
     server: str | None = None
     stage: list[str] = field(default_factory=list)
     push_to_hub: str | None = field(default=None, metadata={"metavar": "REPO_ID"})
 
 
-def check_mtp(mtp: bool, assistant: str | None) -> None:
-    """`ValueError` where the target's own multi-token layers and an assistant shall both draft."""
-    if mtp and assistant is not None:
-        raise ValueError(
-            f"--mtp takes no assistant, and --assistant names {assistant!r}: one draft guesses, the target's own "
-            "multi-token layers or the assistant's. Leave one of them out."
-        )
+@dataclass
+class BenchmarkConfig(DraftChoice):
+    """A benchmark.
+
+    Args:
+        draft: folder of the draft that the assistant's repository names.
+        data: prompts: JSON Lines files, each a set; may be repeated; a few of ours by default.
+        max_prompts (prompts): the most taken of each set, chosen by `seed`; all by default.
+        max_new_tokens (tokens): the longest answer.
+        temperatures: every prompt is answered at each of them, such as 0,1; 0 is greedy.
+        contestants: only these: names or patterns such as `fixed*,dyspec*`.
+        output: folder of the results; a killed run goes on there.
+        dtype: dtype of the target; `"auto"` is what it is stored in.
+        device: device of the target; by default an accelerator if there is one.
+        threads (threads): number of torch's threads.
+        seed: seed of the choice of prompts and of all draws.
+        cpu_products: `"auto"` or `"off"`; by default as the assistant says.
+        costs: costs that replays reckon with: `measured`, `paper`, a ratio t_draft / t_target, a JSON file; may be
+            repeated.
+        rollouts: work folder of `specdecpp train`: replays take the target's answers from there.
+        live: time generations.
+        replay: compare all rules on recorded texts.
+        replay_rounds: count the tokens per target pass of trees and chains along the texts.
+        batch_size (prompts): also time several prompts in one generate(): sizes such as 1,4,8.
+        draws (records): the number made of each sampled text.
+        attempts (generations): the most tries of one that other load disturbs; the quietest is kept.
+        quick: take a few contestants, prompts and tokens: one to three minutes with a small model on a CPU.
+        card: file for the speeds as a model card shows them.
+    """
+
+    draft: str | None = None
+    data: list[str] = field(default_factory=list)
+    max_prompts: int | None = _at_least_one(None)
+    max_new_tokens: int = _at_least_one(128)
+    temperatures: list[float] = _parsed([0.0, 1.0], parse_temperatures)
+    contestants: list[str] = _parsed([], parse_names)
+    output: Path = Path("bench")
+    dtype: str = "auto"
+    device: str | None = None
+    threads: int | None = _at_least_one(None)
+    seed: int = 0
+    cpu_products: str | None = None
+    costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
+    rollouts: Path | None = field(default=None, metadata={"metavar": "WORK_DIR"})
+    live: bool = True
+    replay: bool = True
+    replay_rounds: bool = False
+    batch_size: list[int] = _parsed([], parse_sizes)
+    draws: int = _at_least_one(1)
+    attempts: int = _at_least_one(3)
+    quick: bool = False
+    card: Path | None = field(default=None, metadata={"metavar": "FILE"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_new_tokens", "draws", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if any(temperature < 0.0 for temperature in self.temperatures) or not self.temperatures:
+            raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0 (greedy).")
+        if any(size < 1 for size in self.batch_size):
+            raise ValueError(f"batch_size={self.batch_size} must be numbers of prompts, at least 1.")
+        if self.lookup and (self.mtp or self.assistant is not None):
+            raise ValueError(
+                "--lookup takes neither --mtp nor an assistant: with a draft, `lookup`, `lookup + draft` and "
+                "`lookup + trees` are among the contestants."
+            )
+        if self.rollouts is not None and not (self.rollouts / "rollouts").is_dir():
+            raise ValueError(
+                f"--rollouts {self.rollouts} has no folder `rollouts`. Give the work folder of a `specdecpp train`, "
+                "such as my-assistant-work."
+            )
+
+
+# The command line -----------------------------------------------------------------------------------------------------
 
 
 def options_of(cls: type) -> Callable[[Command], Command]:

@@ -12,11 +12,7 @@ import torch
 
 
 def computing_clock(*devices: torch.device) -> Callable[[], float]:
-    """Reads the seconds of computations on these devices, by default on the CPU.
-
-    With one thread on a CPU, seconds for which other processes have it are left out: on a busy machine they would be
-    most of the time.
-    """
+    """Reads the seconds of computations on these devices (the CPU); with one thread, those of this process alone."""
     only_here = torch.get_num_threads() == 1 and all(device.type == "cpu" for device in devices)
     return time.thread_time if only_here and os.name == "posix" else time.perf_counter
 

@@ -55,12 +55,8 @@ class Repository:
         return Path(self.name).is_dir()
 
     def file(self, filename: str, folder: str | None = None) -> Path:
-        """Local path of a file, downloaded if need be.
-
-        Raises:
-            FileNotFoundError: a local folder does not have it.
-            huggingface_hub errors: as they are (missing entry or repo, gated, offline, ...).
-        """
+        """Local path of a file, downloaded if need be; `FileNotFoundError` where a folder lacks it, or the Hub's
+        errors."""
         subfolder = "/".join(part for part in (self.subfolder, folder) if part)
         if self.is_local:
             path = Path(self.name, subfolder, filename)
@@ -76,12 +72,7 @@ class Repository:
             )
 
     def folder(self, patterns: list[str]) -> Path:
-        """Local folder with at least the files that match `patterns`, downloaded if need be.
-
-        Raises:
-            FileNotFoundError: there is no such subfolder.
-            huggingface_hub errors: as they are (missing repo, gated, offline, ...).
-        """
+        """Local folder with at least the files that match `patterns`, downloaded if need be; errors as above."""
         if self.is_local:
             root = Path(self.name)
         else:
@@ -155,11 +146,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU.
-
-    Raises:
-        ValueError: the file is a git-LFS pointer, truncated, not safetensors, or holds NaN or infinity.
-    """
+    """All tensors of a safetensors file, on the CPU; `ValueError` if it is damaged, or holds NaN or infinity."""
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     check_finite(tensors, path)
@@ -180,12 +167,7 @@ class Weights(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, source: Repository) -> Weights:
-        """Those of a repository, of which only the file or the index is downloaded; empty without safetensors.
-
-        Raises:
-            ValueError: the file or the index is damaged.
-            huggingface_hub errors: one may be there, but cannot be reached.
-        """
+        """The weights of a repository, of which only the file or the index is downloaded; empty without safetensors."""
         for name in (CHECKPOINT, INDEX):
             try:
                 path = source.file(name)
@@ -220,11 +202,7 @@ class Weights(Mapping[str, Tensor]):
         return len(self.files)
 
     def all(self) -> dict[str, Tensor]:
-        """All tensors of a draft, on the CPU.
-
-        Raises:
-            ValueError: a file is damaged or missing, they are not those of the index, or no draft has so many.
-        """
+        """All tensors of a draft, on the CPU; `ValueError` for a damaged or missing file, or for others than listed."""
         if len(self) > MOST_TENSORS:
             raise ValueError(
                 f"{self.index} has {len(self):,} tensors, and a draft has {MOST_TENSORS:,} at most: it is something "
@@ -286,11 +264,7 @@ def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
 
 
 def load_strict(path: Path, expected: Mapping[str, Sequence[int]], hint: str) -> dict[str, Tensor]:
-    """Tensors of `path`, which must have exactly the names and shapes of `expected`; else none of them is read.
-
-    Raises:
-        ValueError: a name is missing or unexpected, or a shape differs; `hint` ends the message.
-    """
+    """Tensors of `path`, read only if their names and shapes are those expected; else a `ValueError` with `hint`."""
     with _opened(path) as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
     missing, surplus = sorted(set(expected) - set(shapes)), sorted(set(shapes) - set(expected))
@@ -333,11 +307,7 @@ _folders: list[Path] = []  # in the place of the assets cache (`measured_in`)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where a file grows, beside its place and under a name that no other process takes, until it is complete.
-
-    Raises:
-        OSError: it cannot be written; what was at its place still is.
-    """
+    """Where a file grows, under a name of this process, until it is complete; `OSError` if it cannot be written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

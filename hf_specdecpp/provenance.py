@@ -20,11 +20,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def commit_of(model: CausalLM) -> str | None:
-    """The commit hash of a model's files; `None` for a folder, a model made in memory, or if it cannot be known.
-
-    Newer versions of transformers do not note it. Then it is the commit that the local cache holds for the default
-    branch, which is right unless the model was loaded with `revision=`.
-    """
+    """The commit hash of a model's files: noted by transformers, or that of the default branch in the local cache."""
     return getattr(model.config, "_commit_hash", None) or _cached_commit(model.config.name_or_path, None)
 
 

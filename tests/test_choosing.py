@@ -49,6 +49,18 @@ def test_none_takes_every_assistant_away(target: CausalLM) -> None:
     assert [each.stats.generated for each in kept] == [0, 0]
 
 
+def test_a_copy_of_the_draft_that_a_repository_names(target: CausalLM, tmp_path: Path) -> None:
+    save_model(partly_agreeing(target), tmp_path / "draft")
+    SpecDecPPAssistant.from_draft(tmp_path / "draft", target).save_pretrained(tmp_path / "assistant")
+    (tmp_path / "draft").rename(tmp_path / "copy")
+    assist(target, None)
+    plain = text(target)
+    assistant = assist(target, tmp_path / "assistant", draft=tmp_path / "copy")
+    assert text(target) == plain
+    assert assistant.stats.drafted > 0
+    assert assist(target, draft="lookup").kind.name == "lookup"
+
+
 def test_settings_replace_those_of_a_draft(target: CausalLM, tmp_path: Path) -> None:
     assistant = assist(target, partly_agreeing(target), rule="fixed", num_tokens=3, tree="dyspec")
     assert (assistant.speculation.rule, assistant.speculation.num_tokens) == ("fixed", 3)

@@ -21,9 +21,9 @@ from typer.testing import CliRunner, Result
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__
 from hf_specdecpp.cli import app
+from hf_specdecpp.cli_options import DemoConfig
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
-from hf_specdecpp.terminal.settings import DemoConfig
 
 
 def run(*arguments: object) -> Result:

@@ -7,6 +7,7 @@ import importlib
 import json
 import runpy
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -188,7 +189,7 @@ def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     main = module["main"]
     config = prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
     config.rollouts.data = ["prompts.jsonl"]
-    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(asdict(config)))
     without_states = "reads nothing: an early exit of the last layer"
     over_target_keys = "attends to the target's keys and values"
     chosen = ("as configured", without_states, over_target_keys, "unrolled 1 step", "half of the answers")

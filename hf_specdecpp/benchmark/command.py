@@ -13,34 +13,25 @@ from rich.console import Console
 
 from hf_specdecpp.benchmark import report
 from hf_specdecpp.benchmark.live import LiveBenchmark, mismatches, neutralise
-from hf_specdecpp.benchmark.loading import Benchmark
+from hf_specdecpp.benchmark.loading import RESULTS, ROUNDS, Benchmark, RunLog, environment
+from hf_specdecpp.benchmark.replay.record import text_sets
 from hf_specdecpp.benchmark.replay.rounds import replay_rounds
 from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs, replay
-from hf_specdecpp.benchmark.replay.texts import text_sets
-from hf_specdecpp.benchmark.run_log import RESULTS, ROUNDS, RunLog, environment
-from hf_specdecpp.benchmark.settings import BenchmarkConfig
-from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, overall, speed_table, summarise
-from hf_specdecpp.benchmark.verdict import next_step
+from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, next_step, overall, speed_table, summarise
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.loading import load_tokenizer, show_bars
 from hf_specdecpp.provenance import command
 
 
 def run(config: BenchmarkConfig, console: Console) -> bool:
-    """Benchmark, write `results.json`, `report.md` and pictures, and print the report.
-
-    Returns:
-        Whether all greedy texts of ours were those of plain generation.
-
-    Raises:
-        ValueError, OSError: an option makes no sense, or a file or model is missing.
-    """
+    """Benchmark, write and print the report; whether all greedy texts of ours were those of plain generation."""
     read_costs(config.costs, lambda: PAPER)  # a mistake is found now, not after an hour of generations
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     benchmark = Benchmark.load(config)
     settings = benchmark.settings
-    if not (config.assistant or config.layers or config.lookup or config.mtp):
+    if config.is_by_default:
         console.print(f"Without --assistant or --layers the draft is {settings['draft_name']}.", soft_wrap=True)
     log = RunLog(config.output, settings)
     show_bars()  # ours, after those of loading
@@ -86,7 +77,10 @@ def _results(benchmark: Benchmark, log: RunLog) -> dict[str, Any]:
     facts = {"command": command(), "device": where["device"] + load, "dtype": settings["dtype"]}
     results = {
         "command": command(), "environment": where, "pictures": find_spec("matplotlib") is not None,
-        "settings": {**settings, "temperatures": config.temperatures, "rollouts": config.rollouts is not None},
+        "settings": {
+            **settings, "temperatures": config.temperatures, "rollouts": config.rollouts is not None,
+            "products": benchmark.assistant.setup().described_products(target),
+        },
         "ours": [contestant.name for contestant in benchmark.contestants if contestant.ours],
         "summary": summary, "speeds": speed_table(summary, facts),
         "mismatches": mismatches(rows, benchmark.asked, target, load_tokenizer(config.target).decode),

@@ -74,8 +74,7 @@ class Contestant:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is a chain of fixed length, up to 8, or with a fixed threshold, 0.3 to 0.7: what rules that adapt
-        themselves have to beat."""
+        """Whether a chain has a fixed length, up to 8, or threshold, 0.3 to 0.7: what adapting rules have to beat."""
         config = self.speculation
         if config is None or config.tree is not None:
             return False
@@ -127,13 +126,7 @@ BASELINES = (PLAIN, SAME_PASSES)
 
 
 def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = False) -> list[Contestant]:
-    """Every contestant.
-
-    Args:
-        has_head: an assistant without a head is judged by the draft's own probability alone.
-        can_tree: whether target and draft can read trees.
-        has_rates: whether the assistant's repository has rates of acceptance for the best static shapes.
-    """
+    """Every contestant, with a head to judge, trees and best static shapes as far as the assistant has them."""
     judges = ("head", "q") if has_head else ("q",)
     fields = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
     assisted = [
@@ -205,11 +198,7 @@ def _trees(judges: Sequence[str], has_rates: bool) -> list[Contestant]:
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
-    """Those whose name or family matches a pattern such as `fixed*`; the baselines always.
-
-    Raises:
-        ValueError: a pattern matches none.
-    """
+    """The baselines, and those whose name or family matches a pattern such as `fixed*`; `ValueError` for none."""
 
     def matches(contestant: Contestant, pattern: str) -> bool:
         return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)

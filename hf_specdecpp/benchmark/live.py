@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,12 +13,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
+from typing_extensions import Self
 
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
-from hf_specdecpp.benchmark.loading import Benchmark, Question
-from hf_specdecpp.benchmark.run_log import RunLog
+from hf_specdecpp.benchmark.loading import Benchmark, Question, RunLog
 from hf_specdecpp.benchmark.summary import comparable
-from hf_specdecpp.benchmark.timing import PassClock, quietest
 from hf_specdecpp.files import measured_in
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
@@ -24,6 +26,7 @@ from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.throughput.known_costs import forget_costs
 
 WARM_UP_TOKENS = 8
+MOST_WAITING = 0.05  # share of a run that its threads may wait for a processor before it counts as disturbed
 # How far apart two logits may be, relative to the largest, for rounding to decide between them: four times the spacing
 # of the type's numbers. A pass over several tokens rounds differently from a pass over one.
 ROUNDING = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
@@ -32,13 +35,7 @@ Answers = list[list[int]]
 
 
 class LiveBenchmark:
-    """Times generations.
-
-    Args:
-        benchmark: the generation config of its target is replaced by a neutral one: contestants sample from its own
-            distribution.
-        log: what is done already, and where the rest goes.
-    """
+    """Times generations of a benchmark that are missing in a log; the target gets a neutral generation config."""
 
     def __init__(self, benchmark: Benchmark, log: RunLog) -> None:
         self.target, self.assistant, self.contestants = benchmark.target, benchmark.assistant, benchmark.contestants
@@ -59,15 +56,11 @@ class LiveBenchmark:
                     self._generate(question, 0.0, contestant, WARM_UP_TOKENS)
                     contestant.memory.clear()
             forget_costs()
-            self._run(todo)
-
-    def _run(self, todo: Sequence[tuple[Question, float, list[Contestant]]]) -> None:
-        with logging.tqdm(total=sum(len(missing) for _, _, missing in todo), desc="benchmark", unit="answer") as bar:
-            for question, temperature, missing in todo:
-                for contestant in missing:
+            runs = [(question, temperature, each) for question, temperature, missing in todo for each in missing]
+            with logging.tqdm(runs, desc="benchmark", unit="answer") as bar:
+                for question, temperature, contestant in bar:
                     bar.set_postfix_str(contestant.name, refresh=False)
                     self.log.add(self._time(question, temperature, contestant))
-                    bar.update()
 
     def _able(self, question: Question) -> list[Contestant]:
         """Those that can answer a question: trees and transformers' own speculation take no batches."""
@@ -82,24 +75,20 @@ class LiveBenchmark:
         return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
     def _time(self, question: Question, temperature: float, contestant: Contestant) -> Row:
-        """One generation, with what its passes did and how many texts the contestant had answered in this session."""
+        """One generation, the least disturbed of some attempts, and what its passes did."""
         names = [row["contestant"] for row in self.log.rows if row["session"] == self.log.session]
-        earlier = names.count(contestant.name)
-
-        def generate() -> tuple[Answers, PassClock]:
-            with PassClock(self.target) as clock:
-                return self._generate(question, temperature, contestant, self.config.max_new_tokens), clock
-
-        def describe(generated: tuple[Answers, PassClock]) -> Row:
-            answers, clock = generated
-            row = {
+        rows: list[Row] = []
+        while len(rows) < self.config.attempts and not (rows and not rows[-1]["disturbed"]):
+            with Disturbance() as load, PassClock(self.target) as clock:
+                answers = self._generate(question, temperature, contestant, self.config.max_new_tokens)
+            counts = _counted(self.assistant.stats) if contestant.ours else _watched(clock, question, answers)
+            rows.append({
                 "set": question.set, "prompt": question.prompt, "batch": question.batch, "temperature": temperature,
-                "contestant": contestant.name, "earlier": earlier, "answers": answers,
-                "tokens": sum(map(len, answers)),
-            }  # fmt: skip
-            return row | (_counted(self.assistant.stats) if contestant.ours else _watched(clock, question, answers))
-
-        return quietest(self.config.attempts, generate, describe)
+                "contestant": contestant.name, "earlier": names.count(contestant.name), "answers": answers,
+                "tokens": sum(map(len, answers)), **counts, "seconds": load.seconds, "disturbed": load.disturbed,
+                "waited": round(load.waited, 4), "others": None if load.others is None else round(load.others, 3),
+            })  # fmt: skip
+        return {**min(rows, key=lambda row: row["waited"]), "attempts": len(rows)}
 
     def _generate(self, question: Question, temperature: float, contestant: Contestant, max_new_tokens: int) -> Answers:
         seed = seed_of(self.config.seed, *question.key, temperature)
@@ -108,8 +97,7 @@ class LiveBenchmark:
 
 
 def _counted(stats: SpeculationStats) -> Row:
-    """Target passes of all rows, those of them that verified candidates, and the candidates; `split`: the seconds of
-    the prompt's pass, of drafting, and of the other passes."""
+    """Counts of ours; `split` are the seconds of the prompt's pass, of drafting, and of the other passes."""
     return {
         "passes": stats.target_passes, "drafting": stats.rounds - stats.idle_rounds, "drafted": stats.drafted,
         "accepted": stats.accepted, "split": [stats.prompt_seconds, stats.draft_seconds, stats.target_seconds],
@@ -117,11 +105,7 @@ def _counted(stats: SpeculationStats) -> Row:
 
 
 def _watched(clock: PassClock, question: Question, answers: Answers) -> Row:
-    """The same of contestants that count nothing, whose drafting is not known apart.
-
-    The pass over the prompt reads this and candidates, each other pass the token before it and candidates. A pass emits
-    those that it accepts and one token more: so does the last one, as far as is known here.
-    """
+    """Counts of those that count nothing: a pass reads the prompt or a token, and candidates, and emits one more."""
     read, seconds = zip(*clock.passes, strict=True)
     tokens, passes = sum(map(len, answers)), sum(map(len, answers)) if question.batch else len(read)
     candidates = [read[0] - max(map(len, question.ids)), *(each - 1 for each in read[1:])]
@@ -159,6 +143,89 @@ def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
     """The contestants, another one first for each number."""
     first = number % len(contestants)
     return [*contestants[first:], *contestants[:first]]
+
+
+# The clock ------------------------------------------------------------------------------------------------------------
+
+
+class PassClock:
+    """Notes of each pass of `target` how many tokens of a row it read, and its seconds (on a GPU its launches')."""
+
+    def __init__(self, target: CausalLM) -> None:
+        self.target = target
+        self.passes: list[tuple[int, float]] = []
+
+    def __enter__(self) -> Self:
+        before = self.target.register_forward_pre_hook(self._before)
+        self.hooks = before, self.target.register_forward_hook(self._after, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _before(self, *_: Any) -> None:
+        self._begin = time.perf_counter()
+
+    def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
+        self.passes.append((kwargs["input_ids"].shape[1], time.perf_counter() - self._begin))
+
+
+class Disturbance:
+    """What else the machine did while this was entered (`with`).
+
+    Attributes:
+        seconds: wall time.
+        waited: share of it that a thread of ours was ready to run and did not get a processor, time that the host took
+            from a virtual machine included. Where the system does not tell: the share in which a single thread did not
+            run, or 0 with several.
+        others: processors that other processes kept busy on average; `None` where the system does not tell.
+    """
+
+    others: float | None = None
+
+    def __enter__(self) -> Self:
+        self._begin = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (wall, own, delays, machine), (wall0, own0, delays0, machine0) = self._read(), self._begin
+        self.seconds, self.waited = wall - wall0, 0.0
+        if delays is not None and delays0 is not None:
+            self.waited = max(delay - delays0.get(thread, 0.0) for thread, delay in delays.items()) / self.seconds
+        elif torch.get_num_threads() == 1:
+            self.waited = max(1.0 - (own - own0) / self.seconds, 0.0)
+        if machine is not None and machine0 is not None:
+            busy, stolen = machine[0] - machine0[0], machine[1] - machine0[1]
+            self.waited += stolen / self.seconds
+            self.others = max(busy - (own - own0), 0.0) / self.seconds
+
+    @property
+    def disturbed(self) -> bool:
+        return self.waited > MOST_WAITING
+
+    @staticmethod
+    def _read() -> tuple[float, float, dict[str, float] | None, tuple[float, float] | None]:
+        return time.perf_counter(), time.process_time(), _delays(), _machine()
+
+
+def _delays() -> dict[str, float] | None:
+    """Seconds that each thread of this process has waited for a processor since it began (Linux)."""
+    delays = {}
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError, IndexError):  # the thread has just ended, or the kernel does not count
+            delays[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return delays or None
+
+
+def _machine() -> tuple[float, float] | None:
+    """Seconds that all processors together have worked, and that the host has stolen from them (Linux)."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        user, nice, system, _, _, irq, softirq, steal, *_ = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
+    except (OSError, ValueError):
+        return None
+    return user + nice + system + irq + softirq, steal
 
 
 # Losslessness --------------------------------------------------------------------------------------------------------

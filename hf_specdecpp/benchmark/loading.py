@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
+import transformers
+from transformers.utils import is_sklearn_available, logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import (
@@ -20,18 +24,18 @@ from hf_specdecpp.benchmark.contestants import (
     quick_contestants,
     without_draft,
 )
-from hf_specdecpp.benchmark.run_log import environment
-from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.choosing import as_told
-from hf_specdecpp.cli_options import DraftChoice
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.drafts.known import describe, kind_of
+from hf_specdecpp.files import differences, read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model
-from hf_specdecpp.provenance import commit_of
+from hf_specdecpp.provenance import commit_of, device_name
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
 from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -40,13 +44,7 @@ QUICK_PROMPTS, QUICK_TOKENS = 3, 48
 
 @dataclass
 class Question:
-    """What one `generate()` is asked.
-
-    Attributes:
-        set, prompt: where it is from.
-        ids: the prompt's tokens; of a batch those of several prompts.
-        batch: number of prompts in a batch; 0 for a prompt alone.
-    """
+    """What one `generate()` is asked: the tokens of a prompt of a set, or of `batch` prompts together."""
 
     set: str
     prompt: str
@@ -60,14 +58,7 @@ class Question:
 
 @dataclass
 class Benchmark:
-    """A benchmark that is ready to run.
-
-    Attributes:
-        config: its options.
-        target, assistant: the assistant is attached to the target.
-        contestants: who takes part.
-        questions: single prompts.
-    """
+    """A benchmark that is ready to run: its assistant is attached to its target; questions are single prompts."""
 
     config: BenchmarkConfig
     target: CausalLM
@@ -77,11 +68,7 @@ class Benchmark:
 
     @classmethod
     def load(cls, config: BenchmarkConfig) -> Benchmark:
-        """Load what the options name.
-
-        Raises:
-            ValueError, OSError: an option makes no sense, or a file or model is missing.
-        """
+        """Load what the options name; `ValueError` or `OSError` where one makes no sense, or something is missing."""
         if config.quick:
             config = replace(
                 config, max_prompts=min(config.max_prompts or QUICK_PROMPTS, QUICK_PROMPTS), temperatures=[0.0],
@@ -99,16 +86,12 @@ class Benchmark:
 
     @property
     def asked(self) -> list[Question]:
-        """The questions whose answers are timed: prompts alone, then in batches.
-
-        Raises:
-            ValueError: there are fewer prompts than a batch has rows.
-        """
+        """The questions whose answers are timed: prompts alone, then in batches."""
         return [*(self.questions if self.config.live else []), *in_batches(self.questions, self.config.batch_size)]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What the generations depend on. Further contestants and temperatures may join later."""
+        """What generations depend on. Contestants and temperatures may join later, and products follow the memory."""
         config, assistant = self.config, self.assistant
         prompts = json.dumps([[each.set, each.prompt, each.ids[0]] for each in self.questions])
         return {
@@ -122,17 +105,12 @@ class Benchmark:
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "seed": config.seed,
             "cpu_products": assistant.speculation.cpu_products,
-            "products": assistant.setup().described_products(self.target),
             **environment(self.target.device),
         }
 
 
 def in_batches(questions: list[Question], sizes: list[int]) -> list[Question]:
-    """The questions in whole batches, a set for each size.
-
-    Raises:
-        ValueError: there are fewer prompts than a batch has rows.
-    """
+    """The questions in whole batches, a set for each size; `ValueError` where there are fewer prompts than rows."""
     found = []
     for size in sizes:
         if size > len(questions):
@@ -146,7 +124,7 @@ def in_batches(questions: list[Question], sizes: list[int]) -> list[Question]:
 def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
     """The assistant, its passes as its repository has them unless the command says otherwise."""
     if config.assistant is None or config.lookup:
-        assistant = as_told(target, DraftChoice(config.target, None, config.layers, config.lookup, config.mtp))
+        assistant = as_told(target, replace(config, assistant=None))
     else:
         assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
     told: dict[str, Any] = {} if config.cpu_products is None else {"cpu_products": config.cpu_products}
@@ -199,3 +177,68 @@ def _digest(assistant: SpecDecPPAssistant) -> str:
         for name, tensor in part.state_dict().items() if part is not None else ():
             digest.update(name.encode() + tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+# What is written down -------------------------------------------------------------------------------------------------
+
+RUNS, ROUNDS, TEXTS, RECORDS = "runs.jsonl", "rounds.jsonl", "texts.jsonl", "records.jsonl"
+SETTINGS, RESULTS = "settings.json", "results.json"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where and with what: goes into the results, and a run only goes on where it is the same."""
+    return {
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "processors": os.cpu_count(),
+        "machine": platform.node(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_specdecpp": __version__,
+        # With it transformers moves the confidence threshold of its default while it runs.
+        "scikit-learn": is_sklearn_available(),
+    }
+
+
+class RunLog:
+    """The generations so far, or what was made of them: one line each, written when it is finished.
+
+    A run with the same settings goes on, as another session: speeds are only compared within one. Other settings are a
+    `ValueError`.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], name: str = RUNS) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, known = folder / name, folder / SETTINGS
+        if not known.is_file():
+            save_text(json.dumps(settings, indent=2) + "\n", known)
+        elif different := differences(read_json(known), settings):
+            raise ValueError(
+                f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: go on "
+                "with the earlier settings, choose another --output, or delete the folder."
+            )
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
+        if lines[-1]:  # killed within a line
+            save_text("".join(line + "\n" for line in lines[:-1]), self.path)
+        self.rows = [json.loads(line) for line in lines[:-1]]
+        self._known: dict[tuple[Any, ...], dict[str, Any]] | None = None
+        self.session = 1 + max((row["session"] for row in self.rows), default=0)
+
+    def once(self, where: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """The row with the values `where`, of the same fields in all calls; made if it is not there yet."""
+        if self._known is None:
+            self._known = {tuple(row[name] for name in where): row for row in self.rows}
+        if (key := tuple(where.values())) not in self._known:
+            self._known[key] = self.add({**where, **make()})
+        return self._known[key]
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Keep a row, which is returned with its session."""
+        row = {**row, "session": self.session}
+        self.rows.append(row)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return row

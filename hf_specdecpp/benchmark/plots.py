@@ -11,7 +11,7 @@ from hf_specdecpp.benchmark.contestants import PLAIN
 from hf_specdecpp.benchmark.replay.sweep import FIXED, INFORMED
 from hf_specdecpp.benchmark.report import mode
 from hf_specdecpp.benchmark.summary import best_of_families, overall
-from hf_specdecpp.plotting import COLOURS, MARKERS, new_figure, save
+from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, save
 
 Points = dict[str, list[tuple[float, float]]]
 

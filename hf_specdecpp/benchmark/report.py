@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.summary import FIRST, best_of_families, busy_elsewhere, grouped, overall
-from hf_specdecpp.benchmark.verdict import too_close, verdict
-from hf_specdecpp.intervals import ratio_of_sums
+from hf_specdecpp.benchmark.summary import FIRST, best_of_families, busy_elsewhere, grouped, overall, too_close, verdict
+from hf_specdecpp.figures import ratio_of_sums
 
 WIDTH = 100
 STEPS = (0.05, 0.19)  # prices of a draft pass, in target passes, that replayed rounds are compared at

@@ -13,8 +13,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit, per_layer
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.models.vocabulary import check_hash
-from hf_specdecpp.serving.destination import Destination, Exported
-from hf_specdecpp.serving.plain_model import write_plain_model
+from hf_specdecpp.serving import Destination, Exported, write_plain_model
 
 
 def layers_of(target: CausalLM, config: SpecDecPPConfig, parts: Parts) -> Drafter:

@@ -11,8 +11,7 @@ from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
 from hf_specdecpp.drafts.stored import Parts, Stored, pinned
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.loading import load_draft
-from hf_specdecpp.serving.destination import Destination, Exported
-from hf_specdecpp.serving.plain_model import write_plain_model
+from hf_specdecpp.serving import Destination, Exported, write_plain_model
 
 
 def load(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:

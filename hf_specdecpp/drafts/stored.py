@@ -27,7 +27,7 @@ from hf_specdecpp.files import (
     save_tensors,
 )
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.serving.destination import Destination, Exported
+from hf_specdecpp.serving import Destination, Exported
 
 Config: TypeAlias = Mapping[str, Any]  # what a `config.json` says
 Tensors: TypeAlias = Mapping[str, Tensor]

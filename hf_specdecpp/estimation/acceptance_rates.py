@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_specdecpp.intervals import Floats
+from hf_specdecpp.figures import Floats
 
 # Bins of estimates: narrow where they are many and where survival after a few candidates depends on them.
 EDGES = (0.1, 0.25, 0.45, 0.65, 0.8, 0.9, 0.96, 0.99)

@@ -1,10 +1,8 @@
 """Turn a released SpecDec++ head into an assistant's repository, and weights that are a pickle into safetensors.
 
-Upstream stores `nn.Sequential(*([ResBlock(h)] * num_layers), nn.Linear(h, 2))` as `self.model`: its blocks are one
-object, so their tensors are stored D times (`pytorch_model.bin`) or once, with the other names in the metadata
-(safetensors). A fork has D distinct blocks under the same `config.json`. Only the tensors tell the two apart.
-
-This is the only file that opens a pickle, and only one of bare tensors (`weights_only=True`).
+Upstream's blocks are one object, so their tensors are stored D times (`pytorch_model.bin`) or once, with other names in
+the metadata (safetensors). A fork has D distinct blocks; only the tensors tell. This is the only file that opens a
+pickle, and only one of bare tensors (`weights_only=True`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hf_specdecpp.drafts.known import kind_of
 from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import load_config, load_parts
-from hf_specdecpp.serving.destination import Destination, Exported
+from hf_specdecpp.serving import Destination, Exported
 
 USUAL_TOKENS = 3  # a round, where the assistant's own rule decides in each round anew
 
@@ -40,7 +40,9 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
     with tempfile.TemporaryDirectory(dir=beside, prefix=f".{output.name}.") as temporary:
         folder = Path(temporary, "written")
         folder.mkdir()
-        to = Destination(folder, output, named, revision, tokens_a_round(config))
+        speculation = SpeculationConfig.from_dict(config.speculation)
+        is_fixed = speculation.rule == "fixed" and speculation.tree is None
+        to = Destination(folder, output, named, revision, speculation.num_tokens if is_fixed else USUAL_TOKENS)
         exported = _written(config, parts, to)
         exported.notes.append(
             f"Engines draft a fixed number of tokens, here {to.num_tokens}, and take no stopping rule, acceptance head "
@@ -74,9 +76,3 @@ def check_free(output: Path) -> None:
             f"{output} is there already and is not an empty folder; a draft beside other files could be taken for "
             "theirs. Choose a new folder."
         )
-
-
-def tokens_a_round(config: SpecDecPPConfig) -> int:
-    """How many tokens an engine with rounds of one length should draft."""
-    speculation = SpeculationConfig.from_dict(config.speculation)
-    return speculation.num_tokens if speculation.rule == "fixed" and speculation.tree is None else USUAL_TOKENS

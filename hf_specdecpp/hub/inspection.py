@@ -66,14 +66,7 @@ class Report:
 
 
 def inspect(repository: Repository) -> Report:
-    """Check every file of an assistant's repository, or of one that others trained a draft in.
-
-    Opens no pickle, runs no code and loads no draft.
-
-    Raises:
-        FileNotFoundError: there is no such subfolder.
-        huggingface_hub errors: as they are (missing repo, gated, offline and not in the cache, ...).
-    """
+    """Check every file of an assistant's repository, or of a draft's. No pickle, code or draft is loaded."""
     folder = repository.folder(PATTERNS)
     report = Report(repository.name, repository.commit(folder / CONFIG))
     _check(report, folder, CONFIG, lambda: _read_config(report, folder))
@@ -91,12 +84,7 @@ def inspect(repository: Repository) -> Report:
 
 
 def self_check(repository: Repository, target_id: str, revision: str | None = None) -> SelfCheck:
-    """How well the draft of a repository guesses what a target says, and whether it is read rightly.
-
-    Raises:
-        ValueError: the draft does not fit the target, or can be read in one way only.
-        OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
-    """
+    """How well the draft of a repository guesses what a target says, and whether it is read rightly."""
     config = load_config(repository)
     kind = kind_of(config)
     form = kind.stored.format
@@ -135,7 +123,7 @@ def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[]
         own = INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
         modules = [*MODULES, own]
     return [
-        (HEAD, promised.head is not None, lambda: _read_head(promised, folder)),
+        (HEAD, promised.head is not None, lambda: _size(repository.load_head(Repository(str(folder)), promised))),
         *((name, name == own, partial(_read_module, report, folder)) for name in modules),
         (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
         (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
@@ -154,10 +142,6 @@ def _read_config(report: Report, folder: Path) -> str:
     report.config = config
     report.is_foreign = config.draft_id == str(folder)
     return "of a draft that others trained" if report.is_foreign else f"format {config.format_version}"
-
-
-def _read_head(config: SpecDecPPConfig, folder: Path) -> str:
-    return _size(repository.load_head(Repository(str(folder)), config))
 
 
 def _read_module(report: Report, folder: Path) -> str:

@@ -10,14 +10,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Published:
-    """A draft that can be had from the Hub.
+    """A draft that can be had from the Hub, with its source, and the tokens a pass that its authors measured.
 
-    Attributes:
-        target, draft: Hub ids of the model and of its draft.
-        form: what it is, such as "EAGLE-3 draft".
-        source: page that says so, and gives `tokens_per_pass`.
-        tokens_per_pass: as its authors measured it, on `measured_on`; `None` where they did not say.
-        file: `"pickle"` has to be converted first (`specdecpp inspect DRAFT --convert FOLDER`).
+    A `file` that is a pickle has to be converted first: `specdecpp inspect DRAFT --convert FOLDER`.
     """
 
     target: str

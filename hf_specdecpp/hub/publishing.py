@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import transformers
-from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.known import kind_of
+from hf_specdecpp.drafts.known import describe, kind_of
 from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.files import read_json, save_tensors, save_text
-from hf_specdecpp.hub.card import THIS_REPO, make_card
+from hf_specdecpp.files import Repository, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import public_name
@@ -60,11 +62,7 @@ class Contents:
 
 
 def save(contents: Contents, folder: Path) -> None:
-    """Write all files of a repository. A `README.md` that is there already is kept.
-
-    Raises:
-        ValueError: nobody could load the draft again as it is.
-    """
+    """Write a repository but for a `README.md` that is there; `ValueError` where nobody could load the draft again."""
     config = contents.described()
     stored = kind_of(config).stored
     stored.check_storable(config)
@@ -147,3 +145,172 @@ def push(
             create_pr=create_pr,
             ignore_patterns=kept,
         )
+
+
+# The card -------------------------------------------------------------------------------------------------------------
+
+TEMPLATE = Path(__file__).with_name("card_template.md")
+NONE = "–"
+PAYS = 1.03  # below that speeds count as equal
+OTHERS = ("plain", "transformers", "prompt lookup")  # contestants of a benchmark that do not use the assistant
+THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
+
+
+def make_card(
+    config: SpecDecPPConfig, head: AcceptanceHead | None, training: dict[str, Any] | None = None
+) -> ModelCard:
+    """The model card.
+
+    Args:
+        config: as the repository stores it.
+        head: the acceptance head, or `None`.
+        training: what `training.card` knows of the run that made the assistant: `config`, `settings`, `evaluation`,
+            `rollouts`, `distillation`, `head_metrics`, `calibration`, `learning_curve`, `baseline`, `speed`,
+            `provenance`; of those that were not made, `None`.
+    """
+    ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
+    bases = [Repository(name).name for name in ids]
+    data = ModelCardData(
+        library_name="hf_specdecpp",
+        base_model=bases or None,
+        base_model_relation="adapter" if config.adapter and bases else None,
+        tags=["speculative-decoding", "assisted-generation", "specdecpp"],
+        pipeline_tag="text-generation",
+        model_name="SpecDec++ assistant" if training else None,
+        eval_results=list(_eval_results(training["evaluation"])) if training else None,
+    )
+    config = copy.deepcopy(config)
+    for name in ("target_id", "draft_id"):
+        if (model := getattr(config, name)) is not None:
+            setattr(config, name, public_name(model))
+    shown: dict[str, Any] = {}
+    if training is not None:
+        baseline = training.get("baseline")
+        shown = {
+            "tables": [(name, at, report, _rows(report)) for name, at, report in _reports(training["evaluation"])],
+            "comparison": _comparison(training["evaluation"], baseline["evaluation"]) if baseline else [],
+        }
+    shown |= {
+        "draft": describe(config),
+        "is_independent": kind_of(config).rests_on == "draft",
+        "opening": opening((training or {}).get("speed")),
+        "unhelped": unhelped(training),
+    }
+    return ModelCard.from_template(
+        data, template_path=str(TEMPLATE), config=config, head=head, training=training, number=number, **shown
+    )
+
+
+def opening(speed: dict[str, Any] | None) -> str:
+    """What the assistant does for the speed, by what `specdecpp bench --card` measured of all prompts."""
+    by = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/))"
+    rows = speed["rows"] if speed else []
+    mode = [(row["set"], row["temperature"]) for row in rows][:1]
+    ours = [row for row in rows if not row["contestant"].startswith(OTHERS) and row["contestant"] != "lookup"]
+    ours = [row for row in ours if (row["set"], row["temperature"]) in mode]
+    if not ours:
+        return (
+            f"Drafts for `generate()` of the target without changing one token of what it says\n{by}.\n"
+            "How fast that is has not been measured: `specdecpp bench` does."
+        )
+    best = max(ours, key=lambda row: row["speedup"])
+    pairs = ((best["speedup"], best["interval"]), (best["same_passes"], best["same_passes_interval"]))
+    plain, same = (f"{value:.2f} ({low:.2f} to {high:.2f})" for value, (low, high) in pairs)
+    pays = all(value >= PAYS and low > 1.0 for value, (low, _) in pairs)
+    how = f"{best['contestant']}; {best['set']}, temperature {best['temperature']:g}"
+    return (
+        f"{'Makes' if pays else 'Did not make'} `generate()` of the target faster without changing one token of what "
+        f"it says\n{by}.\n[Measured](#speed): {plain} times the speed of plain `generate()` and {same} times that "
+        f"with the same passes, at best ({how})."
+    )
+
+
+def unhelped(training: dict[str, Any] | None) -> list[str]:
+    """Sentences on what training did not make better, on the held-out prompts."""
+    if training is None:
+        return []
+    found, drafted = [], training["distillation"] or {}
+    if "after" in drafted:
+        before, after = (drafted[when]["all"]["acceptance"] for when in ("before", "after"))
+        trained = {share: value for share, value in drafted.get("shares", {}).items() if float(share)}
+        most = max(trained.values(), default=after)
+        if most <= max(before, drafted.get("shares", {}).get("0.00", before)):
+            found.append(
+                "Training did not help the draft: a candidate is accepted with probability "
+                f"{number(max(before, after))} without it, with it at most {number(most)}."
+            )
+    judged = next(iter(training["evaluation"]["sets"]["heldout"].values()))["estimators"]
+    head, own = judged["head"], judged["draft probability"]
+    is_better = head["auc"] > own["auc"] or head["binary_kl"] < own["binary_kl"]
+    if not is_better or round(head["auc"], 2) <= 0.5:
+        found.append(
+            f"Training did not help the head: its AUC is {number(head['auc'])} and its binary KL "
+            f"{number(head['binary_kl'])}, those of the draft's own probability are {number(own['auc'])} and "
+            f"{number(own['binary_kl'])}."
+        )
+    return found
+
+
+def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
+    """For a cell of a table."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"
+
+
+def _reports(evaluation: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each set and temperature with what was measured there."""
+    for name, temperatures in evaluation["sets"].items():
+        for temperature, report in temperatures.items():
+            yield name, temperature, report
+
+
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each estimator and rule: how well it judges, and what it discards beside the best fixed length."""
+    best = report["equal_verification"]["at_best"]
+    for name in dict.fromkeys((*report["estimators"], *best["discard_rate_of"])):
+        judged = report["estimators"].get(name, {})
+        fewer = best["fewer_discards"].get(name)
+        yield (
+            f"**{name}**" if name == "head" else name,
+            *(number(judged.get(metric)) for metric in ("auc", "ece", "binary_kl")),
+            number(best["discard_rate_of"].get(name)),
+            number(fewer, percent=True),
+        )
+    yield (f"fixed length {best['length']}", NONE, NONE, NONE, number(best["discard_rate"]), NONE)
+
+
+def _comparison(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each set and temperature that both have: our value / theirs."""
+    for name, temperature, report in _reports(ours):
+        other = theirs["sets"].get(name, {}).get(temperature)
+        if other is None:
+            continue
+        pairs = [(each["mean_acceptance"], *_of_head(each)) for each in (report, other)]
+        cells = [[number(value, percent=place == 4) for place, value in enumerate(values)] for values in pairs]
+        yield (name, temperature, *(f"{a} / {b}" for a, b in zip(*cells, strict=True)))
+
+
+def _of_head(report: dict[str, Any]) -> tuple[float | None, ...]:
+    judged = report["estimators"]["head"]
+    return (
+        *(judged[metric] for metric in ("auc", "ece", "binary_kl")),
+        report["equal_verification"]["at_best"]["fewer_discards"]["head"],
+    )
+
+
+def _eval_results(evaluation: dict[str, Any]) -> Iterator[EvalResult]:
+    """Of each set and temperature the draft's acceptance and the head's row, for the card's model-index."""
+    for name, temperature, report in _reports(evaluation):
+        measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
+        for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):
+            value = measured[metric]
+            if math.isfinite(value):
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type="rollouts",
+                    dataset_name=f"answers of the target to {name}, temperature {temperature}",
+                    dataset_config=f"{name}, temperature {temperature}",  # without it, the index joins all sets
+                    metric_type=metric,
+                    metric_value=round(value, 4),
+                )

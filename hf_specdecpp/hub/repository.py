@@ -1,10 +1,6 @@
 """The files of an assistant's repository, checked and read.
 
-safetensors only, loaded strictly; nothing here opens a pickle or runs code from a repository. A head without its draft:
-
-    repository = Repository("org/head")
-    head = load_head(repository, load_config(repository))
-    assistant = SpecDecPPAssistant.from_draft(draft, head=head)
+safetensors only, loaded strictly; nothing here opens a pickle or runs code from a repository.
 """
 
 from __future__ import annotations
@@ -38,11 +34,7 @@ AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_
 
 
 def check_hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for downloads among `kwargs`.
-
-    Raises:
-        TypeError: an argument is neither for downloads nor added by an Auto class; ignoring it would hide a typo.
-    """
+    """The arguments for downloads; `TypeError` for any that Auto classes do not add: ignoring it would hide a typo."""
     unknown = sorted(set(kwargs) - {*HUB_KWARGS, *AUTO_KWARGS})
     if unknown:
         raise TypeError(
@@ -53,11 +45,7 @@ def check_hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_config(repository: Repository) -> SpecDecPPConfig:
-    """The config of an assistant, with where it came from.
-
-    Raises:
-        ValueError: it is damaged, of a newer format, or not the config of an assistant.
-    """
+    """The config of an assistant, with where it came from; `ValueError` if it is damaged, newer, or something else."""
     path = repository.file(CONFIG)
     kind, raw = read_config(path)
     commit = repository.commit(path)
@@ -70,11 +58,7 @@ def load_config(repository: Repository) -> SpecDecPPConfig:
 def load_parts(
     repository: Repository, config: SpecDecPPConfig, draft: CausalLM | str | Path | None = None
 ) -> tuple[AcceptanceHead | None, Parts]:
-    """Head, and what the config promises of the draft; errors as below.
-
-    Args:
-        draft: where the draft's repository is, in the place of what the config names.
-    """
+    """Head, and what the config promises of the draft, which may be a copy elsewhere; errors as below."""
     kind = kind_of(config)
     if draft is not None and not kind.stored.takes_copy(config):
         raise ValueError(f"This assistant drafts with {kind.describe(config)}, so draft= must be left out.")
@@ -92,11 +76,7 @@ def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) ->
 
 
 def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead:
-    """The acceptance head that `config.head` describes. Needs no draft model.
-
-    Raises:
-        ValueError: there is no head, its description makes no sense, or the file is damaged or does not fit it.
-    """
+    """The acceptance head that `config.head` describes, without a draft; `ValueError` if none fits."""
     if config.head is None:
         raise ValueError(f"{repository.name!r} has no acceptance head, says its {CONFIG}. Load one that has.")
     hint = (
@@ -116,11 +96,7 @@ def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHea
 
 
 def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
-    """The token ids `[draft_vocab_size]` that the draft may propose.
-
-    Raises:
-        ValueError: the file is damaged or holds another number of ids.
-    """
+    """The token ids `[draft_vocab_size]` that the draft may propose; `ValueError` if the file is damaged."""
     hint = f"{CONFIG} promises {config.draft_vocab_size} token ids. Download or save both again."
     path = repository.file(DRAFT_VOCAB)
     token_ids = load_strict(path, {"token_ids": [config.draft_vocab_size or 0]}, hint)["token_ids"]
@@ -130,11 +106,7 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
 
 
 def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
-    """Parse a `config.json`, and find out which kind of draft it describes.
-
-    Raises:
-        ValueError: it is not JSON, or not the config of an assistant.
-    """
+    """Parse a `config.json`, and find out which kind of draft it describes; `ValueError` if there is none."""
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or (kind := recognise(config)) is None:
         if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:

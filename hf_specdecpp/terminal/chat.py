@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,11 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_specdecpp.choosing import as_told
+from hf_specdecpp.cli_options import ChatConfig
 from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.terminal.conversation import Answer, Conversation, Stop
-from hf_specdecpp.terminal.settings import ChatConfig
+from hf_specdecpp.terminal.listener import without_controls
 
 HELP = """A line is a message. Commands:
 /reset  begin a new conversation
@@ -29,16 +29,12 @@ Ctrl-C stops an answer; what was said by then stays in the conversation."""
 
 
 def run(config: ChatConfig, console: Console) -> None:
-    """Load the target and its assistant, and talk until the messages end.
-
-    Raises:
-        ValueError, OSError: something cannot be loaded, or does not fit.
-    """
+    """Load the target and its assistant, and talk until the messages end; errors as of `assist`."""
     with console.status(f"loading {config.target}"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         model = load_model(config.target, device=config.device or accelerator or "cpu")
         tokenizer = load_tokenizer(config.target)
-        helper = as_told(model, config, default=True)
+        helper = as_told(model, config, default=True, tree=config.tree)
         limits = config.max_new_tokens, config.temperature, config.system
         conversation = Conversation(model, tokenizer, helper, *limits)
         conversation.warm_up()
@@ -169,16 +165,10 @@ def summary(answer: Answer) -> str:
 
 
 def drawing(answer: Answer, decode: Callable[[list[int]], str]) -> Text:
-    """The last token tree of an answer; or, of chains, all of it: what one pass of the target gave stands in brackets,
-    in colour where candidates were accepted."""
+    """The last token tree of an answer; of chains the whole answer, in brackets what each pass of the target gave."""
     if (tree := answer.stats.last_tree) is not None:
         return Text(tree.text(lambda token: repr(decode([token]))))
     text = Text("In brackets what each pass of the target gave: candidates that it accepted, and a token of its own.\n")
     for tokens in answer.passes:
         text.append(f"[{without_controls(decode(tokens))}]", style="green" if len(tokens) > 1 else "")
     return text
-
-
-def without_controls(text: str) -> str:
-    """Without control characters but tabs and line ends: what a model says must not steer the terminal."""
-    return "".join(c for c in text if c in "\t\n" or unicodedata.category(c) != "Cc")

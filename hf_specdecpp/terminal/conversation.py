@@ -24,13 +24,7 @@ from hf_specdecpp.terminal.listener import Listener
 
 @dataclass
 class Answer:
-    """What was said to one message.
-
-    Attributes:
-        passes: the tokens that each pass of the target gave, the prompt's pass first.
-        seconds: from the message to the end.
-        carried: tokens of the conversation whose keys and values an earlier answer had left.
-    """
+    """What was said to one message: the tokens of each target pass, and how many of the conversation were kept."""
 
     passes: list[list[int]]
     seconds: float
@@ -111,7 +105,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": message})
         listener = Listener(_Shown(self.tokenizer, show))
         try:
-            ids = self._encode()
+            ids = encoded(self.tokenizer, self.messages)
             cache, carried = self._carry_on(ids), len(self._held)
             output = self._generate(ids, cache, stop, listener)
         except BaseException:
@@ -153,22 +147,8 @@ class Conversation:
             **carried,
         )
 
-    def _encode(self) -> list[int]:
-        """The tokens of the conversation so far, up to where the next answer begins."""
-        if self.tokenizer.chat_template is None:
-            text = "\n".join(message["content"] for message in self.messages)
-            return self.tokenizer(text).input_ids
-        try:
-            found: Any = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
-            raise ValueError(f"The model's chat template refuses this conversation: {error}.") from None
-        return found["input_ids"]
-
     def _carry_on(self, ids: list[int]) -> Cache | None:
-        """The cache, taken back to what it has in common with the text `ids`; `None` where it has to be made anew.
-
-        At least the last token is read, since its logits give the first token of the answer.
-        """
+        """The cache, taken back to what it shares with all but the last of `ids`; `None` where it must be made anew."""
         pairs = list(zip(self._held, ids[:-1], strict=False))
         shared = next((place for place, (held, new) in enumerate(pairs) if held != new), len(pairs))
         is_carried = shared > 0 and self.config.cache_implementation is None
@@ -178,12 +158,19 @@ class Conversation:
         return self._cache
 
 
-def _take_back(cache: Any, surplus: int, kept: int) -> bool:
-    """Whether the cache could be brought to its first `kept` tokens, by dropping `surplus` ones.
+def encoded(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a conversation, up to where the next answer begins; `ValueError` if its template refuses it."""
+    if tokenizer.chat_template is None:
+        return tokenizer("\n".join(message["content"] for message in messages)).input_ids
+    try:
+        found: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise ValueError(f"The model's chat template refuses this conversation: {error}.") from None
+    return found["input_ids"]
 
-    Not where a layer keeps a state instead of rows, or has dropped rows that left its window, nor where the cache does
-    not say how many tokens it holds (Mamba2's), so that `generate()` would read them again.
-    """
+
+def _take_back(cache: Any, surplus: int, kept: int) -> bool:
+    """Whether the cache could be brought to its first `kept` tokens; not one with states, or that has lost rows."""
     if num_rows(cache) != kept + surplus:
         return False
     if surplus == 0:

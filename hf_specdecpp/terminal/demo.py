@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
-from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import as_told
+from hf_specdecpp.cli_options import DemoConfig
 from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
-from hf_specdecpp.terminal import picture
-from hf_specdecpp.terminal.listener import Listener, Token
-from hf_specdecpp.terminal.settings import DemoConfig
+from hf_specdecpp.terminal.conversation import encoded
+from hf_specdecpp.terminal.listener import Answer, Listener
+from hf_specdecpp.terminal.picture import picture
 from hf_specdecpp.texts.prompts import EXAMPLES, REPEATING
 from hf_specdecpp.trees.drawing import DrawnTree
 
@@ -32,15 +33,6 @@ PICTURE = "tree.png"
 
 # Without markup: prompts, names and tokens may hold brackets, such as "[/INST]".
 console = Console(highlight=False, soft_wrap=True, markup=False)
-
-
-@dataclass
-class Answer:
-    """New tokens `[length]`, the seconds they took, and who said each of them and when."""
-
-    tokens: Tensor
-    seconds: float
-    said: list[Token]
 
 
 @dataclass
@@ -58,15 +50,13 @@ def run(config: DemoConfig) -> None:
     """Load the target and its assistant, answer every prompt twice and print what came of it.
 
     Raises:
-        OSError: `config.svg` cannot be written.
-        ValueError: something does not fit.
         typer.Exit: code 1 if a greedy answer differs with the assistant.
     """
     _check_writable(config.svg)  # before minutes of work
     with console.status(f"loading {config.target}"):
         model, tokenizer = load_model(config.target), load_tokenizer(config.target)
     _print("target   ", f"  {config.target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
-    helper = as_told(model, config)
+    helper = as_told(model, config, tree=config.tree)
     untrained = ", untrained, no head" if helper.config.draft_layers is not None and config.assistant is None else ""
     note = " (without --assistant or --layers)" if config.is_by_default else untrained
     _print("assistant", f"  {config.assistant or describe(helper.config)}{note}\n")
@@ -116,11 +106,11 @@ class Demo:
             stats = _against_measured(self.assistant.stats, plain)
             pairs.append(Pair(question, plain, assisted, stats))
             if not self.config.sample:
-                pairs[-1].differs = _compare(plain.tokens, assisted.tokens, self.tokenizer)
+                pairs[-1].differs = _differ(plain.ids, assisted.ids, self.tokenizer)
             console.print()
         return pairs
 
-    def _answer(self, inputs: BatchEncoding, assistant: SpecDecPPAssistant | None) -> Answer:
+    def _answer(self, inputs: dict[str, Tensor], assistant: SpecDecPPAssistant | None) -> Answer:
         _print("plain" if assistant is None else "assisted")
         torch.manual_seed(0)
         listener = Listener(TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
@@ -129,20 +119,14 @@ class Demo:
             assistant_model=assistant, streamer=listener,
         )  # fmt: skip
         seconds = time.perf_counter() - listener.begin
-        tokens = output[0, inputs["input_ids"].shape[1] :]
-        _print(f"{len(tokens)} tokens in {seconds:.1f} s, {len(tokens) / seconds:.1f} tokens/s", style="dim")
         said = listener.tokens(self.tokenizer, None if assistant is None else assistant.stats)
-        return Answer(tokens, seconds, said)
+        answer = Answer(said, seconds, output[0, inputs["input_ids"].shape[1] :].tolist())
+        _print(answer.rate, style="dim")
+        return answer
 
-    def _encode(self, prompt: str) -> BatchEncoding:
-        if self.tokenizer.chat_template is None:
-            encoded: Any = self.tokenizer(prompt, return_tensors="pt")
-        else:
-            messages = [{"role": "user", "content": prompt}]
-            encoded = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        return encoded.to(self.model.device)
+    def _encode(self, prompt: str) -> dict[str, Tensor]:
+        ids = torch.tensor([encoded(self.tokenizer, [{"role": "user", "content": prompt}])], device=self.model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _check_writable(file: Path | None) -> None:
@@ -157,11 +141,8 @@ def _check_writable(file: Path | None) -> None:
 
 
 def _against_measured(stats: SpeculationStats, plain: Answer) -> SpeculationStats:
-    """The statistics of an answer, compared with the plain answer that was timed beside it and not with single passes.
-
-    What faster passes alone give stays as it was measured; the pass over the prompt counts as in the assisted answer.
-    """
-    tokens = len(plain.tokens) - 1  # the prompt's pass gives the first one
+    """Statistics that are compared with the plain answer that was timed, and not with single passes."""
+    tokens = len(plain.said) - 1  # the prompt's pass gives the first one
     if stats.plain_pass_seconds is None or stats.same_pass_seconds is None or tokens < 1:
         return stats
     measured = (plain.seconds - stats.prompt_seconds) / tokens
@@ -169,13 +150,13 @@ def _against_measured(stats: SpeculationStats, plain: Answer) -> SpeculationStat
     return replace(stats, plain_pass_seconds=measured, same_pass_seconds=same)
 
 
-def _compare(plain: Tensor, assisted: Tensor, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _differ(plain: Sequence[int], assisted: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Print whether the answers are the same; True if they differ."""
-    if torch.equal(plain, assisted):
+    if plain == assisted:
         _print(f"equal: all {len(plain)} tokens", style="green")
         return False
-    shared = min(len(plain), len(assisted))
-    agree = int((plain[:shared] == assisted[:shared]).long().cumprod(0).sum())
+    pairs = enumerate(zip(plain, assisted, strict=False))
+    agree = next((place for place, (one, other) in pairs if one != other), min(len(plain), len(assisted)))
     texts = [repr(tokenizer.decode(each[agree : agree + 1])) for each in (plain, assisted)]
     note = f"plain {texts[0]}, assisted {texts[1]} (in half precision a near-tie can do this)"
     _print(f"different from token {agree} on: {note}", style="red")
@@ -192,8 +173,7 @@ def _picture(pair: Pair, model: CausalLM) -> str:
         products = stats.plain_pass_seconds / stats.same_pass_seconds
         gain += f"; the faster CPU products alone would give {products:.2f}"
     made = f"specdecpp demo --svg, {where}; written here as fast as there"
-    left, right = (picture.Answer(each.said, each.seconds) for each in (pair.plain, pair.assisted))
-    return picture.picture(pair.question, left, right, notes=(gain, made))
+    return picture(pair.question, pair.plain, pair.assisted, notes=(gain, made))
 
 
 def _report(stats: SpeculationStats, pairs: list[Pair], sample: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +30,26 @@ class Token:
     seconds: float
 
 
-class Listener(BaseStreamer):
-    """Notes what each target pass of one `generate()` call adds to the text. Make it right before the call.
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of an answer, the seconds that it took, the prompt's pass included, and the tokens' ids."""
 
-    Args:
-        onward: another streamer, which is given the same.
+    said: Sequence[Token]
+    seconds: float
+    ids: Sequence[int] = ()
+
+    @property
+    def rate(self) -> str:
+        """Such as "64 tokens in 2.31 s, 27.7 tokens/s"."""
+        count = len(self.said)
+        return f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s"
+
+
+class Listener(BaseStreamer):
+    """Notes what each target pass of one `generate()` call adds, and tells another streamer. Make it right before the
+    call.
 
     Attributes:
-        begin: when it was made (`time.perf_counter()`).
         passes: of each pass, in order: seconds from the beginning to its tokens, and the tokens.
     """
 
@@ -89,3 +103,8 @@ def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
         texts.append(now[len(before) :])
         before = now
     return texts
+
+
+def without_controls(text: str) -> str:
+    """Without control characters but tabs and line ends: what a model says must not steer the terminal."""
+    return "".join(c for c in text if c in "\t\n" or unicodedata.category(c) != "Cc")

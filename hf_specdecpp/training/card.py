@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import yaml
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.speculation import Rule, SpeculationConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import read_json, save_text
-from hf_specdecpp.hub.card import make_card, number
+from hf_specdecpp.hub.publishing import make_card, number
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import command, public_name, source_commit
@@ -22,11 +23,10 @@ from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.stage import REPORT
 from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.evaluation.rules import Outcome
-from hf_specdecpp.training.evaluation.stage import COST_RATIO, time_per_token
+from hf_specdecpp.training.evaluation.stage import COST_RATIO, Outcome, time_per_token
 from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.models import HEAD, load_assistant, load_target
-from hf_specdecpp.training.resuming import save_json
+from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__
 
 EVALUATION = Path(evaluation.FOLDER, evaluation.REPORT)
@@ -45,16 +45,16 @@ def run(config: TrainingConfig) -> Path:
     """
     training = results(config)
     assistant = load_assistant(config, load_target(config))
-    # An early exit always runs attached, where the throughput rule can measure its costs.
-    rule: Rule = "throughput" if config.independent_draft is None else "threshold"
-    usual = {"rule": rule, "threshold": best_threshold(training["evaluation"])}
+    # `threshold` takes the place of `throughput` where costs cannot be known, as in transformers' own loop.
+    usual = {"threshold": best_threshold(training["evaluation"])}
     assistant.speculation = SpeculationConfig(**{**usual, **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
     folders = _name_models(assistant, config)
     output = Path(config.output)
     assistant.save_pretrained(output)
     if assistant.parts.adapter is not None:
-        _name_base(output / ADAPTER_FOLDER / ADAPTER_FILES[0], assistant)
+        path, base = output / ADAPTER_FOLDER / ADAPTER_FILES[0], f"{assistant.kind.rests_on}_id"
+        save_json({**read_json(path), "base_model_name_or_path": getattr(assistant.config, base)}, path)
     card = make_card(assistant.contents().described(), assistant.head, training)
     data: Any = card.data
     data.base_model = [name for name in data.base_model or () if name not in folders] or None
@@ -76,7 +76,7 @@ def results(config: TrainingConfig) -> dict[str, Any]:
             "the work_dir of a run whose stage 'eval' has ended."
         )
     return {
-        "config": config.to_dict(),
+        "config": asdict(config),
         "data": {"training": _names(config.rollouts.data), "test": _names(config.evaluation.data)},
         "settings": settings(config),
         **_measured(config.work),
@@ -119,15 +119,9 @@ def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[s
     return folders
 
 
-def _name_base(path: Path, assistant: SpecDecPPAssistant) -> None:
-    """Let the adapter's config name the same model."""
-    base = getattr(assistant.config, f"{assistant.kind.rests_on}_id")
-    save_json({**read_json(path), "base_model_name_or_path": base}, path)
-
-
 def settings(config: TrainingConfig) -> str:
     """YAML for `--config` that makes this run again: what differs from the defaults, less the folders of a machine."""
-    chosen = _differences(config.to_dict(), TrainingConfig().to_dict())
+    chosen = _differences(asdict(config), asdict(TrainingConfig()))
     for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
         chosen.pop(name, None)
     chosen["target"] = config.target_id or public_name(config.target)
@@ -191,17 +185,14 @@ def summary(config: TrainingConfig) -> str:
     else:
         share = "" if fewer is None else f" ({number(abs(fewer), percent=True)} {'fewer' if fewer >= 0 else 'more'})"
         compared = f"{number(discards)} candidates a generated token, {number(best['discard_rate'])}{share} by {fixed}"
-    arguments = "target=model"
-    if config.named_draft is not None:
-        arguments += f", draft={config.named_draft!r}"
+    named = "" if config.named_draft is None else f", draft={config.named_draft!r}"
     return "\n".join(
         (
             f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",
             f"acceptance  {number(report['mean_acceptance'])} of a candidate on average ({report['texts']} texts, "
             f"temperature {temperature})",
             f"discards    {compared}",
-            f"use it      assistant = SpecDecPPAssistant.from_pretrained({config.output!r}, {arguments})",
-            "            model.generate(**inputs, assistant_model=assistant)",
+            f"use it      assist(model, {config.output!r}{named}); model.generate(**inputs)",
             "share it    the same command with --stage card --push_to_hub YOU/NAME",
         )
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from operator import attrgetter
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Self
 
 from hf_specdecpp.config.bounds import BLOCK
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
@@ -16,20 +17,6 @@ from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.texts.sampling import Sampling
 
-# What whole numbers have to be at least.
-LEAST = {
-    **dict.fromkeys(("rollouts.max_prompts", "distill.max_length", "distill.block_size"), 2),
-    **dict.fromkeys(("rollouts.top_k", "head.num_blocks"), 0),
-    **dict.fromkeys(("rollouts.samples_per_prompt", "rollouts.max_new_tokens", "rollouts.batch_size"), 1),
-    **dict.fromkeys(("rollouts.shard_size", "distill.draft_vocab_size", "distill.rank", "distill.batch_size"), 1),
-    **dict.fromkeys(("distill.gradient_accumulation_steps", "distill.unroll", "distill.fusion_rank"), 1),
-    **dict.fromkeys(("distill.block_layers", "head.rank", "head.siblings", "head.batch_size", "head.max_texts"), 1),
-    "evaluation.max_prompts": 1,
-}  # fmt: skip
-ABOVE_ZERO = (
-    "distill.epochs", "distill.learning_rate", "distill.fusion_learning_rate", "head.rejection_weight", "head.epochs",
-    "head.learning_rate",
-)  # fmt: skip
 # Settings of earlier versions, and what takes their place.
 DECIDED = {
     "distill.alpha": "It is twice distill.rank.",
@@ -43,8 +30,27 @@ DECIDED = {
 }
 
 
+def _at_least(least: int, default: int | None) -> Any:
+    """A whole number."""
+    return field(default=default, metadata={"least": least})
+
+
+def _above_zero(default: float) -> Any:
+    return field(default=default, metadata={"above": 0.0})
+
+
+class Section:
+    """A part of the settings; a name that it does not have is a `ValueError`, from Python and from YAML alike."""
+
+    path: ClassVar[str] = ""  # what stands before its names, such as "head."
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        refuse_unknown(cls, given, cls.path)
+        return super().__new__(cls)
+
+
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Section):
     """Answers of the target to the prompts.
 
     Args:
@@ -61,21 +67,23 @@ class RolloutConfig:
         heldout (share of prompts): kept out of training, chosen by a hash of the text.
     """
 
+    path = "rollouts."
+
     data: list[str] = field(default_factory=list)
-    max_prompts: int | None = None
+    max_prompts: int | None = _at_least(2, None)
     temperatures: list[float] = field(default_factory=lambda: [1.0, 0.0])
-    samples_per_prompt: int = 1
-    top_k: int = 50
-    max_new_tokens: int = 512
-    batch_size: int = 8
+    samples_per_prompt: int = _at_least(1, 1)
+    top_k: int = _at_least(0, 50)
+    max_new_tokens: int = _at_least(1, 512)
+    batch_size: int = _at_least(1, 8)
     server: str | None = None
     server_model: str | None = None
-    shard_size: int = 256
+    shard_size: int = _at_least(1, 256)
     heldout: float = 0.05
 
 
 @dataclass
-class DistillConfig:
+class DistillConfig(Section):
     """LoRA distillation of the draft.
 
     Args:
@@ -102,27 +110,29 @@ class DistillConfig:
             DFlash draft: training goes on with it.
     """
 
+    path = "distill."
+
     enabled: bool = True
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = _at_least(1, None)
     on_prompts: bool = False
-    rank: int = 32
-    epochs: float = 1.0
-    learning_rate: float = 2e-4
-    batch_size: int = 4
-    gradient_accumulation_steps: int = 1
-    max_length: int = 1024
-    unroll: int = 4
-    fusion_learning_rate: float = 5e-5
-    fusion_rank: int | None = None
-    block_size: int = 8
-    block_layers: int = 1
+    rank: int = _at_least(1, 32)
+    epochs: float = _above_zero(1.0)
+    learning_rate: float = _above_zero(2e-4)
+    batch_size: int = _at_least(1, 4)
+    gradient_accumulation_steps: int = _at_least(1, 1)
+    max_length: int = _at_least(2, 1024)
+    unroll: int = _at_least(1, 4)
+    fusion_learning_rate: float = _above_zero(5e-5)
+    fusion_rank: int | None = _at_least(1, None)
+    block_size: int = _at_least(2, 8)
+    block_layers: int = _at_least(1, 1)
     loss: Literal["kl", "tv", "kl+tv"] = "kl"
     bf16: bool = False
     start_from: str | None = None
 
 
 @dataclass
-class HeadConfig:
+class HeadConfig(Section):
     """The acceptance head and its fit.
 
     Args:
@@ -144,24 +154,26 @@ class HeadConfig:
         learning_curve: also fit heads on a quarter and a half of the texts, for the card.
     """
 
+    path = "head."
+
     inputs: Literal["before", "after"] = "before"
-    num_blocks: int = 3
+    num_blocks: int = _at_least(0, 3)
     tied: bool = False
-    rank: int = 64
+    rank: int = _at_least(1, 64)
     label: Literal["sampled", "analytic"] = "sampled"
-    rejection_weight: float = 1.0
-    siblings: int = 4
+    rejection_weight: float = _above_zero(1.0)
+    siblings: int = _at_least(1, 4)
     dropout: float = 0.7
     temperature: float | None = None
-    epochs: float = 3.0
-    learning_rate: float = 1e-3
-    batch_size: int = 32
-    max_texts: int | None = None
+    epochs: float = _above_zero(3.0)
+    learning_rate: float = _above_zero(1e-3)
+    batch_size: int = _at_least(1, 32)
+    max_texts: int | None = _at_least(1, None)
     learning_curve: bool = False
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Section):
     """What the head is evaluated on, beside the held-out prompts.
 
     Args:
@@ -170,13 +182,15 @@ class EvalConfig:
         compare: `work_dir` of another run whose evaluation the card shows beside this one's.
     """
 
+    path = "evaluation."
+
     data: list[str] = field(default_factory=list)
-    max_prompts: int | None = None
+    max_prompts: int | None = _at_least(1, None)
     compare: str | None = None
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(Section):
     """A whole run of `specdecpp train`.
 
     Args:
@@ -194,8 +208,8 @@ class TrainingConfig:
         target_revision: commit of `target_id`.
         draft_id: the id that the published config names where `draft` is a local copy.
         draft_revision: commit of `draft_id`.
-        speculation: default settings of the repository, fields of `SpeculationConfig`: by default the best `threshold`
-            here, for an early exit `throughput`.
+        speculation: default settings of the repository, fields of `SpeculationConfig`: by default `throughput`, with
+            the best `threshold` here for where it cannot know costs.
         seed: seed of everything random.
         report_to: trackers, as in `transformers.TrainingArguments`: one, a list, or "none".
         work_dir: shards, checkpoints and features; by default `<output>-work`.
@@ -234,7 +248,7 @@ class TrainingConfig:
 
     @property
     def own_files(self) -> list[str]:
-        """The file with what is trained beside an adapter, if there is something."""
+        """The file in `work` with what is trained beside an adapter or in its place, if there is something."""
         return [] if self.kind.stored.own is None else [self.kind.stored.own.name]
 
     @property
@@ -257,20 +271,9 @@ class TrainingConfig:
         """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
         return bool(self.own_files) and not self.trainable.own_layers
 
-    @property
-    def trains_layer(self) -> bool:
-        """Whether layers of the draft's own are trained, and no adapter."""
-        return self.trainable.own_layers
-
-    @property
-    def trains_block(self) -> bool:
-        """Whether these layers propose a block of candidates with one pass."""
-        return self.trainable.blocks
-
     def find_ready_made(self) -> None:
         """Where `draft` is the repository of a draft that others trained, rewrite it as `distill.start_from`."""
-        found = ready_made(self.independent_draft) if self.independent_draft is not None else None
-        if found is not None:
+        if self.independent_draft is not None and (found := ready_made(self.independent_draft)) is not None:
             self.distill = replace(self.distill, enabled=False, start_from=self.draft)
             self.draft = found.name
 
@@ -302,12 +305,13 @@ class TrainingConfig:
         self._check_draft()
 
     def _check_ranges(self) -> None:
-        for name, least in LEAST.items():
-            if (value := attrgetter(name)(self)) is not None and value < least:
-                raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
-        for name in ABOVE_ZERO:
-            if attrgetter(name)(self) <= 0.0:
-                raise ValueError(f"{name}={attrgetter(name)(self)} must be above 0.")
+        for section in (self.rollouts, self.distill, self.head, self.evaluation):
+            for each in fields(section):
+                name, value = f"{section.path}{each.name}", getattr(section, each.name)
+                if "least" in each.metadata and value is not None and value < each.metadata["least"]:
+                    raise ValueError(f"{name}={value} must be a whole number of at least {each.metadata['least']}.")
+                if "above" in each.metadata and value <= each.metadata["above"]:
+                    raise ValueError(f"{name}={value} must be above 0.")
         if not 0.0 < self.rollouts.heldout < 1.0:
             raise ValueError(f"rollouts.heldout={self.rollouts.heldout} must be between 0 and 1: it is a share.")
         if not 0.0 <= self.head.dropout < 1.0:
@@ -351,32 +355,29 @@ class TrainingConfig:
         if distill.block_size > BLOCK[-1]:
             raise ValueError(f"distill.block_size={distill.block_size} must be at most {BLOCK[-1]}.")
         longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
-        if self.trains_block and self.ready_made is None and distill.block_size > longest:
+        if self.trainable.blocks and self.ready_made is None and distill.block_size > longest:
             raise ValueError(
                 f"distill.block_size={distill.block_size} is longer than the answers, which have at most {longest} "
                 "tokens (rollouts.max_new_tokens, distill.max_length), so nothing would teach its last places. Lower "
                 "it."
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:
         """Build from nested dicts, as read from YAML; an unknown name is an error with its path."""
-        return _built(cls, values, "")
+        built = _built(cls, values)
+        for part in (RolloutConfig, DistillConfig, HeadConfig, EvalConfig):
+            if isinstance(given := getattr(built, part.path[:-1]), dict):
+                setattr(built, part.path[:-1], _built(part, given))
+        return built
 
 
-def _built(cls: Any, values: dict[str, Any], path: str) -> Any:
-    refuse_unknown(cls, values, path)
+def _built(cls: Any, values: dict[str, Any]) -> Any:
     built = dict(values)
-    for name, value in values.items():
-        default = getattr(cls(), name)
-        if is_dataclass(default) and isinstance(value, dict):
-            built[name] = _built(type(default), value, f"{path}{name}.")
-        if isinstance(default, float) and isinstance(value, str):
+    for each in fields(cls):
+        if each.type == "float" and isinstance(text := built.get(each.name), str):
             with suppress(ValueError):
-                built[name] = float(value)  # YAML reads 2e-4, which has no point, as text
+                built[each.name] = float(text)  # YAML reads 2e-4, which has no point, as text
     return cls(**built)
 
 

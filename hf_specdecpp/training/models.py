@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -18,7 +19,6 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.conditioned import FUSION, Fusion, read_fusion
 from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.stored import OwnFile, Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
@@ -29,27 +29,18 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model, load_model_config, load_tokenizer
-from hf_specdecpp.models.vocabulary import check_same_tokenizer
+from hf_specdecpp.models.vocabulary import check_same_tokenizer, tokenizer_of
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.resuming import save_json
-from hf_specdecpp.training.trainers import process_state
+from hf_specdecpp.training.trainers import process_state, save_json
 
 HEAD, HEAD_WEIGHTS, HEAD_CONFIG = "head", "head.safetensors", "head.json"
-FUSION_CONFIG, LAYER_CONFIG = "fusion.json", "layer.json"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What the stages after `distill` work with.
-
-    Attributes:
-        config: of the run.
-        target: its target.
-        assistant: what the stages have made so far, attached to `target`.
-    """
+    """What the stages after `distill` work with: the target, and what they have made so far, attached to it."""
 
     config: TrainingConfig
     target: CausalLM
@@ -78,18 +69,12 @@ class Trained:
 
 
 def check(config: TrainingConfig) -> None:
-    """Find before the rollouts what a later stage would refuse; reads configurations and tokenizers, no weights.
-
-    Raises:
-        ValueError: the target cannot be assisted, the draft is not for it, or `layers` or `distill.draft_vocab_size` is
-            out of range, or a model is not found.
-    """
+    """Find before the rollouts what a later stage would refuse with a `ValueError`; reads no weights."""
     target = _without_weights(config.target)
     check_target(target)
     draft = draft_of(config, target, _without_weights)
     if config.distill.draft_vocab_size is not None:
-        num_ids = draft_vocab.most_ids(target, draft)
-        draft_vocab.check_size(config.distill.draft_vocab_size, draft_vocab.always_kept(target), num_ids)
+        check_size(config.distill.draft_vocab_size, always_kept(target), most_ids(target, draft))
 
 
 def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], CausalLM]) -> CausalLM:
@@ -161,40 +146,30 @@ def load_draft_vocab(work: Path) -> Tensor | None:
 def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:
     """The assistant that the stages have made so far, attached to `target`, with what is in `config.work`."""
     work = config.work
-    adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
-    vocab = load_draft_vocab(work)
     head = load_head(work / HEAD) if (work / HEAD / HEAD_CONFIG).is_file() else None
     if config.ready_made is not None:
         assistant = SpecDecPPAssistant.from_pretrained(config.ready_made)
         assistant.head = head
         assistant.attach(target)
         return assistant
-    if config.trains_layer:
-        parts = Parts(module=load_layer(config.kind, work))
-        assistant = SpecDecPPAssistant(SpecDecPPConfig(draft_kind=config.kind.name), None, head, parts)
-        assistant.attach(target)
-        return assistant.eval()
+    if config.trainable.own_layers:
+        parts, described = Parts(module=load_own(config.kind, work)), SpecDecPPConfig(draft_kind=config.kind.name)
+        return SpecDecPPAssistant.of_parts(described, None, parts, target, {"head": head})
+    adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
+    trained: Any = {"head": head, "adapter": adapter, "draft_vocab": load_draft_vocab(work)}
+    if config.independent_draft is not None:
+        with without_bars():
+            return SpecDecPPAssistant.from_draft(config.independent_draft, target, **trained)
+    layers = layers_of(config, target)
     if config.trains_module:
-        return SpecDecPPAssistant.from_conditioned(
-            target, layers_of(config, target), fusion=load_fusion(work), adapter=adapter, head=head, draft_vocab=vocab
-        )
-    if config.independent_draft is None:
-        return SpecDecPPAssistant.from_early_exit(
-            target, layers_of(config, target), adapter=adapter, head=head, draft_vocab=vocab
-        )
-    with without_bars():
-        return SpecDecPPAssistant.from_draft(
-            config.independent_draft, target, adapter=adapter, head=head, draft_vocab=vocab
-        )
+        return SpecDecPPAssistant.from_conditioned(target, layers, fusion=load_own(config.kind, work), **trained)
+    return SpecDecPPAssistant.from_early_exit(target, layers, **trained)
 
 
 def fingerprint(config: TrainingConfig) -> dict[str, object]:
     """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
-    files = (
-        Path(answers.FOLDER) / answers.RECORD, Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(DRAFT_VOCAB), Path(FUSION),
-        *(map(Path, config.own_files) if config.trains_layer else []),
-    )  # fmt: skip
-    contents = {str(name): digest(config.work / name) for name in files}
+    files = (f"{answers.FOLDER}/{answers.RECORD}", f"{ADAPTER_FOLDER}/{ADAPTER_FILES[1]}", DRAFT_VOCAB)
+    contents = {name: digest(config.work / name) for name in (*files, *config.own_files)}
     layers = None if config.independent_draft else config.layers
     return {"target": config.target, "draft": config.named_draft or config.draft, "layers": layers, **contents}
 
@@ -202,7 +177,8 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
 def save_head(head: AcceptanceHead, folder: Path) -> None:
     """Write a head; `head.json` comes last, and a folder with it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    _save(head.state_dict(), folder / HEAD_WEIGHTS, head.to_config(), folder / HEAD_CONFIG)
+    save_tensors(head.state_dict(), folder / HEAD_WEIGHTS)
+    save_json(head.to_config(), folder / HEAD_CONFIG)
 
 
 def load_head(folder: Path) -> AcceptanceHead:
@@ -211,46 +187,96 @@ def load_head(folder: Path) -> AcceptanceHead:
     return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
 
 
-def save_fusion(fusion: Fusion, tensors: dict[str, Tensor], work: Path) -> None:
-    """Write a fusion's trained tensors, and last its description."""
-    _save(tensors, work / FUSION, fusion.to_config(), work / FUSION_CONFIG)
-
-
-def load_fusion(work: Path) -> Fusion:
-    """The fusion that `save_fusion` wrote; `ValueError` if a file is damaged, or the draft is not trained yet."""
-    if not (work / FUSION_CONFIG).is_file():
-        raise ValueError(f"{work} has no trained fusion of a conditioned draft. Run the stage distill first.")
-    return read_fusion(read_json(work / FUSION_CONFIG), work / FUSION)
-
-
-def save_layer(kind: Kind, model: Any, state: Mapping[str, Tensor], dtype: torch.dtype, work: Path) -> None:
-    """Write a draft's own trained layers, whose tensors are in `state`, in half precision, and last what they are."""
-    own = own_file(kind)
-    tensors, path = own.tensors(model, state, dtype), work / own.name
+def save_own(kind: Kind, module: Any, tensors: dict[str, Tensor], work: Path) -> None:
+    """Write what is trained beside an adapter or in its place, and last its description, which makes it complete."""
+    path = work / own_file(kind).name
     check_finite(tensors, path)
-    _save(tensors, path, model.settings.to_config(), work / LAYER_CONFIG)
+    save_tensors(tensors, path)
+    save_json(module.to_config(), path.with_suffix(".json"))
 
 
-def load_layer(kind: Kind, work: Path) -> Any:
-    """The layers that `save_layer` wrote; `ValueError` if a file is damaged, or they are not trained yet."""
-    own = own_file(kind)
-    path = work / own.name
-    if not ((work / LAYER_CONFIG).is_file() and path.is_file()):
-        raise ValueError(f"{work} has no trained layers in {path.name}. Run the stage distill first.")
-    return own.read(read_json(work / LAYER_CONFIG), path)
+def load_own(kind: Kind, work: Path) -> Any:
+    """What `save_own` wrote; `ValueError` if a file is damaged, or it is not trained yet."""
+    path = work / own_file(kind).name
+    if not (path.is_file() and path.with_suffix(".json").is_file()):
+        raise ValueError(f"{work} has no trained {path.name}. Run the stage distill first.")
+    return own_file(kind).read(read_json(path.with_suffix(".json")), path)
 
 
 def own_file(kind: Kind) -> OwnFile:
-    """The file with a draft's own trained layers; `ValueError` where the kind has none."""
+    """The file with what is trained of a draft beside an adapter; `ValueError` where there is no such thing."""
     if (own := kind.stored.own) is None:
         raise ValueError(f"A draft of the kind {kind.name} has no layers of its own.")
     return own
 
 
-def _save(tensors: dict[str, Tensor], weights: Path, description: dict[str, Any], config: Path) -> None:
-    save_tensors(tensors, weights)
-    save_json(description, config)
-
-
 def digest(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+# The draft vocabulary -------------------------------------------------------------------------------------------------
+
+CONVERSATION = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+
+
+def choose_vocab(
+    answers: Dataset, size: int, always: Sequence[int], num_ids: int, prompts: Sequence[Sequence[int]] = ()
+) -> Tensor:
+    """The `size` most frequent tokens of the answers, ascending; then of the prompts, whose names and words answers
+    repeat, and last the lowest ids, since tokenizers number about by frequency. Those `always` kept are among them.
+
+    Raises:
+        ValueError: `size` is not between the number of tokens that are always kept and `num_ids`.
+    """
+    kept = check_size(size, always, num_ids)
+    asked = np.bincount(np.concatenate([*map(np.asarray, prompts), []]).astype(np.int64), minlength=num_ids)[:num_ids]
+    counts = answer_counts(answers, num_ids)[:num_ids] * (asked.sum() + 1) + asked
+    counts[kept] = np.iinfo(counts.dtype).max
+    # Stable, so that tokens that are equally frequent go by their id.
+    return torch.as_tensor(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def check_size(size: int, always: Sequence[int], num_ids: int) -> list[int]:
+    """Those of the tokens `always` that the draft has, ascending; `ValueError` as `choose_vocab` raises it."""
+    kept = sorted({token for token in always if token < num_ids})
+    if not len(kept) < size < num_ids:
+        raise ValueError(
+            f"distill.draft_vocab_size={size} must be over {len(kept)} (the end-of-text and chat tokens, always kept) "
+            f"and under {num_ids} (the draft's whole vocabulary). Some thousands are usual; leave it out to keep all."
+        )
+    return kept
+
+
+def most_ids(target: CausalLM, draft: CausalLM) -> int:
+    """How many token ids both LM heads have."""
+    return min(model.get_output_embeddings().weight.shape[0] for model in (target, draft))
+
+
+def covered_mass(token_ids: Tensor, answers: Dataset) -> float:
+    """The share of the answers' tokens that the draft vocabulary has: no draft with it can be accepted more often."""
+    counts = answer_counts(answers, int(token_ids.max()) + 1)
+    return float(counts[token_ids.numpy()].sum() / counts.sum())
+
+
+def answer_counts(answers: Dataset, num_ids: int) -> np.ndarray:
+    """How often each token id occurs in the answers, `[>= num_ids]`."""
+    counts = np.zeros(num_ids, dtype=np.int64)
+    for batch in answers.select_columns(["input_ids", "prompt_length"]).iter(batch_size=1000):
+        pairs = zip(batch["input_ids"], batch["prompt_length"], strict=True)
+        tokens = np.concatenate([np.asarray(ids[length:], dtype=np.int64) for ids, length in pairs])
+        found = np.bincount(tokens, minlength=len(counts))
+        counts = np.pad(counts, (0, len(found) - len(counts))) + found
+    return counts
+
+
+def always_kept(target: CausalLM) -> list[int]:
+    """The ids that end the target's texts, and the special tokens that its chat template puts around an answer."""
+    ends = [target.generation_config.eos_token_id, target.config.get_text_config(decoder=True).eos_token_id]
+    kept = {token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None}
+    tokenizer = tokenizer_of(target.config.name_or_path)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        kept.add(tokenizer.eos_token_id)
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        rendered: Any = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=True)
+        kept |= set(rendered["input_ids"]) & set(tokenizer.all_special_ids)
+    return sorted(kept)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils import logging
 
+from hf_specdecpp.files import differences, read_json, save_tensors, save_text
 from hf_specdecpp.training.configuration import TrainingConfig
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -24,20 +28,12 @@ LOG_FOLDER = "TENSORBOARD_LOGGING_DIR"  # the variable that Trainer's callback r
 
 
 def process_state() -> PartialState:
-    """This process among those of the run (`accelerate launch`).
-
-    accelerate overlooks its siblings on a machine without accelerator unless told that the CPU is meant, and then each
-    would take itself for the only one and write the same files.
-    """
+    """This process among those of the run; accelerate overlooks its siblings on a CPU unless told that it is meant."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def check_trackers(report_to: str | list[str]) -> None:
-    """Find a missing tracker before an hour of rollouts, not after it.
-
-    Raises:
-        ValueError: Trainer does not know one of the trackers, or it is not installed.
-    """
+    """Raise `ValueError` before an hour of rollouts where a tracker is unknown to Trainer, or not installed."""
     try:
         for callback in get_reporting_integration_callbacks(report_to):
             callback()
@@ -49,10 +45,7 @@ def check_trackers(report_to: str | list[str]) -> None:
 
 @contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
-    """A Trainer made within it writes TensorBoard's files to `folder`, unless the environment names another one.
-
-    It would put them into its checkpoints, which are deleted when a stage has ended.
-    """
+    """A Trainer made within it writes TensorBoard's files to `folder`, not into checkpoints, which are deleted."""
     if LOG_FOLDER in os.environ:
         yield
         return
@@ -80,11 +73,7 @@ def training_arguments(config: TrainingConfig, checkpoints: Path, batch_size: in
 
 
 def go_on(trainer: Trainer) -> None:
-    """Train, from the newest checkpoint if there is one.
-
-    Raises:
-        OSError: the disk is full, or the user's share of it.
-    """
+    """Train, from the newest checkpoint if there is one; `OSError` where the disk is full."""
     folder = Path(str(trainer.args.output_dir))
     model: Any = trainer.model
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
@@ -100,14 +89,7 @@ def last_checkpoint(folder: Path) -> str | None:
 
 @contextmanager
 def telling_of_full_disks(folder: Path, size: int) -> Iterator[None]:
-    """Around a Trainer that writes checkpoints of `size` bytes to `folder`.
-
-    Libraries hide the error of a full disk: safetensors and torch.save raise errors of their own without its number. So
-    after any error that may come from writing, the free room is looked at.
-
-    Raises:
-        OSError: the disk is full, or the user's share of it.
-    """
+    """Within, an error of whatever library while the disk has no room for a checkpoint of `size` bytes says so."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -117,3 +99,90 @@ def telling_of_full_disks(folder: Path, size: int) -> Iterator[None]:
             f"A checkpoint in {folder} could not be written: the disk is full. Earlier ones are kept: make room and "
             "run the same command to go on."
         ) from error
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+logger = logging.get_logger("hf_specdecpp")
+
+
+class Record:
+    """The record of what is made with `settings`.
+
+    Args:
+        path: of the JSON file.
+        settings: all that what is made depends on; whatever JSON can hold.
+        made: files and folders that are worth nothing once the settings are others.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], made: Sequence[Path] = ()) -> None:
+        self.path, self.made = path, made
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # a tuple would not equal the list read back
+
+    def result(self) -> dict[str, Any] | None:
+        """What came of an earlier run with the same settings; `None` unless it has ended."""
+        found = self._read()
+        return found if found.get("complete") and found.get("settings") == self.settings else None
+
+    def changes(self) -> list[str]:
+        """How the settings of an earlier run differ from these, in words; empty where there was none."""
+        found = self._read()
+        return differences(found.get("settings", {}), self.settings) if found else []
+
+    def begin(self) -> None:
+        """Note the settings. What was made with others, or nobody knows with which, is removed first."""
+        found = self._read()
+        if found.get("settings") == self.settings:
+            return
+        if found:
+            logger.warning(f"{self.path.parent} is of other settings and is made again: {'; '.join(self.changes())}.")
+        for path in self.made:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        self._write({"settings": self.settings, "complete": False})
+
+    def end(self, result: dict[str, Any]) -> None:
+        """Note that all is made, and what came of it."""
+        self._write({"settings": self.settings, "complete": True, **result})
+
+    def _read(self) -> dict[str, Any]:
+        return dict(read_json(self.path)) if self.path.is_file() else {}
+
+    def _write(self, contents: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        save_json(contents, self.path)
+
+
+def shards(
+    record: Record, rows: Sequence[int], size: int, make: Callable[[Iterable[int]], dict[str, Tensor]], title: str
+) -> list[Path]:
+    """Safetensors files beside a record, `size` of the `rows` in each, made by `make` where they are not there yet."""
+    record.begin()
+    paths = []
+    with logging.tqdm(total=len(rows), desc=title, unit="text") as bar:
+        for number, start in enumerate(range(0, len(rows), size)):
+            part = rows[start : start + size]
+            path = record.path.with_name(f"shard-{number:05d}.safetensors")
+            if path.is_file():
+                bar.update(len(part))
+            else:
+                save_tensors(make(_counted(part, bar)), path)
+            paths.append(path)
+    return paths
+
+
+def _counted(rows: Sequence[int], bar: Any) -> Iterator[int]:
+    for row in rows:
+        yield row
+        bar.update()
+
+
+def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of several parts, one after another; empty where there is no part."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def save_json(contents: Any, path: Path) -> None:
+    save_text(json.dumps(contents, indent=2) + "\n", path)

@@ -9,7 +9,7 @@ import torch
 from support.plans import tell
 from support.stopping_rules import decides, distribution_of, make_step
 
-from hf_specdecpp.benchmark.replay.baselines import BASELINES, SVIP, AdaEDL, Confidence
+from hf_specdecpp.benchmark.replay.chains import BASELINES, SVIP, AdaEDL, Confidence
 from hf_specdecpp.estimation.estimators import DraftStep
 
 STEPS = [make_step(seed) for seed in range(50)]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import all_contestants, choose
-from hf_specdecpp.benchmark.run_log import RECORDS, TEXTS
+from hf_specdecpp.benchmark.loading import RECORDS, TEXTS
 from hf_specdecpp.cli import app
 from hf_specdecpp.generation import text as verification
 

@@ -16,7 +16,6 @@ from support.models import assistant_for, prompt, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.benchmark import live as live_module
-from hf_specdecpp.benchmark import timing
 from hf_specdecpp.benchmark.contestants import (
     BASELINES,
     PLAIN,
@@ -27,13 +26,20 @@ from hf_specdecpp.benchmark.contestants import (
     quick_contestants,
     without_draft,
 )
-from hf_specdecpp.benchmark.live import LiveBenchmark, _watched, answer, explain_parting, mismatches, rotated
-from hf_specdecpp.benchmark.loading import Benchmark, Question, in_batches
+from hf_specdecpp.benchmark.live import (
+    Disturbance,
+    LiveBenchmark,
+    PassClock,
+    _watched,
+    answer,
+    explain_parting,
+    mismatches,
+    rotated,
+)
+from hf_specdecpp.benchmark.loading import RUNS, Benchmark, Question, RunLog, in_batches
 from hf_specdecpp.benchmark.report import describe_mismatch, notes
-from hf_specdecpp.benchmark.run_log import RUNS, RunLog
-from hf_specdecpp.benchmark.settings import BenchmarkConfig
 from hf_specdecpp.benchmark.summary import comparable, summarise
-from hf_specdecpp.benchmark.timing import Disturbance, PassClock
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import recall, remember
 from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.setup import DraftSetup
@@ -191,8 +197,8 @@ def test_waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_the_system_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_delays", lambda: None)
-    monkeypatch.setattr(timing, "_machine", lambda: None)
+    monkeypatch.setattr(live_module, "_delays", lambda: None)
+    monkeypatch.setattr(live_module, "_machine", lambda: None)
     with Disturbance() as load:
         sum(range(1000))
     assert load.others is None

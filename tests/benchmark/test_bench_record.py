@@ -14,8 +14,7 @@ from support.toy_rounds import RULES, Models, ToyRound
 from torch import Tensor
 
 from hf_specdecpp.benchmark.replay import record
-from hf_specdecpp.benchmark.replay.baselines import BASELINES
-from hf_specdecpp.benchmark.replay.chains import ChainReplay
+from hf_specdecpp.benchmark.replay.chains import BASELINES, ChainReplay
 from hf_specdecpp.benchmark.replay.record import Record, Text
 from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule

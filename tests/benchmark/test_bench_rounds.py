@@ -17,12 +17,11 @@ from support.tree_generation import sharp
 
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
-from hf_specdecpp.benchmark.loading import Benchmark
+from hf_specdecpp.benchmark.loading import ROUNDS, Benchmark, RunLog
 from hf_specdecpp.benchmark.replay.record import Text
 from hf_specdecpp.benchmark.replay.rounds import RoundReplay, ends_at, replay_rounds
 from hf_specdecpp.benchmark.report import round_table
-from hf_specdecpp.benchmark.run_log import ROUNDS, RunLog
-from hf_specdecpp.benchmark.settings import BenchmarkConfig
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.sampling import Sampling

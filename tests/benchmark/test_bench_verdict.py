@@ -17,8 +17,7 @@ from hf_specdecpp.benchmark.contestants import (
     quick_contestants,
     without_draft,
 )
-from hf_specdecpp.benchmark.summary import comparable, summarise
-from hf_specdecpp.benchmark.verdict import next_step, verdict
+from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
 

@@ -27,6 +27,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.known import KINDS
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
@@ -349,7 +350,7 @@ def test_a_head_on_top(inputs: str, name: str, tmp_path: Path) -> None:
 def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
     draft = assistant.ready_drafter()
-    costs = Rounds(target, draft, assistant.estimator, 4).assumed()
+    costs = Rounds(target, draft, assistant.head or DraftProbability(), 4).assumed()
     assert costs.block == draft.block
     assert (costs.draft > 0) == bool(draft.places)
 

@@ -31,8 +31,8 @@ ALLOWED = {
     ("config/assistant.py", "eagle3"),
     ("config/assistant.py", "dflash"),
     ("benchmark/contestants.py", "lookup"),
-    ("hub/card.py", "lookup"),
-    ("serving/commands.py", "eagle3"),
+    ("hub/publishing.py", "lookup"),
+    ("serving.py", "eagle3"),
     ("assistant.py", "eagle3"),
 }
 SHARED = {"checkpoints", "kind", "known", "state_draft", "stored"}  # files of `drafts/` that are of no kind
@@ -44,14 +44,12 @@ IMPORTED = {
     ("assistant.py", "eagle3"): "from_eagle3",
     ("choosing.py", "lookup"): "what a user may type: assist(model, 'lookup')",
     ("choosing.py", "mtp"): "assist(model, 'mtp')",
-    ("training/distillation/initial/fusion.py", "conditioned"): STARTS,
-    ("training/distillation/initial/eagle3.py", "eagle3"): STARTS,
-    ("training/distillation/initial/block.py", "dflash"): STARTS,
+    ("training/distillation/least_squares.py", "conditioned"): STARTS,
+    ("training/distillation/initial_layer.py", "eagle3"): STARTS,
+    ("training/distillation/initial_block.py", "dflash"): STARTS,
     ("training/distillation/start.py", "conditioned"): STARTS,
     ("training/distillation/start.py", "eagle3"): STARTS,
     ("training/distillation/start.py", "dflash"): STARTS,
-    ("training/distillation/stage.py", "conditioned"): "the file with a run's fusion",
-    ("training/models.py", "conditioned"): "the file with a run's fusion",
 }
 
 

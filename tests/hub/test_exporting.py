@@ -16,11 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist, serving
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model
-from hf_specdecpp.serving import plain_model
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 LORA = {"gpt2": ("c_attn", "c_fc"), "llama tied": ("q_proj", "lm_head")}
@@ -277,7 +276,7 @@ def test_nothing_is_left_of_a_failure(error: BaseException, tmp_path: Path, monk
         seen.append({path.name for path in folder.iterdir()})
         raise error
 
-    monkeypatch.setattr(plain_model, "_check_reloaded", fail)
+    monkeypatch.setattr(serving, "_check_reloaded", fail)
     with pytest.raises(type(error)):
         export(tmp_path / "assistant", tmp_path / "deep" / "out")
     assert "model.safetensors" in seen[0], "all of it was written"

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.decisions import Decisions
 from hf_specdecpp.files import Repository
-from hf_specdecpp.hub.card import opening
 from hf_specdecpp.hub.inspection import inspect
+from hf_specdecpp.hub.publishing import opening
 
 pytest.importorskip("datasets", reason="needs the [train] extra")
 

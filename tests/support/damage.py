@@ -26,7 +26,7 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.training.distillation.initial import block
+from hf_specdecpp.training.distillation import initial_block as block
 from support import dflash_files, eagle3_files, gemma4_files, mtp_files
 from support.models import random_fusion, random_layer, tiny
 from support.repos import greedy, head_for, save_adapter

@@ -18,7 +18,7 @@ from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader, TargetStates
-from hf_specdecpp.training.distillation.initial import eagle3 as initial_layer
+from hf_specdecpp.training.distillation import initial_layer
 
 VOCAB_SIZE = 48
 WINDOW = 8  # of the models with sliding-window attention

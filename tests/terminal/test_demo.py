@@ -130,12 +130,12 @@ def test_demo_draws_the_last_answer(target: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS, "--svg", str(file)])
     assert result.exit_code == 0, result.output
     assert f"Picture of the last answer: {file}" in result.output
-    svg = file.read_text(encoding="utf-8")
+    svg = file.read_text(encoding="utf-8").replace("&#160;", " ")
     assert "<title>w4: 12 tokens in " in svg
     assert svg.count("12 tokens in") == 4  # the title says it of both, and so do the panes
     answer = result.output.split("2/2  w4\n")[1].split("plain\n")[1].splitlines()[0].split()
-    for word in answer:
-        assert svg.count(f">{word}</text>") == 2 * answer.count(word)
+    shown = " ".join(re.findall(r">([^<]*)</text>", svg)).split()
+    assert all(shown.count(word) >= 2 * answer.count(word) for word in answer)
     assert "target, float32 on cpu" in svg
     assert str(tmp_path) not in svg
 

@@ -25,8 +25,8 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation import initial_block
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation.initial import block as initial_block
 from hf_specdecpp.training.distillation.students import BlockStudent, chosen
 from hf_specdecpp.training.run import train
 
@@ -177,7 +177,7 @@ def test_the_start_is_better_than_none(tmp_path: Path) -> None:
     distillation.run(config)
     before = json.loads((config.work / "distillation.json").read_text())["before"]["all"]
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
-    settings = models.load_layer(config.kind, config.work).settings
+    settings = models.load_own(config.kind, config.work).settings
     assistant = SpecDecPPAssistant.from_draft(initial_block.untrained(settings, target), target=target)
     assert before["acceptance"] > measured(assistant, target)[0] + 0.02
 

@@ -16,14 +16,17 @@ from hf_specdecpp.estimation.metrics import ece
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.evaluation import calibration, chains
-from hf_specdecpp.training.evaluation.calibration import calibrate, minimise, survival
+from hf_specdecpp.training.evaluation.calibration import calibrate, survival
 from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.models import Trained, load_head
 
 
-def test_minimise() -> None:
-    assert minimise(lambda x: (x - 0.3) ** 2, -5.0, 4.0) == pytest.approx(0.3, abs=1e-3)
-    assert minimise(lambda x: x, -1.0, 4.0) == pytest.approx(-1.0, abs=1e-3)
+def test_what_is_perfectly_told_apart_stays_finite() -> None:
+    found = calibrate(
+        torch.tensor([-1.0, 1.0] * 200), torch.tensor([0.0, 1.0] * 200), torch.zeros(400, dtype=torch.long)
+    )
+    assert abs(found.bias) <= 8.0
+    assert 0.0 < found.temperatures[0] < 0.1
 
 
 def test_a_bias_and_temperatures_are_found_again() -> None:

@@ -19,9 +19,8 @@ from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
 from hf_specdecpp.training import models
+from hf_specdecpp.training.distillation import least_squares, start
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation import start
-from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
 
 
 @torch.no_grad()
@@ -110,7 +109,7 @@ def test_the_fusion_begins_as_the_targets_own_input(rank: int | None) -> None:
     target = quiet_later_layers(tiny("llama"))
     fusion = Fusion(32, 32, [1], rank).double()
     texts = [prompt(40, seed) for seed in range(40)]
-    initial_fusion.fit(fusion, target, 2, texts)
+    least_squares.fit(fusion, target, 2, texts)
     pairs = [inputs_and_wanted(target, ids) for ids in texts]
     inputs, wanted = (torch.cat(each) for each in zip(*pairs, strict=True))
     best = inputs @ torch.linalg.lstsq(inputs, wanted).solution

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "distillation_files.py"
 def launch(config: TrainingConfig, folder: Path, name: str) -> None:
     """Run with a shipped config. Without GPUs the same processes talk gloo."""
     described = folder / "run.json"
-    described.write_text(json.dumps(config.to_dict()))
+    described.write_text(json.dumps(asdict(config)))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
     command = [*launcher, "--main_process_port", "0", str(SCRIPT), str(described)]
     path = os.pathsep.join((str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))

@@ -9,7 +9,7 @@ from datasets import Dataset
 from support.models import VOCAB_SIZE, tiny
 from support.repos import WORDS, tokenizer
 
-from hf_specdecpp.training.draft_vocab import always_kept, choose, covered_mass
+from hf_specdecpp.training.models import always_kept, choose_vocab, covered_mass
 
 TEMPLATE = "{% for m in messages %}<start>{{ m.content }}<stop>{% endfor %}"
 
@@ -21,36 +21,36 @@ def answers(*texts: list[int], prompt: int = 2) -> Dataset:
 
 def test_most_frequent() -> None:
     written = answers([7, 7, 7, 3], [5, 5, 3, 9])
-    chosen = choose(written, 4, always=[30], num_ids=VOCAB_SIZE)
+    chosen = choose_vocab(written, 4, always=[30], num_ids=VOCAB_SIZE)
     assert chosen.tolist() == [3, 5, 7, 30], "ascending, with what is always kept; 9 is rarer"
     assert covered_mass(chosen, written) == 7 / 8
     assert covered_mass(chosen, answers([9, 41, 7, 7])) == 1 / 2, "also on tokens that were not counted"
 
 
 def test_equally_frequent_go_by_id() -> None:
-    assert choose(answers([9, 8, 7, 6]), 3, always=[1], num_ids=VOCAB_SIZE).tolist() == [1, 6, 7]
+    assert choose_vocab(answers([9, 8, 7, 6]), 3, always=[1], num_ids=VOCAB_SIZE).tolist() == [1, 6, 7]
 
 
 def test_few_texts_are_filled_up_with_low_ids() -> None:
     """Tokenizers number their tokens by frequency: better than leaving places empty."""
-    assert choose(answers([19, 18, 19]), 6, always=[1], num_ids=VOCAB_SIZE).tolist() == [0, 1, 2, 3, 18, 19]
+    assert choose_vocab(answers([19, 18, 19]), 6, always=[1], num_ids=VOCAB_SIZE).tolist() == [0, 1, 2, 3, 18, 19]
 
 
 def test_places_that_are_left_go_to_the_prompts() -> None:
     prompts = [[11, 12, 12], [12, 13, 13, 8]]
-    assert choose(answers([9, 8, 9]), 5, [1], VOCAB_SIZE, prompts).tolist() == [1, 8, 9, 12, 13]
-    assert choose(answers([9, 8, 9]), 2, [1], VOCAB_SIZE, prompts).tolist() == [1, 9], "answers come first"
+    assert choose_vocab(answers([9, 8, 9]), 5, [1], VOCAB_SIZE, prompts).tolist() == [1, 8, 9, 12, 13]
+    assert choose_vocab(answers([9, 8, 9]), 2, [1], VOCAB_SIZE, prompts).tolist() == [1, 9], "answers come first"
 
 
 def test_ids_that_the_draft_lacks() -> None:
-    chosen = choose(answers([60, 60, 60, 5, 6, 6]), 3, always=[1, 61], num_ids=VOCAB_SIZE)
+    chosen = choose_vocab(answers([60, 60, 60, 5, 6, 6]), 3, always=[1, 61], num_ids=VOCAB_SIZE)
     assert chosen.tolist() == [1, 5, 6]
 
 
 @pytest.mark.parametrize("size", [1, 2, VOCAB_SIZE, -1])
 def test_size_that_makes_no_sense(size: int) -> None:
     with pytest.raises(ValueError, match=rf"draft_vocab_size={size} must be over 2 .* and under {VOCAB_SIZE}"):
-        choose(answers([5, 6]), size, always=[1, 2], num_ids=VOCAB_SIZE)
+        choose_vocab(answers([5, 6]), size, always=[1, 2], num_ids=VOCAB_SIZE)
 
 
 def test_ends_of_texts_are_kept(tmp_path: Path) -> None:

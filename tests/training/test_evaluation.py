@@ -22,8 +22,7 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.evaluation.rules import Outcome, stop_length
-from hf_specdecpp.training.evaluation.stage import equal_verification, time_per_token
+from hf_specdecpp.training.evaluation.stage import Outcome, equal_verification, stop_length, time_per_token
 from hf_specdecpp.training.models import Trained
 
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.training.distillation.initial import eagle3 as initial_layer
+from hf_specdecpp.training.distillation import initial_layer
 
 READS, LAST = [0, 1], 2
 SIZE, HEAD, OWN = 32, 8, 3  # of four heads

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.models.causal_lm import inner_decoder
 from hf_specdecpp.training import models
+from hf_specdecpp.training.distillation import initial_layer
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation.initial import eagle3 as initial_layer
 
 WEIGHTS = "eagle3.safetensors"
 
@@ -50,7 +50,7 @@ def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: P
     distillation.run(config)
     report = json.loads((config.work / "distillation.json").read_text())
     assert report["after"]["all"]["acceptance"] > report["before"]["all"]["acceptance"] + 0.01
-    stored = models.load_layer(config.kind, config.work)
+    stored = models.load_own(config.kind, config.work)
     assert stored.settings.norm_before_residual
     assert stored.token_ids is not None
     assert stored.token_ids.tolist() == Checkpoint().ids
@@ -86,7 +86,7 @@ def test_what_training_takes_no_part_of(tmp_path: Path) -> None:
     config = prepare(tmp_path, "eagle3", draft_vocab_size=40, epochs=1)
     distillation.run(config)
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
-    layer = models.load_layer(config.kind, config.work)
+    layer = models.load_own(config.kind, config.work)
     assert layer.token_ids is not None
     assert layer.lm_head is not None
     torch.testing.assert_close(

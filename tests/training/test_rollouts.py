@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from support.rollout_files import EOS, LENGTHS, NUM_PROMPTS, PROMPTS, SPLITS, fi
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.rollouts import stage as rollouts
-from hf_specdecpp.training.rollouts.local_target import LocalTarget, _Preallocated
+from hf_specdecpp.training.rollouts.targets import LocalTarget, _Preallocated
 from hf_specdecpp.training.run import train
 
 
@@ -470,7 +471,7 @@ def test_two_processes_share_the_shards(config: TrainingConfig, tmp_path: Path) 
     rollouts.run(config)
     expected = rows_of(config)
     config.work_dir = str(tmp_path / "shared")
-    (tmp_path / "config.yaml").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "config.yaml").write_text(json.dumps(asdict(config)))
     (tmp_path / "script.py").write_text(SHARED)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launch, str(tmp_path / "script.py"), str(tmp_path / "config.yaml")]

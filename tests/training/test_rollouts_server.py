@@ -23,8 +23,8 @@ from support.rollout_files import EOS, NUM_PROMPTS, files, rows_of, small_run
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts import answers
-from hf_specdecpp.training.rollouts import server_target
 from hf_specdecpp.training.rollouts import stage as rollouts
+from hf_specdecpp.training.rollouts import targets
 
 TEMPLATE = (
     "{% for message in messages %}w1 {{ message.content }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
@@ -45,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_target, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(targets, "FIRST_DELAY", 0.001)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -89,7 +89,7 @@ def test_what_is_asked_for(tmp_path: Path, target: str, monkeypatch: pytest.Monk
         rollouts.run(config)
         _, body, key = server.requests[-1]
     assert key == "Bearer sesame"
-    assert (body["model"], body["temperature"], body["top_k"]) == ("served-name", 0.7, server_target.EVERY_TOKEN)
+    assert (body["model"], body["temperature"], body["top_k"]) == ("served-name", 0.7, targets.EVERY_TOKEN)
     # Nothing but temperature and top-k may shape p, whatever the server's or the model's defaults.
     assert (body["top_p"], body["min_p"], body["repetition_penalty"], body["repeat_penalty"]) == (1.0, 0.0, 1.0, 1.0)
 

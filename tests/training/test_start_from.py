@@ -17,7 +17,7 @@ from support.models import VOCAB_SIZE
 from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.draft_vocab import answer_counts
+from hf_specdecpp.training.models import answer_counts
 
 
 def report_of(config: TrainingConfig) -> dict[str, Any]:

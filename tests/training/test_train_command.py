@@ -22,7 +22,7 @@ import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.training.evaluation import chains
-from hf_specdecpp.training.rollouts.local_target import LocalTarget
+from hf_specdecpp.training.rollouts.targets import LocalTarget
 
 SETTINGS = {
     "rollouts": {"max_new_tokens": 16, "batch_size": 8, "shard_size": 8, "heldout": 0.4, "top_k": 0},
@@ -103,13 +103,13 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
 def check_the_summary(output: str, folder: Path) -> None:
     """What was made, how good it is, and the next steps; no bars of loading, no warnings of libraries."""
     report = json.loads((folder / "out-work" / "evaluation" / "evaluation.json").read_text())
-    lines = [line for line in output.splitlines() if line.strip()][-7:]
+    lines = [line for line in output.splitlines() if line.strip()][-6:]
     assert lines[0].startswith(f"{folder / 'out'}: layer 0 of the target")
     assert f"{report['sets']['heldout']['1']['mean_acceptance']:.3f} of a candidate" in lines[1]
     assert "candidates a generated token" in lines[2]
-    assert f"SpecDecPPAssistant.from_pretrained('{folder / 'out'}', target=model)" in lines[3]
-    assert "--stage card --push_to_hub" in lines[5]
-    assert re.match(r"uploaded +http.*/tester/trained/commit/", lines[6])
+    assert f"assist(model, '{folder / 'out'}'); model.generate(**inputs)" in lines[3]
+    assert "--stage card --push_to_hub" in lines[4]
+    assert re.match(r"uploaded +http.*/tester/trained/commit/", lines[5])
     for noise in ("Loading weights", "Generating train split", "Warning", "mtime"):
         assert noise not in output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.training import trainers
-from hf_specdecpp.training.configuration import DECIDED, TrainingConfig
+from hf_specdecpp.training.configuration import DECIDED, DistillConfig, HeadConfig, TrainingConfig
 
 
 def settings(**changes: Any) -> TrainingConfig:
@@ -35,7 +36,7 @@ def settings(**changes: Any) -> TrainingConfig:
 def test_sensible_settings(changes: dict[str, Any]) -> None:
     config = settings(**changes)
     config.validate()
-    assert TrainingConfig.from_dict(config.to_dict()) == config
+    assert TrainingConfig.from_dict(asdict(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,8 @@ def test_settings_that_the_package_decides(name: str) -> None:
     part, _, field = name.partition(".")
     with pytest.raises(ValueError, match=f"{name} is no setting any more. .* Leave it out."):
         settings(**{part: {field: 1}})
+    with pytest.raises(ValueError, match=f"{name} is no setting any more. .* Leave it out."):
+        {"distill": DistillConfig, "head": HeadConfig}[part](**{field: 1})
 
 
 @pytest.mark.parametrize("name", ["tensorflow", ["none", "tensorflow"]])

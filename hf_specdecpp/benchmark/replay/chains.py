@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+from torch import Tensor
 
 from hf_specdecpp.benchmark.replay.record import Record, Text
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.estimators import MODES, DraftProbability, Estimator
+from hf_specdecpp.drafting.stopping import Proposal, StoppingRule
+from hf_specdecpp.estimation.estimators import MODES, DraftProbability, DraftStep, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.intervals import Floats
+from hf_specdecpp.figures import Floats
 
 MakeRule = Callable[[], StoppingRule]
 Round = tuple[int, int, int]  # candidates, how many stood, and how many tokens the draft had to read before
@@ -82,12 +83,7 @@ def recorded_estimator(name: str, head: AcceptanceHead | None, greedy: bool) -> 
 
 
 class ChainReplay:
-    """Chains along one recorded text, unpacked for speed: what a rule sees at each place, as numbers.
-
-    Attributes:
-        on_text: the candidates that are the text's tokens, a place each.
-        off_text: by place (0 is `text.first`), the chain out of the text where the candidate does not stand.
-    """
+    """Chains along one recorded text, as numbers: by place, its tokens as candidates and the chains that leave it."""
 
     def __init__(self, text: Text, record: Record) -> None:
         self.text = text
@@ -139,12 +135,7 @@ class ChainReplay:
 
 
 class Outcomes:
-    """What a rule did on many texts.
-
-    Args:
-        texts: the rounds of each.
-        generated: tokens of each.
-    """
+    """What a rule did on many texts: the rounds of each, and the tokens that they generated."""
 
     def __init__(self, texts: Iterable[list[Round]], generated: Iterable[int]) -> None:
         self.texts, self.generated = [np.array(rounds) for rounds in texts], sum(generated)
@@ -152,10 +143,7 @@ class Outcomes:
         self.drafted, self.accepted, _ = (int(total) for total in np.concatenate(self.texts).sum(0))
 
     def seconds(self, costs: Costs) -> Floats:
-        """`[texts]`, the time of the rounds; the pass over the prompt is left out.
-
-        Tokens that the draft catches up on after a pause are counted: not the prompt, which it has to read in any case.
-        """
+        """`[texts]`, the time of the rounds with what the draft reads after a pause, without the prompt's pass."""
         price = costs.round_seconds(max(int(text[:, 0].max()) for text in self.texts))
         resumes = [np.flatnonzero((text[1:, 0] > 0) & (text[:-1, 0] == 0)) + 1 for text in self.texts]
         pairs = zip(self.texts, resumes, strict=True)
@@ -203,3 +191,66 @@ def _fastest(replay: ChainReplay, costs: Costs) -> list[Round]:
         rounds.append((choice[start], choice[start], 1))
         start += choice[start] + 1
     return rounds
+
+
+# Rules of others ------------------------------------------------------------------------------------------------------
+
+SVIP_GAMMA = 0.15
+ADAEDL_GAMMA = 0.2
+
+
+class Baseline(StoppingRule):
+    """A rule with one bound, between 0 and 1."""
+
+    def __init__(self, bound: float, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self.bound = bound
+
+
+class Confidence(Baseline):
+    """Stop after a candidate that the draft itself finds unlikely: q(y) < bound (transformers' dynamic speculation)."""
+
+    def signal(self, step: DraftStep) -> Tensor:
+        return step.q_of_token
+
+    def stops(self, signal: float | None) -> bool:
+        return signal is not None and signal < self.bound
+
+
+class SVIP(Baseline):
+    """Stop when the entropy H of q in nats says that the candidate was a guess: sqrt(0.15 H) > bound (arXiv
+    2411.18462)."""
+
+    def signal(self, step: DraftStep) -> Tensor:
+        return step.entropy
+
+    def stops(self, signal: float | None) -> bool:
+        return signal is not None and math.sqrt(SVIP_GAMMA * max(signal, 0.0)) > self.bound
+
+
+class AdaEDL(Baseline):
+    """Stop when 1 - sqrt(0.2 H), a lower bound on the acceptance probability, falls under lambda (arXiv 2410.18351).
+
+    lambda follows the acceptance rate: it falls while more than 90 % of the candidates are accepted and rises otherwise
+    (exponential averages with the paper's 0.5 for the rate, 0.9 for lambda, steps of 0.01).
+    """
+
+    def __init__(self, bound: float, max_tokens: int) -> None:
+        super().__init__(bound, max_tokens)
+        self.acceptance_rate = 0.9
+
+    def signal(self, step: DraftStep) -> Tensor:
+        return step.entropy
+
+    def stops(self, signal: float | None) -> bool:
+        return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound
+
+    def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
+        if proposal.num_drawn == 0:
+            return
+        self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * len(stands) / proposal.num_drawn
+        moved = self.bound + (0.01 if self.acceptance_rate < 0.9 else -0.01)
+        self.bound = min(max(0.9 * self.bound + 0.1 * moved, 0.0), 1.0)
+
+
+BASELINES = {"confidence": Confidence, "svip": SVIP, "adaedl": AdaEDL}

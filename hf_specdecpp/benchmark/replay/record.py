@@ -26,17 +26,26 @@ hold, and nothing is left to chance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.benchmark.contestants import PLAIN
+from hf_specdecpp.benchmark.live import answer
+from hf_specdecpp.benchmark.loading import TEXTS, Benchmark, Question, RunLog
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.estimation.features import scalar_features
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.sampling.randomness import draw_rows
+from hf_specdecpp.sampling.randomness import draw_rows, seed_of
 from hf_specdecpp.texts.branches import (
     ROWS_AT_ONCE,
     BranchingText,
@@ -46,6 +55,7 @@ from hf_specdecpp.texts.branches import (
     target_probabilities,
     together,
 )
+from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
 
 MAX_TOKENS = 20  # candidates a round, the paper's largest
@@ -56,14 +66,7 @@ KNOWN = ("token", "q_of_token", "entropy", "label", "log_odds")
 
 @dataclass
 class Text:
-    """A text of the target.
-
-    Args:
-        ids: prompt and answer.
-        prompt_length: tokens of the prompt.
-        max_length: where generation would have ended at the latest.
-        eos: ids that end a text.
-    """
+    """A text of the target: prompt and answer, which would have ended at `max_length` at the latest."""
 
     ids: list[int]
     prompt_length: int
@@ -148,8 +151,7 @@ def known_of(tokens: Tensor, scalars: Tensor, label: Tensor, log_odds: Tensor) -
 
 
 def _at_places(p: Tensor, q: Tensor, x: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """For rows of p and q `[n, vocab]` where the text says x `[n]`: whether the candidate is x, x's label and scalars;
-    a candidate that would be rejected, and its scalars."""
+    """Whether the candidate at a place is the text's x, x's label and scalars; a rejected candidate and its own."""
     if sampling.greedy:  # the text is the target's choice, however a pass over all of it rounds
         p = torch.zeros_like(q).scatter_(-1, x[:, None], 1.0)
     drawn_from = sampling.drawn_from(q, q.argmax(-1))
@@ -177,3 +179,59 @@ def coupling(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     left = (q - p).clamp_min(0.0)
     mass = left.sum(-1, keepdim=True)
     return accept, label, torch.where(mass > 0.0, left / mass, q)
+
+
+# Whose texts are recorded ---------------------------------------------------------------------------------------------
+
+Texts = dict[str, Text]  # by prompt
+
+
+def text_sets(
+    benchmark: Benchmark, runs: Sequence[dict[str, Any]], temperature: float
+) -> Iterator[tuple[str, Texts, Sampling]]:
+    """Name, texts, and how they were sampled, for each set."""
+    config, eos = benchmark.config, eos_ids(benchmark.target.generation_config)
+    if config.rollouts is not None:
+        yield from _rollouts(config, config.rollouts, temperature, eos)
+        return
+    log = RunLog(config.output, benchmark.settings, TEXTS)
+    written = {
+        (row["set"], row["prompt"]): row["answers"][0]
+        for row in runs
+        if row["contestant"] == PLAIN.name and row["temperature"] == temperature and not row["batch"]
+    }
+    for name, group in groupby(benchmark.questions, key=lambda question: question.set):
+        texts = {}
+        for question in logging.tqdm(list(group), desc=f"texts of {name} at temperature {temperature:g}", unit="text"):
+            [prompt] = question.ids
+            said = written.get(question.key)
+            if said is None:
+                where = {"set": question.set, "prompt": question.prompt, "temperature": temperature}
+                said = log.once(where, partial(_write, benchmark, question, temperature))["answer"]
+            texts[question.prompt] = Text(prompt + said, len(prompt), len(prompt) + config.max_new_tokens, eos)
+        yield name, texts, Sampling(temperature, 0)
+
+
+def _write(benchmark: Benchmark, question: Question, temperature: float) -> dict[str, Any]:
+    """An answer of plain generation."""
+    seed = seed_of(benchmark.config.seed, *question.key, temperature)
+    options = {"max_new_tokens": benchmark.config.max_new_tokens}
+    return {"answer": answer(benchmark.target, question.ids, temperature, seed, options)[0]}
+
+
+def _rollouts(
+    config: BenchmarkConfig, work: Path, temperature: float, eos: frozenset[int]
+) -> Iterator[tuple[str, Texts, Sampling]]:
+    """The answers to test sets that `specdecpp train` has had the target write."""
+    from hf_specdecpp.texts import answers  # needs the extra `train`
+
+    settings = answers.record(work)["settings"]
+    for name in answers.test_sets(work):
+        rows = list(answers.written_at(answers.load(work, name), temperature))
+        chosen: list[Any] = sample_prompts(rows, config.max_prompts, config.seed)
+        texts = {}
+        for row in chosen:
+            ids, length = row["input_ids"], row["prompt_length"]
+            most = len(ids) if not row["finished"] else length + settings["max_new_tokens"]
+            texts[f"{row['prompt_id']}-{row['sample']}"] = Text(ids, length, most, eos)
+        yield name, texts, Sampling(temperature, settings["top_k"])

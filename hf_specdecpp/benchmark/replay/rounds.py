@@ -1,10 +1,9 @@
 """Tokens per target pass of trees and chains, along texts that the target wrote, with less luck than in generations.
 
-Every round drafts what a generation would draft after the same text. A greedy target's choice is the text, so no
-target pass is needed, and the rounds are those of the live generation. For a sampled target each draft is read by the
-target, and the coins of the verification are integrated out: a round counts the accepted candidates that are expected
-given what was drawn, by both ways to verify. One outcome is drawn, too; it says how much of the text the round takes.
-What stands there is the text's, whatever was accepted, so all contestants meet the same text.
+Every round drafts what a generation would draft there. A greedy target's choice is the text, so the rounds are those
+of the live generation. A sampled target reads each draft, and a round counts the accepted candidates that are
+expected given what was drawn, by both ways to verify. One outcome is drawn, too, which says how much of the text the
+round takes; what stands there is the text's, so all contestants meet the same text.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark.loading import Benchmark
+from hf_specdecpp.benchmark.loading import Benchmark, RunLog
 from hf_specdecpp.benchmark.replay.record import Text
-from hf_specdecpp.benchmark.run_log import RunLog
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -35,12 +33,7 @@ from hf_specdecpp.trees.verification import ending_chances, verify_tree_greedy
 
 
 class ReplayedRound(NamedTuple):
-    """What a round drafted, and what is expected to become of it.
-
-    Attributes:
-        tree: of candidates; a chain is one of a single branch.
-        accepted, by_token: expected number of accepted candidates, by the contestant's verification and token by token.
-    """
+    """What a round drafted, and how many candidates are expected to stand: by its verification, and token by token."""
 
     tree: DraftTree
     accepted: float
@@ -64,15 +57,7 @@ class Rereading:
 
 
 class RoundReplay:
-    """Rounds along one text.
-
-    Args:
-        text: as the target wrote it under `sampling`.
-        seed: of all draws.
-
-    Raises:
-        ValueError: target or draft cannot read a tree.
-    """
+    """Rounds along a text that the target wrote under `sampling`; `ValueError` where a model cannot read a tree."""
 
     def __init__(
         self, text: Text, assistant: SpecDecPPAssistant, target: CausalLM, sampling: Sampling, seed: int
@@ -124,8 +109,7 @@ class RoundReplay:
         return found
 
     def _p(self, branching: BranchingText, tree: DraftTree, position: int) -> Tensor:
-        """`[nodes, vocab]`, p after every node that has children, the tree's root being the last of `position` tokens;
-        zeros after the others."""
+        """`[nodes, vocab]`, p after every node that has children, below the last of `position` tokens; else zeros."""
         inner = [node for node in tree.depth_first()[1:] if tree.children[node]]
         states = branching.states[position - 1 : position]
         if inner:
@@ -152,14 +136,7 @@ def ends_at(tree: DraftTree, p: Tensor, verification: Verification) -> Tensor:
 def replay_rounds(
     benchmark: Benchmark, log: RunLog, sets: Iterable[tuple[str, Mapping[str, Text], Sampling]]
 ) -> list[dict[str, Any]]:
-    """Counts of every contestant that can be replayed on every text: rows of the log.
-
-    A contestant that calibrates its estimates goes on with what it has learned from text to text and from set to set.
-
-    Args:
-        log: what has been counted before; grows. A run that goes on learns anew.
-        sets: `replay.texts.text_sets`.
-    """
+    """Counts of every contestant that can be replayed on every text, rows of the log; estimates learn on the way."""
     wanted = []
     for each in benchmark.contestants:
         each.memory.clear()

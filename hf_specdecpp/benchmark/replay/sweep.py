@@ -14,20 +14,25 @@ from transformers.utils import logging
 
 from hf_specdecpp.benchmark.contestants import changed
 from hf_specdecpp.benchmark.live import answer, neutralise
-from hf_specdecpp.benchmark.loading import Benchmark
-from hf_specdecpp.benchmark.replay.baselines import BASELINES
-from hf_specdecpp.benchmark.replay.chains import ChainReplay, MakeRule, Outcomes, oracle, recorded_estimator, replay_all
-from hf_specdecpp.benchmark.replay.record import MAX_TOKENS, record
-from hf_specdecpp.benchmark.replay.texts import Texts, text_sets
-from hf_specdecpp.benchmark.run_log import RECORDS, RunLog
+from hf_specdecpp.benchmark.loading import RECORDS, Benchmark, RunLog
+from hf_specdecpp.benchmark.replay.chains import (
+    BASELINES,
+    ChainReplay,
+    MakeRule,
+    Outcomes,
+    oracle,
+    recorded_estimator,
+    replay_all,
+)
+from hf_specdecpp.benchmark.replay.record import MAX_TOKENS, Texts, record, text_sets
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.files import read_json
 from hf_specdecpp.generation.setup import make_rule, plan_for, plan_of
-from hf_specdecpp.intervals import ratio_of_sums
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.sampling import Sampling
 
@@ -41,11 +46,7 @@ PAPER = Costs(draft=0.0214, verify=(0.116,))
 
 
 def replay(benchmark: Benchmark, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Every rule on records of the target's texts: `costs` and `replays` of the results.
-
-    Args:
-        runs: generations, whose plain texts are taken where they are not from rollouts.
-    """
+    """Every rule on records of the target's texts (of `runs`, or of rollouts): `costs` and `replays` of the results."""
     config, assistant = benchmark.config, benchmark.assistant
     neutralise(benchmark.target)
     costs = read_costs(config.costs, partial(timed_costs, benchmark))
@@ -72,14 +73,7 @@ def _chains(benchmark: Benchmark, log: RunLog, name: str, texts: Texts, sampling
 
 
 def read_costs(names: Iterable[str], measured: Callable[[], Costs]) -> dict[str, Costs]:
-    """The costs that `--costs` names: measured ones, the paper's, those of a JSON file, or a ratio t_draft / t_target.
-
-    With a ratio, target passes cost the same whatever their length and are the unit of time.
-
-    Raises:
-        ValueError: a file does not hold costs.
-        FileNotFoundError: it is not there.
-    """
+    """The costs that `--costs` names: measured ones, the paper's, those of a JSON file, or a ratio to a target pass."""
     costs = {}
     for name in names:
         if name in ("measured", "paper"):

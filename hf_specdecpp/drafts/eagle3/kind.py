@@ -39,8 +39,7 @@ from hf_specdecpp.drafts.stored import (
 from hf_specdecpp.files import CHECKPOINT, Weights, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
-from hf_specdecpp.serving.commands import eagle3_commands
-from hf_specdecpp.serving.destination import Destination, Exported
+from hf_specdecpp.serving import Destination, Exported, eagle3_commands
 
 WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]  # of the layers
 

@@ -1,9 +1,8 @@
 """Stage `distill`: a LoRA adapter that makes the draft say what the target says, or a layer of its own; and its fusion.
 
 The loss is KL(p || q), or their total variation, at the tokens that the target wrote, with p computed on the fly at
-temperature 1 and without top-k, however the rollouts were drawn: the plain distributions contain every warped one, so
-that one adapter serves all settings of a generation. `accelerate launch` runs it in several processes, each with the
-whole target.
+temperature 1 and without top-k: the plain distributions contain every warped one, so that one adapter serves all
+settings of a generation. `accelerate launch` runs it in several processes, each with the whole target.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ from torch import Tensor
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_specdecpp.drafts.conditioned import FUSION
 from hf_specdecpp.files import check_finite, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
-from hf_specdecpp.training import draft_vocab
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.start import CHECKPOINTS, Lesson, layer_from, student_of
 from hf_specdecpp.training.distillation.students import Taught
@@ -41,15 +38,31 @@ from hf_specdecpp.training.distillation.trainer import (
     lengths_of,
     summarise,
 )
-from hf_specdecpp.training.models import FUSION_CONFIG, LAYER_CONFIG, digest, load_draft_vocab, save_fusion, save_layer
-from hf_specdecpp.training.resuming import Record
+from hf_specdecpp.training.models import (
+    always_kept,
+    choose_vocab,
+    covered_mass,
+    digest,
+    load_draft_vocab,
+    most_ids,
+    own_file,
+    save_own,
+)
 from hf_specdecpp.training.rollouts.stage import training_prompts
-from hf_specdecpp.training.trainers import LOGS, go_on, last_checkpoint, logging_to, process_state, training_arguments
+from hf_specdecpp.training.trainers import (
+    LOGS,
+    Record,
+    go_on,
+    last_checkpoint,
+    logging_to,
+    process_state,
+    training_arguments,
+)
 
 logger = logging.get_logger("hf_specdecpp")
 
 REPORT = "distillation.json"
-OWN = (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB, FUSION, FUSION_CONFIG, LAYER_CONFIG)
+OWN = (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB)
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
@@ -62,22 +75,21 @@ Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
 def run(config: TrainingConfig) -> None:
     """Distil the draft, or only measure it where it stays as it is; build the draft vocabulary before.
 
-    Done if the report in `work` is of the same settings; a killed run goes on from its newest checkpoint.
-
     Raises:
         ValueError: there are no rollouts, they or the draft do not fit the target, or the loss is not finite.
     """
     work, state = config.work, process_state()
     answers.record(work)  # raises now, where there are none
-    made = [work / name for name in (*OWN, *config.own_files)]
+    described = [str(Path(name).with_suffix(".json")) for name in config.own_files]
+    made = [work / name for name in (*OWN, *config.own_files, *described)]
     record = Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
         return
     lesson = Lesson.load(config)
-    start = config.distill.start_from if config.trains_layer else None
+    start = config.distill.start_from if config.trainable.own_layers else None
     earlier: Any = None if start is None else layer_from(config.kind, start)
-    keeps_vocabulary = earlier is not None and not config.trains_block
+    keeps_vocabulary = earlier is not None and not config.trainable.blocks
     vocab = earlier.token_ids if keeps_vocabulary else _vocabulary(lesson)
     with state.main_process_first():
         record.begin()
@@ -89,7 +101,7 @@ def run(config: TrainingConfig) -> None:
         trainer = _trainer(lesson, student_of(lesson, vocab, earlier))
     report: dict[str, Any] = {"answers": len(lesson.train), "tokens": answer_tokens(lesson.train, lesson.limit)}
     if vocab is not None:
-        report["draft_vocab"] = {"size": len(vocab), "covered": draft_vocab.covered_mass(vocab, lesson.heldout)}
+        report["draft_vocab"] = {"size": len(vocab), "covered": covered_mass(vocab, lesson.heldout)}
     report |= _distil(trainer, config) if config.distill.enabled else {"before": _by_source(trainer.evaluate())}
     if state.is_main_process:
         record.end(report)
@@ -127,13 +139,12 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
 def _settings(config: TrainingConfig) -> dict[str, Any]:
     """All that decides what comes out."""
     names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
-    if config.trains_module or config.trains_layer:
+    if config.trains_module or config.trainable.own_layers:
         names["reads"] = config.reads
     distill = {name: value for name, value in asdict(config.distill).items() if name not in _of_no_use(config)}
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
-        parts = [Path(ADAPTER_FOLDER) / ADAPTER_FILES[1], Path(FUSION), Path(DRAFT_VOCAB)]
-        parts += map(Path, config.own_files) if config.trains_layer else []
+        parts = [f"{ADAPTER_FOLDER}/{ADAPTER_FILES[1]}", DRAFT_VOCAB, *config.own_files]
         if any((folder / name).is_file() for name in parts):  # a run, and no repository
             distill["start_from"] = [digest(folder / name) for name in parts]
     return {**names, "rollouts": digest(config.work / answers.FOLDER / answers.RECORD), **distill}
@@ -142,9 +153,9 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
 def _of_no_use(config: TrainingConfig) -> set[str]:
     """Settings of `distill` that are of other kinds of draft."""
     of_adapters, of_blocks = {"rank", "fusion_rank"}, {"block_size", "block_layers"}
-    if config.trains_block:
+    if config.trainable.blocks:
         return of_adapters | {"unroll"}
-    if config.trains_layer:
+    if config.trainable.own_layers:
         return of_adapters | of_blocks
     return of_blocks | (set() if config.trains_module else {"unroll", "fusion_rank", "fusion_learning_rate"})
 
@@ -156,12 +167,12 @@ def _vocabulary(lesson: Lesson) -> Tensor | None:
     if size is None:
         return None
     prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(training_prompts(config))]
-    always, num_ids = draft_vocab.always_kept(target), draft_vocab.most_ids(target, lesson.draft)
-    chosen = draft_vocab.choose(lesson.train, size, always, num_ids, prompts)
+    always, num_ids = always_kept(target), most_ids(target, lesson.draft)
+    chosen = choose_vocab(lesson.train, size, always, num_ids, prompts)
     earlier = load_draft_vocab(Path(config.distill.start_from)) if config.distill.start_from else None
     if earlier is None or len(earlier) != size or int(earlier.max()) >= num_ids:
         return chosen
-    return max(chosen, earlier, key=lambda token_ids: draft_vocab.covered_mass(token_ids, lesson.heldout))
+    return max(chosen, earlier, key=lambda token_ids: covered_mass(token_ids, lesson.heldout))
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -215,7 +226,7 @@ def _keep_best_share(trainer: DistillationTrainer, config: TrainingConfig, befor
     Returns:
         The report of each share, of the numbers as they are stored, in half precision.
     """
-    whole = config.trains_layer or config.distill.start_from is not None
+    whole = config.trainable.own_layers or config.distill.start_from is not None
     everything = dict(trainer.model.named_parameters())
     trained = {name: p.detach().clone() for name, p in everything.items() if p.requires_grad}
 
@@ -254,9 +265,9 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     if not trainer.is_world_process_zero():
         return
     student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    if config.trains_layer:
+    if config.trainable.own_layers:
         own = {name.removeprefix(LAYER_PREFIX): tensor for name, tensor in state.items()}
-        save_layer(config.kind, student.model, own, dtype, config.work)
+        save_own(config.kind, student.model, own_file(config.kind).tensors(student.model, own, dtype), config.work)
         return
     tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -264,7 +275,8 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     check_finite(tensors, folder)
     if student.fusion is not None:
         own = {name: tensors.pop(name) for name in list(tensors) if FUSION_PREFIX in name}
-        save_fusion(student.fusion, {name.rpartition(FUSION_PREFIX)[2]: own[name] for name in own}, config.work)
+        own = {name.rpartition(FUSION_PREFIX)[2]: tensor for name, tensor in own.items()}
+        save_own(config.kind, student.fusion, own, config.work)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     lora = copy.copy(student.peft_config["default"])

@@ -28,21 +28,10 @@ from hf_specdecpp.models.causal_lm import CausalLM, longest_text, num_embeddings
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation.initial import block as initial_block
-from hf_specdecpp.training.distillation.initial import eagle3 as initial_layer
-from hf_specdecpp.training.distillation.initial import fusion as initial_fusion
+from hf_specdecpp.training.distillation import initial_block, initial_layer, least_squares
 from hf_specdecpp.training.distillation.students import BlockStudent, LayerStudent, Student, Taught
 from hf_specdecpp.training.distillation.trainer import useful
-from hf_specdecpp.training.models import (
-    LAYER_CONFIG,
-    depth_of,
-    draft_of,
-    layers_of,
-    load,
-    load_fusion,
-    load_layer,
-    reads_of,
-)
+from hf_specdecpp.training.models import depth_of, draft_of, layers_of, load, load_own, own_file, reads_of
 from hf_specdecpp.training.trainers import last_checkpoint, process_state
 
 logger = logging.get_logger("hf_specdecpp")
@@ -54,14 +43,7 @@ FITTED = "fitted-fusion.safetensors"  # beside the checkpoints: what the fusion 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a draft is taught with.
-
-    Attributes:
-        config: of the run.
-        target: in the dtype of training.
-        draft: whose adapter is trained; a layer of its own only begins like one of the target's.
-        train, heldout: rollouts with something to learn from within the first `limit` tokens.
-    """
+    """What a draft is taught with: both models, and the rollouts to learn from, each cut off after `limit` tokens."""
 
     config: TrainingConfig
     target: CausalLM
@@ -90,16 +72,11 @@ class Lesson:
 
 
 def student_of(lesson: Lesson, vocab: Tensor | None, earlier: Any = None) -> Taught:
-    """The draft that a run teaches.
-
-    Args:
-        vocab: token ids that it may propose, or `None` for all.
-        earlier: the layers that training goes on with, if it does.
-    """
+    """The draft that a run teaches, of all tokens or of `vocab`, begun anew or with the layers of an `earlier` run."""
     distill = lesson.config.distill
-    if lesson.config.trains_block:
+    if lesson.config.trainable.blocks:
         return BlockStudent(DFlashDraft(_block(lesson, earlier), lesson.target), distill.loss)
-    if lesson.config.trains_layer:
+    if lesson.config.trainable.own_layers:
         return LayerStudent(Eagle3Drafter(_layer(lesson, vocab, earlier), lesson.target), distill.unroll, distill.loss)
     return _adapted(lesson, vocab)
 
@@ -117,7 +94,7 @@ def _adapted(lesson: Lesson, vocab: Tensor | None) -> Student:
     fusion = _initial_fusion(lesson) if has_fusion else None
     student = Student(lesson.draft, lora, vocab, fusion, distill.unroll, distill.loss)
     if distill.start_from is not None:
-        start_from(student, Path(distill.start_from))
+        start_from(student, Path(distill.start_from), lesson.config.kind)
     return student
 
 
@@ -163,7 +140,7 @@ def _initial_fusion(lesson: Lesson) -> Fusion:
         fusion.load_state_dict(load_tensors(fitted))
     elif config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
         first = check_layers(layers_of(config, target), depth_of(target))[0]
-        initial_fusion.fit(fusion, target, first, lesson.texts_to_fit_on("the fusion"))
+        least_squares.fit(fusion, target, first, lesson.texts_to_fit_on("the fusion"))
         if process_state().is_main_process:
             fitted.parent.mkdir(parents=True, exist_ok=True)
             save_tensors(fusion.state_dict(), fitted)
@@ -171,16 +148,8 @@ def _initial_fusion(lesson: Lesson) -> Fusion:
 
 
 @torch.no_grad()
-def start_from(student: Student, work: Path) -> None:
-    """Copy what another run has trained into a draft that is about to be.
-
-    Args:
-        student: of the same target, layers and kind of draft, with an adapter of the same rank.
-        work: the other run's `work_dir`.
-
-    Raises:
-        ValueError: there is nothing trained, or it is of another shape.
-    """
+def start_from(student: Student, work: Path, kind: Kind) -> None:
+    """Copy what another run has trained in its `work` into a draft; `ValueError` where that is of another shape."""
     if not (work / ADAPTER_FOLDER).is_dir():
         raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")
     theirs = read_adapter(work / ADAPTER_FOLDER).loras
@@ -196,7 +165,7 @@ def start_from(student: Student, work: Path) -> None:
         a.copy_(theirs[name].a)
         b.copy_(theirs[name].b)
     if student.fusion is not None:
-        fusion = load_fusion(work)
+        fusion = load_own(kind, work)
         if fusion.to_config() != student.fusion.to_config():
             raise ValueError(
                 f"The fusion in {work} is of {fusion.to_config()}, this draft's of {student.fusion.to_config()}. Set "
@@ -207,8 +176,8 @@ def start_from(student: Student, work: Path) -> None:
 
 def layer_from(kind: Kind, start: str) -> Any:
     """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
-    if (Path(start) / LAYER_CONFIG).is_file():
-        return load_layer(kind, Path(start))
+    if Path(start, own_file(kind).name).with_suffix(".json").is_file():
+        return load_own(kind, Path(start))
     repository = Repository(start)
     config = load_config(repository)
     if (found := kind_of(config)) is not kind:

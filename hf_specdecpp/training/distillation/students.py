@@ -16,7 +16,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.training.distillation.initial.block import DECAY
+from hf_specdecpp.training.distillation.initial_block import DECAY
 
 ANCHORS = 16  # blocks of a text in one pass
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
@@ -42,12 +42,8 @@ DISTANCES = {"kl": divergence, "tv": total_variation, "kl+tv": divergence_and_va
 
 
 class Taught(nn.Module):
-    """A draft that is taught. All that needs its weights is in its forward, because DDP and FSDP act at the outermost.
-
-    Attributes:
-        drafter: it. Not registered: its model is, already, and its LM head is not to be trained, moved or stored.
-        unroll: candidates of a round that a draft is taught which reads the target's states.
-        distance: one of `DISTANCES`.
+    """A draft that is taught, whose `unroll` steps of a round go on for themselves. All that needs its weights is in
+    its forward, because DDP and FSDP act at the outermost; its drafter is not registered, since its model is already.
     """
 
     drafter: Any
@@ -96,10 +92,7 @@ class Taught(nn.Module):
         return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden), at_once)])
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """`[positions, steps, 2]` of `hidden` `[positions, steps, hidden_size]` and `p_logits` `[positions, vocab]`.
-
-        q is zero outside the draft's tokens, so only these are looked at, with p as it is among all.
-        """
+        """`[positions, steps, 2]` of hidden states and p's logits `[positions, vocab]`; q is 0 at all other ids."""
         q_logits, vocab = self.drafter.head_logits(hidden), self.drafter.draft_vocab
         if vocab is None:
             q_logits = q_logits[..., : p_logits.shape[-1]]
@@ -128,27 +121,14 @@ class Taught(nn.Module):
 
 
 def with_own_parameters(model: CausalLM) -> CausalLM:
-    """The model's structure with new, frozen `Parameter` objects over the same memory.
-
-    So an early exit can be trained although it shares its tensors with the target: whatever freezes, wraps or gathers
-    gradients of the copy's parameters does not reach the target's.
-    """
+    """The model's structure with new, frozen `Parameter` objects over the same memory; training never reaches it."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(buffer): buffer for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 
 
 class Student(Taught, PeftModel):
-    """The draft with a LoRA adapter. A PEFT model, so that checkpoints hold the adapter and nothing else.
-
-    Args:
-        draft: its weights stay as they are.
-        lora: the adapter. For a conditioned draft its `modules_to_save` names `"fusion"`, which is trained, too.
-        draft_vocab: token ids that the draft may propose, or `None` for all.
-        fusion: of a conditioned draft.
-        unroll: steps of a round that a conditioned draft is taught.
-        loss: one of `DISTANCES`.
-    """
+    """The draft with a LoRA adapter, and a fusion if it is conditioned; a PEFT model's checkpoints hold no more."""
 
     def __init__(
         self,
@@ -173,12 +153,7 @@ class Student(Taught, PeftModel):
 
 
 class LayerStudent(Taught):
-    """A draft with a layer of its own, all of which is trained but its embeddings and its LM head.
-
-    Args:
-        drafter: of the layer.
-        unroll, loss: as above.
-    """
+    """A draft with a layer of its own, all of which is trained but its embeddings and its LM head."""
 
     def __init__(self, drafter: Drafter, unroll: int = 1, loss: str = "kl") -> None:
         super().__init__()
@@ -191,14 +166,7 @@ class LayerStudent(Taught):
 
 
 class BlockStudent(Taught):
-    """A draft whose block has `places` candidates; all of it is trained. Embeddings and LM head are the target's.
-
-    Args:
-        drafter: has met the target.
-        loss: one of `DISTANCES`.
-        anchors: blocks of a text in one pass.
-        decay: of the weights of places, in places.
-    """
+    """A draft whose block has `places` candidates; all of it is trained. Embeddings and LM head are the target's."""
 
     def __init__(self, drafter: Any, loss: str = "kl", anchors: int = ANCHORS, decay: float = DECAY) -> None:
         super().__init__()
@@ -270,9 +238,7 @@ def _chunks(count: int, at_once: int = CHUNK) -> list[slice]:
 def through(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
     """The sum of `loss` over chunks of `hidden`, differentiable, with the logits of one chunk in memory at a time.
 
-    The gradient with respect to `hidden` is taken chunk by chunk here; what is returned has that gradient and that
-    value. No parameter between hidden states and loss is trained (the LM head is frozen), so nothing else is lost.
-    """
+    No parameter between hidden states and loss is trained, so what is returned has that value and that gradient."""
     total, gradients = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
     for at in _chunks(len(hidden)):
         with torch.enable_grad():

@@ -19,7 +19,7 @@ from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.students import Taught
-from hf_specdecpp.training.draft_vocab import answer_counts
+from hf_specdecpp.training.models import answer_counts
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -28,12 +28,7 @@ SORTED_BATCHES = 50  # batches that answers of similar length are grouped within
 
 
 class DistillationTrainer(Trainer):
-    """A `Trainer` that computes the target's distributions on the fly. The target is no part of the trained model.
-
-    Args:
-        target: on the trainer's device; never wrapped, moved, trained or stored.
-        fusion_learning_rate: of what mixes the target's states, in the place of `args.learning_rate`.
-    """
+    """A `Trainer` that computes the target's distributions on the fly. The target is never wrapped, moved or stored."""
 
     model: Taught
 
@@ -100,10 +95,7 @@ class DistillationTrainer(Trainer):
     def _teach(
         self, inputs: dict[str, Any], logits: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Any], Tensor], Tensor | None]:
-        """Where the answers are, the target's logits there, and its states for a conditioned draft.
-
-        The logits are plain ones, which is to say at temperature 1; `logits` makes them of states.
-        """
+        """Where the answers are, the target's plain logits there (`logits` makes them of states), and its states."""
         answers = inputs["labels"][:, 1:] != IGNORED
         student = self.accelerator.unwrap_model(self.model)
         if student.fusion is not None:
@@ -132,10 +124,7 @@ class DistillationTrainer(Trainer):
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
-    """Mean acceptance and top-1 agreement over all positions, and over those of each source.
-
-    Of the first step of a round; those of the i-th are `acceptance_i` and `agreement_i`.
-    """
+    """Acceptance and top-1 agreement of all positions and by source; of step i as `acceptance_i`, `agreement_i`."""
     sums, source = np.asarray(prediction.predictions, dtype=np.float64), np.asarray(prediction.label_ids)
     groups = {"all": np.full(len(source), True), **{name: source == i for i, name in enumerate(sources)}}
     report: dict[str, float] = {}
@@ -181,10 +170,7 @@ def answer_tokens(answers: Dataset, limit: int) -> int:
 
 
 def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """A random order in which the answers of a batch have about the same length, so that little is padding.
-
-    It depends on nothing but its arguments: not on the number of processes, nor on what ran before a resume.
-    """
+    """A random order, by its arguments alone, in which a batch has answers of about one length: little is padding."""
     random = np.random.default_rng(seed)
     order, batches = random.permutation(len(lengths)), []
     for block in np.array_split(order, range(batch_size * SORTED_BATCHES, len(order), batch_size * SORTED_BATCHES)):

@@ -1,15 +1,12 @@
 """Stage `calibrate`: make the head's estimates mean what they say.
 
-The weight of rejections in the loss moves the fitted log-odds by about -log w_rej, and a product of many estimates
-multiplies any error. One bias for all candidates undoes the first, one temperature for each position in the chain the
-rest; greedy and sampled targets have their own. Half of the held-out prompts are used for that, the other half measure
-it.
+The weight of rejections in the loss moves the fitted log-odds by about -log w_rej, which one bias undoes; a product of
+many estimates multiplies any error, so each position in the chain has a temperature. Greedy and sampled targets have
+their own. Half of the held-out prompts are for that, the other half measure it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -23,9 +20,10 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.models import HEAD, Trained, save_head
-from hf_specdecpp.training.resuming import save_json
+from hf_specdecpp.training.trainers import save_json
 
 MIN_CANDIDATES = 200  # a position with fewer shares the temperature of the one before
+MOST_BIAS, MOST_LOG = 8.0, 3.0  # of the log-odds, and of the logarithm of a temperature
 
 
 def run(config: TrainingConfig) -> dict[str, object]:
@@ -59,11 +57,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
 
 
 def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
-    """Which candidates (`text` `[n]`: the rollout that each belongs to) are for fitting: those of every other prompt.
-
-    Raises:
-        ValueError: only one prompt, so that nothing would be left to measure with.
-    """
+    """Which candidates are for fitting: those of every other prompt, of two or more (`text` `[n]`: their rollouts)."""
     prompts = list(made.texts("heldout", sampling)["prompt_id"])
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:
@@ -77,42 +71,26 @@ def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
 
 def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
     """The bias and temperatures that minimise the binary cross-entropy; all `[n]`, `index` the place in the chain."""
-    log_odds, label = log_odds.double(), label.double()
-    counts = index.bincount()
-    positions = next((i for i, count in enumerate(counts.tolist()) if count < MIN_CANDIDATES), len(counts))
-    calibration = Calibration(0.0, [1.0] * max(positions, 1))
-    for _ in range(3):  # alternating; each problem is convex (in 1 / temperature)
-        temperatures = calibration.temperatures
-        calibration.bias = minimise(
-            lambda bias: _bce(Calibration(bias, temperatures).apply(log_odds, index), label),  # noqa: B023
-            -8.0,
-            8.0,
-        )
-        shifted = log_odds + calibration.bias
-        groups = index.clamp_max(len(calibration.temperatures) - 1)
-        for position in range(len(calibration.temperatures)):
-            here = groups == position
-            z, y = shifted[here], label[here]
-            best = minimise(lambda t: _bce(z / math.exp(t), y), math.log(0.05), math.log(20.0))  # noqa: B023
-            calibration.temperatures[position] = math.exp(best)
-    return calibration
+    log_odds, label = log_odds.detach().double(), label.double()
+    counts = index.bincount().tolist()
+    positions = max(next((i for i, count in enumerate(counts) if count < MIN_CANDIDATES), len(counts)), 1)
+    groups = index.clamp_max(positions - 1)
+    bias, logs = (torch.zeros(size, dtype=torch.float64, requires_grad=True) for size in (1, positions))
+    optimizer = torch.optim.LBFGS([bias, logs], max_iter=200, tolerance_change=1e-12, line_search_fn="strong_wolfe")
 
+    def bounded() -> tuple[Tensor, Tensor]:
+        return bias.clamp(-MOST_BIAS, MOST_BIAS), logs.clamp(-MOST_LOG, MOST_LOG).exp()
 
-def minimise(function: Callable[[float], float], low: float, high: float, tolerance: float = 1e-4) -> float:
-    """Where a function with one minimum between `low` and `high` has it (golden section)."""
-    golden = (math.sqrt(5.0) - 1.0) / 2.0
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    at_left, at_right = function(left), function(right)
-    while high - low > tolerance:
-        if at_left <= at_right:
-            high, right, at_right = right, left, at_left
-            left = high - golden * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + golden * (high - low)
-            at_right = function(right)
-    return (low + high) / 2.0
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        shift, temperatures = bounded()
+        error = F.binary_cross_entropy_with_logits((log_odds + shift) / temperatures[groups], label)
+        error.backward()
+        return error
+
+    optimizer.step(loss)
+    shift, temperatures = bounded()
+    return Calibration(float(shift.detach()), temperatures.tolist())
 
 
 def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]:
@@ -133,7 +111,3 @@ def survival(values: Tensor, index: Tensor) -> Tensor:
     table = torch.full((int(chain[-1]) + 1, int(index.max()) + 1), float("nan"), dtype=torch.float64)
     table[chain, index] = values.double()
     return table.cumprod(1)
-
-
-def _bce(log_odds: Tensor, label: Tensor) -> float:
-    return float(F.binary_cross_entropy_with_logits(log_odds, label))

@@ -1,13 +1,8 @@
 """Chains drafted at places of the held-out texts, with the chance that the verifier accepts each candidate.
 
-Teacher-forced features (`features.py`) are all at the first position of a round. Calibration and evaluation need later
-positions too, and the candidates after one that would be rejected: what a stopping rule sees when it has to decide.
-
-`benchmark/replay` records texts, too, and shares with this what is the same: `texts/branches.py`. The rest answers
-another question. Here chains begin at places spread over a text and are judged by expectation, with each candidate's
-acceptance probability and no coin, so that estimates can be fitted and measured with little noise. There the rounds
-of one generation follow each other along a whole text, with its coins, so that a rule's rounds are those of a live
-run.
+Features (`features.py`) are all at the first position of a round. Calibration and evaluation need later positions, too,
+and candidates after one that would be rejected. Unlike the rounds of `benchmark/replay`, which follow one another with
+their coins as in a live run, chains begin at places spread over a text and are judged by expectation: little noise.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.head.features import to_half
 from hf_specdecpp.training.head.stage import batch_log_odds
 from hf_specdecpp.training.models import Trained, fingerprint
-from hf_specdecpp.training.resuming import Record, joined, shards
+from hf_specdecpp.training.trainers import Record, joined, shards
 
 FOLDER, RECORD = "chains", "chains.json"
 MAX_TOKENS = 20  # candidates a chain, the paper's largest
@@ -39,9 +34,8 @@ TEXTS_PER_SHARD = 32
 
 
 def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
-    """Rows of `Recorder.of_text` for rollouts of `split` that were written at the temperature of `sampling`.
-
-    Kept in `work/chains` like features; `text` is a row's text: its number in `made.texts`.
+    """Rows of `Recorder.of_text` for rollouts of `split` that were written at the temperature of `sampling`, kept on
+    disk.
 
     Raises:
         ValueError: there are no such rollouts, their answers are too short, or a shard is damaged.
@@ -85,11 +79,7 @@ def _shard(made: Trained, texts: Any, rows: Iterable[int], sampling: Sampling) -
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records the chains that a draft would propose at places of a text.
-
-    Args:
-        inputs: which hidden state to keep, `AcceptanceHead.inputs`.
-    """
+    """Records the chains that a draft would propose at places of a text, with the state that a head `inputs`."""
 
     assistant: SpecDecPPAssistant
     target: CausalLM
@@ -112,7 +102,8 @@ class Recorder:
         text = ReadText.by(self.target, drafter, ids)
         drawing = Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
         reader, parts = Reader(self.target), []
-        for group in together(starts, *_reading_trees(drafter), self.target):
+        branching = [drafter.model] if drafter.blocks_after is None else []  # a block draft reads no candidates
+        for group in together(starts, *branching, self.target):
             drafted = draft_chains(drafter, text, group, MAX_TOKENS, drawing)
             p = target_probabilities(reader, ids, group, drafted.tokens, sampling.p, vocab_size).to(drafter.device)
             q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
@@ -129,11 +120,6 @@ class Recorder:
             drafted_at_all = ends.cumsum(1) - ends.long() == 0
             parts.append({name: value[drafted_at_all].cpu() for name, value in rows.items()})
         return joined(parts)
-
-
-def _reading_trees(drafter: Any) -> list[CausalLM]:
-    """The draft, if it reads the branches of a text in a pass; a block draft reads none of its candidates."""
-    return [drafter.model] if drafter.blocks_after is None else []
 
 
 def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Any) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,17 @@ from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc, reliability
+from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.generation.setup import make_rule
-from hf_specdecpp.intervals import ratio_of_sums
-from hf_specdecpp.plotting import COLOURS, MARKERS, new_figure, save
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.evaluation.calibration import calibration_half, quality
-from hf_specdecpp.training.evaluation.rules import Outcome, RecordedChain, curve, discards_at
 from hf_specdecpp.training.head import features
 from hf_specdecpp.training.models import Trained
-from hf_specdecpp.training.resuming import save_json
 from hf_specdecpp.training.rollouts.stage import sets_to_evaluate
+from hf_specdecpp.training.trainers import save_json
 
 FOLDER, REPORT = "evaluation", "evaluation.json"
 LENGTHS = range(1, 15)  # fixed lengths
@@ -39,10 +37,8 @@ JUDGES = {"head": "head", "draft probability": "q"}
 
 
 def run(config: TrainingConfig) -> dict[str, Any]:
-    """Evaluate the calibrated head on the held-out prompts and on every test set, at each temperature of the rollouts.
-
-    The report is also in `work/evaluation/evaluation.json`, with two pictures each. Of the held-out prompts only those
-    count that the calibration did not use.
+    """Evaluate the calibrated head on held-out prompts that calibration did not use and on every test set, with
+    pictures.
 
     Raises:
         ValueError: there is no head, or there are no rollouts to evaluate on.
@@ -62,11 +58,7 @@ def run(config: TrainingConfig) -> dict[str, Any]:
 
 
 def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
-    """How often each of the siblings that the head was fitted with is the accepted one, on the held-out answers.
-
-    For `"sampled"` and `"greedy"` targets; what a static tree's best shape depends on (`tree_shapes.best_shape`). Empty
-    for heads that know nothing of siblings.
-    """
+    """How often each of a head's siblings is accepted on held-out answers, by mode; static trees are shaped for it."""
     if made.config.head.inputs != "before":
         return {}
     texts = features.build(made, "heldout")
@@ -217,3 +209,83 @@ def plot_reliability(estimates: Mapping[str, Tensor], label: Tensor, path: Path,
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save(figure, path)
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RecordedChain:
+    """Chances that the candidates of a chain are accepted, one after another, and what each rule reads after them."""
+
+    labels: list[float]
+    signals: dict[str, list[float | None]]
+
+
+@dataclass
+class Outcome:
+    """What a rule does: discarded candidates and target passes, each per generated token; candidates a round."""
+
+    setting: float
+    discard_rate: float
+    verification_rate: float
+    mean_length: float
+
+
+def stop_length(rule: StoppingRule, signals: Sequence[float | None]) -> int:
+    """How many candidates `draft_chain` would have submitted under `rule`."""
+    rule.begin_round()
+    limit = min(len(signals), rule.max_tokens)
+    for length in range(1, limit):
+        if rule.stops(signals[length - 1]) and length >= rule.min_tokens:
+            return length
+    return limit
+
+
+def outcome(rule: StoppingRule, chains: Iterable[RecordedChain], signal: str, setting: float) -> Outcome:
+    """Expected discard and verification rate of a rule, which learns nothing, over chains, each of them one round.
+
+    Exact given the drafted tokens: candidate k is accepted with the product of the labels up to k, and a round
+    generates its accepted candidates and one more token, also where the text would have ended.
+
+    Args:
+        signal: which of the chains' signals the rule reads.
+        setting: the threshold or length, for the record.
+    """
+    drafted, accepted, rounds = 0, 0.0, 0
+    for chain in chains:
+        length = stop_length(rule, chain.signals[signal])
+        drafted, accepted, rounds = drafted + length, accepted + expected_accepted(chain.labels[:length]), rounds + 1
+    generated = accepted + rounds
+    return Outcome(setting, (drafted - accepted) / generated, rounds / generated, drafted / rounds)
+
+
+def curve(
+    maker: Callable[[float], StoppingRule],
+    settings: Iterable[float],
+    chains: Collection[RecordedChain],
+    signal: str,
+) -> list[Outcome]:
+    """`outcome` of a rule over its thresholds (or lengths), of each of which `maker` makes it."""
+    return [outcome(maker(setting), chains, signal, setting) for setting in settings]
+
+
+def expected_accepted(labels: Sequence[float]) -> float:
+    """Σ_k Π_{i <= k} label_i."""
+    survival, total = 1.0, 0.0
+    for label in labels:
+        survival *= label
+        total += survival
+    return total
+
+
+def discards_at(points: Sequence[Outcome], verification_rate: float) -> float | None:
+    """Discard rate of a curve at a verification rate, interpolated: the least, or `None` where it does not reach."""
+    found = []
+    for pair in zip(points, points[1:], strict=False):
+        low, high = sorted(pair, key=lambda point: (point.verification_rate, point.discard_rate))
+        if low.verification_rate <= verification_rate <= high.verification_rate:
+            width = high.verification_rate - low.verification_rate
+            share = (verification_rate - low.verification_rate) / width if width else 0.0
+            found.append(low.discard_rate + share * (high.discard_rate - low.discard_rate))
+    return min(found, default=None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from hf_specdecpp.drafting.drafter import Drafter
@@ -23,13 +24,13 @@ from hf_specdecpp.estimation.features import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.sampling.verification import acceptance
+from hf_specdecpp.sampling.randomness import draw_rows
+from hf_specdecpp.sampling.verification import acceptance, sibling_tests
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
-from hf_specdecpp.training.head.labels import analytic_label, draw_siblings, sibling_labels
 from hf_specdecpp.training.models import Trained, fingerprint
-from hf_specdecpp.training.resuming import Record, joined, shards
+from hf_specdecpp.training.trainers import Record, joined, shards
 
 FOLDER, RECORD = "features", "features.json"
 TEXTS_PER_SHARD = 64
@@ -38,11 +39,7 @@ MIXING = 0.15  # share of positions where the draft of an "after" head reads the
 
 
 def build(made: Trained, split: str) -> FeatureSet:
-    """Cache the features of every rollout of `split` in `work/features`; what is there already is not made again.
-
-    Raises:
-        ValueError: there are no rollouts, or a shard is damaged.
-    """
+    """Features of every rollout of `split`, cached in `work/features`; `ValueError` without rollouts or if damaged."""
     config = made.config
     texts = answers.load(config.work, split)
     if config.head.temperature is not None:
@@ -169,11 +166,7 @@ def target_logits(target: CausalLM, input_ids: Tensor, prompt_length: int) -> Te
 
 
 class FeatureSet(Dataset[dict[str, Tensor]]):
-    """Cached features, an item a text (see `Examples.of_text`); read from disk when asked for.
-
-    Raises:
-        ValueError: a shard is damaged.
-    """
+    """Cached features, an item a text (see `Examples.of_text`); read from disk when asked for."""
 
     def __init__(self, shards: list[Path]) -> None:
         self.shards = shards
@@ -196,3 +189,90 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
             self._open[path] = safe_open(path, framework="pt")
         file = self._open[path]
         return {name: file.get_slice(name)[begin:end] for name in file.keys() if name != "lengths"}  # noqa: SIM118
+
+
+# Labels ---------------------------------------------------------------------------------------------------------------
+
+
+def analytic_label(p: Tensor, q: Tensor) -> Tensor:
+    """Σ min(p, q): the mean of `acceptance` over candidates drawn from q; `[..., vocab]` to `[...]`."""
+    return torch.minimum(p, q).sum(-1)
+
+
+@dataclass
+class DrawnSiblings:
+    """Candidates `[..., n]` drawn one after another for the same position, none twice: the q `[..., vocab]` of each
+    draw, the mass and number of those before, and whether q had a token left (else the others mean nothing)."""
+
+    tokens: Tensor
+    drawn_from: list[Tensor]
+    mass: Tensor
+    index: Tensor
+    valid: Tensor
+
+
+def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, greedy: bool = False) -> DrawnSiblings:
+    """Draw n siblings from q `[..., vocab]` without replacement (DySpec, Algorithm 1), or take the likeliest."""
+    left = q.clone()
+    tokens: list[Tensor] = []
+    drawn_from, masses, valid = [], [], []
+    for _ in range(n):
+        total = left.sum(-1, keepdim=True)
+        some_left = total > 0.0
+        probs = torch.where(some_left, left / total, 1.0 / q.shape[-1])
+        rows = probs.reshape(-1, q.shape[-1])
+        token = (rows.argmax(-1) if greedy else draw_rows(rows, generator)).reshape(q.shape[:-1])
+        masses.append(q.gather(-1, torch.stack(tokens, -1)).sum(-1) if tokens else torch.zeros_like(total[..., 0]))
+        tokens.append(token)
+        drawn_from.append(probs)
+        valid.append(some_left[..., 0])
+        left = left.scatter(-1, token[..., None], 0.0)
+    drawn = torch.stack(tokens, -1)
+    index = torch.arange(n, device=q.device).expand_as(drawn)
+    return DrawnSiblings(drawn, drawn_from, torch.stack(masses, -1), index, torch.stack(valid, -1))
+
+
+def sibling_labels(
+    p: Tensor, drawn_from: list[Tensor], tokens: Tensor, analytic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Chance that the verifier accepts each sibling once it has rejected those before it (DySpec, Algorithm 3).
+
+    The verifier gets as far as sibling j with the chance of the second result (`sibling_tests`). A head that
+    is fitted with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much
+    from siblings that are hardly ever tested.
+
+    Args:
+        p: `[..., vocab]`.
+        drawn_from: n tensors `[..., vocab]`, D of each sibling.
+        tokens: `[..., n]`.
+        analytic: labels Σ min(R, D) in the place of min(1, R(y) / D(y)).
+
+    Returns:
+        labels `[..., n]` and the chance that each sibling is tested `[..., n]`, 1 for the first.
+    """
+    reached = torch.ones_like(p[..., 0])
+    labels, reach = [], []
+    tests = sibling_tests(p, drawn_from, tokens.unbind(-1))
+    for each, (accepted, left) in zip(drawn_from, tests, strict=False):
+        labels.append(analytic_label(left, each) if analytic else accepted)
+        reach.append(reached)
+        reached = reached * (1.0 - accepted)
+    return torch.stack(labels, -1), torch.stack(reach, -1)
+
+
+def weighted_bce(log_odds: Tensor, label: Tensor, rejection_weight: float, mask: Tensor) -> Tensor:
+    """The paper's loss: - Σ [P log P̂ + w_rej (1 - P) log(1 - P̂)] / [w_rej Σ (1 - P) + Σ P].
+
+    Args:
+        log_odds: `[...]`, of P̂.
+        label: `[...]`, P, which may lie between 0 and 1.
+        rejection_weight: w_rej.
+        mask: `[...]`, which candidates count: bool, or weights (`sibling_labels`).
+
+    Returns:
+        0-d; zero where nothing counts.
+    """
+    weight = mask.to(log_odds.dtype)
+    accept, reject = weight * label, weight * rejection_weight * (1.0 - label)
+    loss = -(accept * F.logsigmoid(log_odds) + reject * F.logsigmoid(-log_odds)).sum()
+    return loss / (accept + reject).sum().clamp_min(torch.finfo(log_odds.dtype).tiny)

@@ -20,10 +20,9 @@ from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.files import read_json
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.head import features
-from hf_specdecpp.training.head.labels import weighted_bce
+from hf_specdecpp.training.head.features import weighted_bce
 from hf_specdecpp.training.models import HEAD, Trained, save_head
-from hf_specdecpp.training.resuming import Record
-from hf_specdecpp.training.trainers import LOGS, go_on, logging_to, process_state, training_arguments
+from hf_specdecpp.training.trainers import LOGS, Record, go_on, logging_to, process_state, training_arguments
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
 FRACTIONS = (0.25, 0.5)  # of the texts, for the learning curve
@@ -78,10 +77,7 @@ def learning_curve(work: Path) -> list[dict[str, Any]]:
 
 
 def _part(texts: features.FeatureSet, fraction: float, seed: int) -> Texts:
-    """A share of the texts, each share a part of the larger ones.
-
-    Shards come one temperature after the other, and each part must have all of them: hence a random order.
-    """
+    """A share of the texts, at random, each a part of the larger ones: shards have one temperature after the other."""
     if fraction == 1.0:
         return texts
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -107,12 +103,7 @@ def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
 def fit(
     head: AcceptanceHead, train: Texts, heldout: Texts, config: TrainingConfig, drafter: Drafter, checkpoints: Path
 ) -> dict[str, float]:
-    """Fit `head` in place with AdamW and a cosine schedule; metrics on `heldout`.
-
-    Args:
-        train, heldout: texts as in `features.Examples`.
-        drafter: knows the embeddings of the candidates.
-        checkpoints: where the Trainer keeps its state; a run that finds some goes on from the newest.
+    """Fit `head` in place with AdamW and a cosine schedule, going on from a checkpoint; metrics on `heldout`.
 
     Raises:
         ValueError: the loss is not a number.

@@ -1,9 +1,8 @@
 """Stage `rollouts`: the target's answers to the prompts, as parquet shards.
 
 Each shard depends on the settings and its number alone, and appears whole or not at all; so a run that was killed goes
-on with the shards that are missing, and ends with the answers of a run that was not. A run that was interrupted
-(Ctrl-C, a server that is gone) also keeps the answers of the shard that it was at. Several processes (`accelerate
-launch`) share the shards.
+on with those that are missing. A run that was interrupted (Ctrl-C, a server that is gone) also keeps the answers of the
+shard that it was at. Several processes (`accelerate launch`) share the shards.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ from hf_specdecpp.texts.answers import FOLDER, RECORD
 from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts, split_prompts
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.resuming import Record
-from hf_specdecpp.training.rollouts.local_target import LocalTarget
-from hf_specdecpp.training.rollouts.server_target import ServerTarget
-from hf_specdecpp.training.trainers import process_state
+from hf_specdecpp.training.rollouts.targets import LocalTarget, ServerTarget
+from hf_specdecpp.training.trainers import Record, process_state
 
 logger = logging.get_logger(__name__)
 
@@ -58,11 +55,7 @@ class Row(NamedTuple):
 
 
 def sets_to_evaluate(config: TrainingConfig) -> dict[str, str]:
-    """The name of each test set, and its file or data set.
-
-    Raises:
-        ValueError: two have one name.
-    """
+    """The name of each test set, and its file or data set; `ValueError` where two have one name."""
     named = {Path(source).stem.partition(":")[0]: source for source in config.evaluation.data}
     if len(named) < len(config.evaluation.data) or {"train", "heldout"} & set(named):
         raise ValueError(
@@ -119,11 +112,7 @@ def run(config: TrainingConfig) -> None:
 
 
 def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
-    """What the answers depend on.
-
-    Not the address of the server. Nor the size of batches: another draws other answers, but from the same distribution,
-    and a run that ran out of memory must be able to go on with a smaller one.
-    """
+    """What the answers depend on: not the server's address, nor the size of batches, which a run may have to lower."""
     rollouts = config.rollouts
     texts = json.dumps([[[prompt.id, prompt.messages] for prompt in prompts[split]] for split in prompts])
     return {
@@ -153,10 +142,7 @@ def _refuse_others(record: Record) -> None:
 
 
 def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path, list[Row]]:
-    """Each shard's file with its rows, all of one temperature.
-
-    Every shard is a fair sample of the prompts, and all prompts have an answer before one has two.
-    """
+    """Each shard's file with its rows, of one temperature; all prompts have an answer before one has two."""
     size, plan = config.rollouts.shard_size, {}
     for split, encoded in items.items():
         shuffled = random.Random(config.seed).sample(encoded, len(encoded))  # noqa: S311 - no secret

@@ -11,7 +11,7 @@ from support.pretend_devices import on_device, pretend_devices
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.training.distillation.initial import eagle3 as initial_layer
+from hf_specdecpp.training.distillation import initial_layer
 from hf_specdecpp.trees.tree import DraftTree
 
 LEVELS = (5, 5, 5)  # below the root: a tree of 16 nodes

@@ -14,6 +14,7 @@ from transformers.generation import candidate_generator
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.mtp.drafter import MtpDraft
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.known_costs import Rounds
 
@@ -46,7 +47,7 @@ def test_they_draft_further_than_there_are_layers(num_layers: int, tmp_path: Pat
     check_equal(target, assistant)
     assert assistant.stats.accepted > 0
     assert len(assistant.stats.drafted_at) == 5
-    described = Rounds(target, assistant.drafter, assistant.estimator, 4).conditions()
+    described = Rounds(target, assistant.drafter, assistant.head or DraftProbability(), 4).conditions()
     assert described["reads"] == {"multi_token": True, "hidden_size": HIDDEN}
     assert described.get("multi_token_layers", 1) == num_layers
 

@@ -19,7 +19,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.training.distillation.initial.least_squares import (
+from hf_specdecpp.training.distillation.least_squares import (
     LastLayer,
     copy_final_norm,
     is_usual,
@@ -38,10 +38,6 @@ TINY = 1e-6  # beside the mean square of a vector that is normed
 
 def settings_for(target: CausalLM, reads: Sequence[int], vocab: Tensor | None) -> Eagle3Settings:
     """A draft of the target's own sizes, each head with keys of its own: one Llama layer, which every engine serves.
-
-    Args:
-        reads: the target's layers whose outputs it reads.
-        vocab: `[n]` token ids that it may propose; `None` for all.
 
     Raises:
         ValueError: the target has no attention, whose sizes the layer takes.
@@ -105,11 +101,8 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
 
 
 class _Places(NamedTuple):
-    """Of a text, for each token but the first: float32 on the CPU, `[n, ...]` each.
-
-    `states` are what fc reads, of the token before, and `final` what the draft's own state there is like; `embeddings`
-    are the token's, `inputs` what the last layer's MLP reads at it.
-    """
+    """Of each token but the first, float32 on the CPU, `[n, ...]` each: what fc reads, of the token before; what the
+    draft's own state there is like; the token's embeddings; and what the last layer's MLP reads at it."""
 
     states: Tensor
     final: Tensor
@@ -140,12 +133,8 @@ def _mixing(places: Iterable[_Places]) -> Tensor:
 
 
 def _maps(model: Eagle3Model, places: Iterable[_Places]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the two normed vectors x say that attention reads, in first steps and in further ones.
-
-    Returns:
-        The maps `[hidden_size, 2 * hidden_size]` to what the residual g lacks before the MLP, and
-        `[1, 2 * hidden_size]` to the number 1; and the mean of x x^T.
-    """
+    """From the two normed vectors x of first and further steps: the maps `[hidden_size, 2 * hidden_size]` to what the
+    residual g lacks and `[1, 2 * hidden_size]` to the number 1, and the mean of x x^T."""
     fc = None if model.reader.fc is None else model.reader.fc.weight.cpu()
     squares = products = torch.zeros(())
     rows = 0
@@ -164,9 +153,7 @@ def _unit(states: Tensor) -> Tensor:
 
 
 def _attend_to_own_place(attention: Any, one: Tensor, frequencies: Tensor, count: int) -> None:
-    """The last `count` heads attend to their own place: query and key are the same vector at every place, but for RoPE,
-    which turns them by their distance. So the score is the mean of cos(distance * frequency) over the pairs that the
-    vector lies in: of the highest frequencies as many as make the distances' largest one lowest."""
+    """Let the last `count` heads attend to their own place: query and key are one vector, turned by fast RoPE pairs."""
     distances = torch.arange(1, DISTANCES, dtype=torch.float32)[:, None]
     pairs = torch.arange(1, len(frequencies) + 1)
     largest = ((distances * frequencies.float().cpu()).cos().cumsum(1) / pairs).amax(0)

@@ -18,7 +18,7 @@ from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet
 from hf_specdecpp.drafts.dflash.model import DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.training.distillation.initial.least_squares import (
+from hf_specdecpp.training.distillation.least_squares import (
     LEAST,
     LastLayer,
     copy_final_norm,
@@ -41,15 +41,8 @@ KINDS = 4  # of heads: the first row's and the later ones', each for the text be
 def settings_for(
     target: CausalLM, reads: Sequence[int], block_size: int, num_layers: int, mask_token: int
 ) -> DFlashSettings:
-    """A draft of the target's width, whose first row proposes, too, and whose rows see no later ones.
-
-    So a shorter block would propose the same, and the first candidate is judged where the target's own row stands.
-
-    Args:
-        reads: the target's layers whose outputs it reads.
-        block_size: candidates.
-        mask_token: id of the token in the places to be guessed.
-    """
+    """A draft of the target's width, whose first row proposes, too, and whose rows see no later ones: a shorter block
+    would propose the same, and the first candidate is judged where the target's own row stands."""
     config = target.config.get_text_config(decoder=True)
     head_dim = size_of(config, "head_dim") or config.hidden_size // (size_of(config, "num_attention_heads") or 8)
     heads = KINDS * -(-config.hidden_size // (2 * head_dim))  # half of a full map for each kind
@@ -69,10 +62,7 @@ def settings_for(
 
 @torch.no_grad()
 def untrained(settings: DFlashSettings, target: CausalLM) -> DFlashModel:
-    """A draft whose final norm is the target's, and in which no layer adds anything; float32.
-
-    What it reads last is its context as it is, and what it reads beside that adds nothing at first.
-    """
+    """A draft with the target's final norm, in which no layer adds anything; its context is what it reads last."""
     model = DFlashModel(settings).float()
     for layer in model.layers:
         layer.self_attn.o_proj.weight.zero_()
@@ -106,14 +96,8 @@ def fit(model: DFlashModel, target: CausalLM, texts: Iterable[Tensor], decay: fl
 
 @dataclass
 class _Means:
-    """Means over places of texts; H is the width, knowns are [c; e].
-
-    Attributes:
-        first, first_wanted: squares `[2H, 2H]` of the first row's knowns, and their products `[2H, H]` with x - e.
-        later, later_wanted: the same of the later rows, by weight, with x - m.
-        known: `[2H]`, of the knowns.
-        mask: `[H]`, the mask token's normed embedding.
-    """
+    """Means over places of texts: squares `[2H, 2H]` of the first and of later rows' knowns [c; e], and their products
+    with x - e and x - m `[2H, H]`; the knowns' mean; and the mask token's normed embedding m."""
 
     first: Tensor
     first_wanted: Tensor

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Iterator, Set
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging
 
+from hf_specdecpp.files import parse_json
 from hf_specdecpp.models.causal_lm import CACHE, takes_positions
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.randomness import draw_rows, seed_of
@@ -22,11 +31,10 @@ SHRINK_AT = 0.85  # share of answers still being written at which the others lea
 
 
 class LocalTarget:
-    """Answers prompts in batches; the same prompts and seed give the same answers.
+    """Answers prompts in batches; the same prompts and seed give the same answers, drawn by temperature and top-k
+    alone.
 
-    Of the target's own generation settings only the tokens that end an answer are kept: temperature and top-k alone
-    shape p, as they do in the labels of the head. Unlike in `generate()`, finished answers leave the batch, and a token
-    is drawn among the top-k without sorting the vocabulary: two to three times as many tokens a second.
+    Unlike in `generate()`, finished answers leave the batch, and no vocabulary is sorted: two to three times the speed.
     """
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
@@ -40,12 +48,8 @@ class LocalTarget:
     ) -> Iterator[tuple[int, list[int], bool]]:
         """Index of an item, the new tokens, and whether the target ended them; in any order.
 
-        Args:
-            done: indices of items that need no answer. Batches stay as they are: one that has others, too, is answered
-                whole, so that its answers are those of a run that was not interrupted.
-
-        Raises:
-            ValueError: the target computes NaN.
+        Batches stay as they are: one that has an item that is not `done` is answered whole, as if nothing had
+        interrupted.
         """
         order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))  # little padding
         for start in range(0, len(order), self.settings.batch_size):
@@ -112,11 +116,7 @@ class LocalTarget:
 
 
 class _Preallocated(DynamicLayer):
-    """A cache layer with room from the start: at long answers most of the time would go into copying it at every step.
-
-    Args:
-        length: most tokens that it will hold.
-    """
+    """A cache layer with room for `length` tokens from the start, since copying takes most time of long answers."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -144,3 +144,104 @@ class _Preallocated(DynamicLayer):
         end = self.get_seq_length()
         self.rooms = [room[indices] for room in self.rooms]
         self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+
+
+# A server -------------------------------------------------------------------------------------------------------------
+
+logger = logging.get_logger(__name__)
+
+ATTEMPTS = 6
+FIRST_DELAY = 1.0  # seconds; doubles from attempt to attempt
+TIMEOUT = 600.0  # seconds for one answer
+EVERY_TOKEN = 2**20  # as top_k: servers do not agree on 0 or -1 for "all"
+PATH = "/v1/completions"
+
+
+class ServerTarget:
+    """Asks a server that takes prompts as token ids, `batch_size` at a time, past any other template or tokenizer."""
+
+    def __init__(self, config: TrainingConfig, codec: Codec) -> None:
+        self.settings, self.codec = config.rollouts, codec
+        self.model = config.rollouts.server_model or config.target
+        self.url = str(config.rollouts.server).rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"The server {self.url!r} is not a URL such as http://localhost:8000.")
+
+    def __call__(
+        self, items: list[Encoded], temperature: float, seed: int, done: Set[int] = frozenset()
+    ) -> Iterator[tuple[int, list[int], bool]]:
+        """As `LocalTarget`; `done` are not asked. `ConnectionError` where the server fails again and again."""
+        with ThreadPoolExecutor(self.settings.batch_size) as pool:
+            asked = {
+                pool.submit(self._ask, item, temperature, seed + index): index
+                for index, item in enumerate(items)
+                if index not in done
+            }
+            try:
+                for future in as_completed(asked):
+                    index = asked[future]
+                    text, finished = future.result()
+                    yield index, *self.codec.read_answer(items[index], text, finished)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _ask(self, item: Encoded, temperature: float, seed: int) -> tuple[str, bool]:
+        """The text of an answer, and whether the target ended it."""
+        body = {
+            "model": self.model,
+            "prompt": item.input_ids,
+            "max_tokens": self.codec.room(item, self.settings.max_new_tokens),
+            "seed": seed,
+            # Temperature and top-k alone: servers have defaults for all the rest, or take the model's own.
+            "temperature": temperature,
+            "top_k": self.settings.top_k or EVERY_TOKEN,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "repeat_penalty": 1.0,  # as llama.cpp calls it
+        }
+        reply = self._post(body)
+        try:
+            choice = reply["choices"][0]
+            text, finished = choice["text"], choice["finish_reason"] == "stop"
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(
+                f"{self.url}{PATH} answered {str(reply)[:300]}, which is not what OpenAI's API answers."
+            ) from None
+        # An answer cut inside a character ends in the sign for it, which the target never wrote.
+        return text if finished else text.rstrip("\ufffd"), finished
+
+    def _post(self, body: dict[str, Any]) -> Any:
+        request = Request(  # noqa: S310 - the scheme was checked
+            self.url + PATH, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        if key := os.environ.get("OPENAI_API_KEY"):
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                logger.warning_once(f"{self.url} does not answer ({problem}). Trying again for half a minute.")
+                time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
+            try:
+                with urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310 - the scheme was checked
+                    return parse_json(response.read())
+            except HTTPError as error:
+                problem = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
+                if error.code in (401, 403):
+                    raise ValueError(
+                        f"{self.url} asks for an API key ({problem}). Set the environment variable OPENAI_API_KEY."
+                    ) from None
+                if error.code < 500 and error.code not in (408, 429):
+                    raise ValueError(
+                        f"The server {self.url} refused a request for model {self.model!r}: {problem}. Check the "
+                        "model's name (rollouts.server_model), and that the server takes a prompt of token ids and a "
+                        "top_k, as vLLM, SGLang and llama.cpp do; otherwise leave the server out, so that the target "
+                        "answers here."
+                    ) from None
+            except (OSError, HTTPException, ValueError) as error:  # unreachable, cut off, or half an answer
+                problem = f"{type(error).__name__}: {error}"
+        raise ConnectionError(
+            f"The server {self.url} did not answer after {ATTEMPTS} attempts. The last one: {problem}. Is it running, "
+            "and has it memory for that many requests at once (rollouts.batch_size)? Finished shards are kept: run the "
+            "same command to go on."
+        )

@@ -18,9 +18,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit, per_layer
 from hf_specdecpp.models.loading import load_model
-from hf_specdecpp.serving.commands import plain_model_commands
-from hf_specdecpp.serving.destination import Destination, Exported
-from hf_specdecpp.serving.plain_model import write_plain_model
+from hf_specdecpp.serving import Destination, Exported, plain_model_commands, write_plain_model
 
 CONFIG = SpecDecPPConfig(draft_kind="early_exit", draft_layers=[0, 1])
 LONG_WINDOW = 256  # no short text shows it
@@ -127,7 +125,7 @@ def test_weights_are_compared_bit_by_bit(to: Destination, monkeypatch: pytest.Mo
             model.lm_head.weight[0, 0] = model.lm_head.weight[0, 0].nextafter(torch.tensor(9.0))
         return model
 
-    monkeypatch.setattr("hf_specdecpp.serving.plain_model.load_model", load)
+    monkeypatch.setattr("hf_specdecpp.serving.load_model", load)
     with pytest.raises(ValueError, match="1 weights or settings differ, such as lm_head.weight"):
         write(early_exit(tiny("llama").float(), 2), to)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_specdecpp.intervals import median_of_ratios, ratio_of_sums
+from hf_specdecpp.figures import median_of_ratios, ratio_of_sums
 
 
 def test_median_is_not_moved_by_one_disturbed_run() -> None:

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdecpp.config.bounds import ROPE
+from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.reader import Reader
@@ -29,23 +30,13 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def solved(squares: Tensor, products: Tensor) -> Tensor:
-    """The map `[wanted, known]` of least squares, from sums or means of x x^T and of x y^T over places.
-
-    Args:
-        squares: `[known, known]`.
-        products: `[known, wanted]`.
-    """
+    """The map `[wanted, known]` of least squares, from sums or means of x x^T and x y^T over places."""
     ridge = (RIDGE * squares.diagonal().mean() + LEAST) * torch.eye(len(squares))
     return torch.linalg.solve(squares + ridge, products).T
 
 
 def low_rank(wanted: Tensor, squares: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Maps `[out, rank]` and `[rank, in]` whose product is the best approximation of `wanted` for such inputs.
-
-    Args:
-        wanted: `[out, in]`; the rank is at most `out`.
-        squares: `[in, in]`, sums or means of x x^T over the inputs.
-    """
+    """Maps `[out, rank]` and `[rank, in]` that approximate `wanted` best for inputs with these squares."""
     outputs = torch.linalg.eigh(wanted @ squares @ wanted.T).eigenvectors[:, -rank:]
     return outputs, outputs.T @ wanted
 
@@ -103,12 +94,7 @@ class Observed(NamedTuple):
 def observed(
     target: CausalLM, reads: StateReader, texts: Iterable[Tensor], last: LastLayer | None = None
 ) -> Iterator[Observed]:
-    """What the target computes along texts, `[1, n]` each, in float32; texts of fewer than three tokens are left out.
-
-    Args:
-        reads: which states.
-        last: whose x; without it there is none.
-    """
+    """States along texts `[1, n]` of three tokens or more, in float32, and x of the target's last layer."""
     reader, seen = Reader(target), list[Tensor]()
     with ExitStack() as hooks:
         if last is not None:
@@ -124,10 +110,7 @@ def observed(
 
 
 def copy_norm(theirs: Any, ours: Any) -> None:
-    """Let one of our norms multiply with what the target's does, if it has one and that has no bias.
-
-    That is what it makes of a vector of ones, also where it multiplies with 1 + its weight.
-    """
+    """Let one of our norms multiply with what the target's makes of ones, if it has one and that has no bias."""
     if theirs is not None and getattr(theirs, "bias", None) is None:
         ours.weight.copy_(theirs(torch.ones_like(theirs.weight)[None])[0])
 
@@ -164,3 +147,39 @@ def layer_sizes(config: Any) -> dict[str, Any]:
 def logit_factor(config: Any) -> float:
     """What some families multiply logits with."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+# A fusion -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fit(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Tensor]) -> None:
+    """Set F to what makes x, by least squares, the target's own input of its `layer` at each token.
+
+    So the draft's first layer begins with inputs like those that it knows, made of what a draft has: the target's final
+    state at the token before, and the token.
+
+    Args:
+        fusion: is changed; what it reads of further layers still adds nothing.
+        layer: the first one that drafts. 0 reads embeddings: then nothing is fitted.
+        texts: `[1, n]` each.
+    """
+    if layer == 0:
+        return
+    below = Fusion(fusion.hidden_size, fusion.embedding_size, [layer - 1])  # only says what to catch
+    reader, size = Reader(target), fusion.hidden_size + fusion.embedding_size
+    squares, products = torch.zeros(size, size), torch.zeros(size, fusion.hidden_size)
+    for ids, states, _ in observed(target, below, texts):
+        final, wanted = states.cpu().split(fusion.hidden_size, dim=-1)
+        known = torch.cat((final[:-1], reader.embed(ids[1:]).cpu().float()), dim=-1)
+        usual = is_usual(wanted[1:])
+        squares += known[usual].T @ known[usual]
+        products += known[usual].T @ wanted[1:][usual]
+    solution = solved(squares, products)
+    if isinstance(fusion.fuse, nn.Linear):
+        fusion.fuse.weight.copy_(solution)
+    elif isinstance(fusion.fuse, nn.Sequential) and fusion.rank is not None:
+        first, second = fusion.fuse
+        outputs, inner = low_rank(solution, squares, fusion.rank)
+        first.weight.copy_(inner)  # type: ignore[operator]
+        second.weight.copy_(outputs)  # type: ignore[operator]

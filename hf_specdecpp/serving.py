@@ -1,9 +1,13 @@
-"""Write a draft as an ordinary causal LM, which every engine loads, and prove that the files are the draft."""
+"""Drafts as other engines serve them: plain models written and loaded again to compare, and the commands to type."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,6 @@ from transformers import GenerationConfig
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model
-from hf_specdecpp.serving.commands import plain_model_commands
-from hf_specdecpp.serving.destination import Destination, Exported
 
 # Copied as they are: transformers writes tokenizers anew, and llama.cpp wants the original SentencePiece model.
 TOKENIZER_FILES = [
@@ -29,20 +31,83 @@ TOLERANCE = 1e-3  # of the largest logit: the same weights in the same modules d
 TOLERANCE_IN_HALF = 5e-2
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Where a draft is written, and what for.
+
+    Attributes:
+        folder: empty; what is written into it becomes `output` once all of it is there and right.
+        output: the folder that the user asked for, as commands name it.
+        target: Hub id or folder of the target, `None` where nobody has named it.
+        revision: of the target.
+        num_tokens: candidates a round, for engines that draft a fixed number.
+    """
+
+    folder: Path
+    output: Path
+    target: str | None
+    revision: str | None
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Commands that serve a draft, by engine, and whole sentences about what differs from the draft as it runs here."""
+
+    commands: dict[str, list[str]]
+    notes: list[str] = field(default_factory=list)
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+def plain_model_commands(to: Destination) -> dict[str, list[str]]:
+    """Commands by engine for a draft that is a causal LM, ready for a shell; a target without a name is `TARGET`."""
+    return _commands(to, "draft_model", "STANDALONE", 1)
+
+
+def eagle3_commands(to: Destination) -> dict[str, list[str]]:
+    """The commands for an EAGLE-3 draft."""
+    converting = ["--target-model-dir", to.target or "TARGET"]
+    return _commands(to, "eagle3", "EAGLE3", 4, converting, ["--spec-type", "draft-eagle3"])
+
+
+def _commands(
+    to: Destination, vllm: str, sglang: str, branches: int, converting: Sequence[str] = (), serving: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """The method's names, branches of SGLang's tree (1 is a chain), and further words for llama.cpp."""
+    count, draft = to.num_tokens, str(to.output)
+    target, gguf = to.target or "TARGET", f"{to.output}.gguf"
+    settings = {"method": vllm, "model": draft, "num_speculative_tokens": count}
+    # Nodes of the tree, the token before it included: a chain of k tokens has k + 1.
+    nodes = count + 1 if branches == 1 else branches * count
+    tree = f"--speculative-num-steps {count} --speculative-eagle-topk {branches} --speculative-num-draft-tokens {nodes}"
+    words = {
+        "vLLM": [["vllm", "serve", target, "--speculative-config", json.dumps(settings, separators=(",", ":"))]],
+        "SGLang": [
+            ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", sglang]
+            + ["--speculative-draft-model-path", draft, *tree.split()]
+        ],
+        "llama.cpp": [
+            ["python", "convert_hf_to_gguf.py", draft, *converting, "--outfile", gguf],
+            ["llama-server", "-m", f"{Path(target).name}.gguf", *serving, "-md", gguf]
+            + ["--spec-draft-n-max", str(count)],
+        ],
+    }
+    return {engine: [shlex.join(command) for command in commands] for engine, commands in words.items()}
+
+
+# Plain models ---------------------------------------------------------------------------------------------------------
+
+
 def write_plain_model(
     model: CausalLM, source: str, revision: str | None, config: SpecDecPPConfig, to: Destination
 ) -> Exported:
-    """Write `model.safetensors`, `config.json`, `generation_config.json` and tokenizer files, and load them again.
-
-    Args:
-        model: the draft with its adapter merged; nobody else holds its configs, which are changed.
-        source, revision: Hub id or folder, and commit, whose tokenizer files are copied.
-        config: of the assistant.
+    """Write a draft, its adapter merged, with the tokenizer files of `source`, and load it again.
 
     Raises:
         ValueError: the model is more or less than an ordinary causal LM, is quantised, has no tokenizer files, or does
             not come back from its files as it was.
-        OSError, huggingface_hub errors: a file cannot be read, written or downloaded.
     """
     _check_plain(model)
     # An adapter of the LM head parts it from the embeddings that it was tied to.
@@ -99,10 +164,7 @@ def _copy_tokenizer(source: str, revision: str | None, folder: Path) -> None:
 
 
 def _check_reloaded(model: CausalLM, folder: Path) -> None:
-    """Raise `ValueError` unless what is in `folder` is the model: weights bit for bit, settings of layers, logits.
-
-    Logits of a short text do not show everything: an attention window may be longer than it.
-    """
+    """Raise `ValueError` unless what is in `folder` is the model: weights, settings of layers, logits of a text."""
     try:
         again = load_model(folder)
     except Exception as failure:  # whatever the checks of a family's config and constructor raise
@@ -127,10 +189,7 @@ def _not_equal(model: CausalLM, how: str) -> ValueError:
 
 
 def _contents(model: CausalLM) -> dict[str, Any]:
-    """The weights, and every plain setting in every layer, such as its window or its number.
-
-    What a decoder notes of all of its layers, such as whether any has a window, is the target's in an early exit.
-    """
+    """The weights, and every plain setting in every layer, such as its window."""
     settings = {
         f"{name}.{key}": value
         for name, module in model.named_modules()
@@ -143,16 +202,13 @@ def _contents(model: CausalLM) -> dict[str, Any]:
 
 def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """Names of what is not the same in both, or only in one."""
+    return sorted(name for name in {**ours, **theirs} if not _same(ours.get(name, "none"), theirs.get(name, "none")))
 
-    def same(name: str) -> bool:
-        if name not in ours or name not in theirs:
-            return False
-        one, other = ours[name], theirs[name]
-        if isinstance(one, torch.Tensor):
-            return bool(one.dtype == other.dtype and torch.equal(one, other))
-        return bool(one == other)
 
-    return sorted(name for name in {**ours, **theirs} if not same(name))
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _notes(model: CausalLM, config: SpecDecPPConfig) -> list[str]:

@@ -1,17 +1,25 @@
-"""Medians of paired ratios, and how far chance could have moved them."""
+"""Figures of reports: ratios with how far chance could have moved them, and the style of pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
 
 RESAMPLES = 2000
 COVERED = 0.95
+# Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")
+MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
 
 
 def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
@@ -40,3 +48,21 @@ def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int) -> 
     tail = (1.0 - COVERED) / 2.0
     low, high = np.quantile(statistic(values[drawn]), (tail, 1.0 - tail))
     return float(statistic(values)), float(low), float(high)
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of that many inches with one pair of axes. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG or SVG, by the file's ending, whole or not at all."""
+    from matplotlib import rc_context
+
+    temporary, undated = path.with_name(path.name + ".tmp"), {"Date": None} if path.suffix == ".svg" else None
+    with rc_context({"svg.hashsalt": path.stem}):  # the same figure, the same file
+        figure.savefig(temporary, dpi=150, format=path.suffix[1:], metadata=undated)
+    temporary.replace(path)

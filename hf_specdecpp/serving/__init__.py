@@ -1,1 +1,0 @@
-"""Drafts as other engines serve them: plain models written and checked, and the commands that serve them."""

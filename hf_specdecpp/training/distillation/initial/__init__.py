@@ -1,1 +1,0 @@
-"""What the weights of drafts are before training: made of the target, by least squares on its own states."""
