@@ -41,7 +41,6 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.trees.drawing import DrawnTree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,11 +98,6 @@ class AssistantModel(PreTrainedModel):
                 f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
             )
         self._speculation = value
-
-    @property
-    def last_tree(self) -> DrawnTree | None:
-        """The tree of the latest round that drafted one, with its accepted path; `str()` draws it."""
-        return self.stats.last_tree
 
     # Using one -------------------------------------------------------------------------------------------------------
 

@@ -67,8 +67,8 @@ def run(config: DemoConfig) -> None:
     if config.svg is not None:
         save_text(_picture(pairs[-1], model), config.svg)
         console.print(f"Picture of the last answer: {config.svg}")
-    if helper.last_tree is not None:
-        _show_tree(helper.last_tree, tokenizer)
+    if helper.stats.last_tree is not None:
+        _show_tree(helper.stats.last_tree, tokenizer)
     elif config.tree:
         console.print(f"\nNo tree to show: no round of rule={helper.speculation.rule!r} was worth a candidate.")
     if differing := sum(each.differs for each in pairs):

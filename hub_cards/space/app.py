@@ -90,11 +90,11 @@ def coloured(said):
 
 def tree_of(assistant):
     """A drawing of the last tree, or why there is none."""
-    if assistant.last_tree is None:
+    if assistant.stats.last_tree is None:
         return "No tree: chains were drafted, or no round was worth a candidate."
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tree.svg"
-        assistant.last_tree.save(file, lambda token: repr(tokenizer.decode([token])))
+        assistant.stats.last_tree.save(file, lambda token: repr(tokenizer.decode([token])))
         return image(file.read_text(encoding="utf-8"))
 
 

@@ -191,7 +191,7 @@ def test_nothing_is_drafted_below_an_end_of_sequence() -> None:
     eos = plain_text("llama")[0, 20:].tolist()[10]
     assistant = assistant_for(target, mix=1.0, **{**TREES["dyspec"], "tree_budget": 40})
     generate(target, assistant, **{**ARGUMENTS, "eos_token_id": eos, "pad_token_id": 0})
-    tree = assistant.last_tree.tree
+    tree = assistant.stats.last_tree.tree
     assert eos in tree.tokens[1:]
     assert all(not children for token, children in zip(tree.tokens[1:], tree.children[1:], strict=True) if token == eos)
 
@@ -320,11 +320,11 @@ def test_a_left_padded_prompt() -> None:
 def test_repeated_calls_and_the_last_tree() -> None:
     target = target_of("llama")
     assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
-    assert assistant.last_tree is None
+    assert assistant.stats.last_tree is None
     texts = [target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS) for _ in range(2)]
     assistant.detach()
     assert torch.equal(*texts)
-    drawn: Any = assistant.last_tree
+    drawn: Any = assistant.stats.last_tree
     lines = str(drawn).splitlines()
     assert len(lines) == 1 + len(drawn.tree)
     assert sum("─*" in line for line in lines) == len(drawn.path)
@@ -351,7 +351,7 @@ def test_an_unattached_target_gets_chains(caplog: pytest.LogCaptureFixture) -> N
     assert torch.equal(generate(target, assistant, **ARGUMENTS), plain_text("llama"))
     assert assistant.stats.accepted > 0
     assert not assistant.stats.tree_depths
-    assert assistant.last_tree is None
+    assert assistant.stats.last_tree is None
 
 
 def test_a_head_that_judges_afterwards_is_refused() -> None:
