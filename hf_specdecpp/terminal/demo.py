@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,7 +149,7 @@ def _against_measured(stats: SpeculationStats, plain: Answer) -> SpeculationStat
     return replace(stats, plain_pass_seconds=measured, same_pass_seconds=same)
 
 
-def _differ(plain: Sequence[int], assisted: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+def _differ(plain: list[int], assisted: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Print whether the answers are the same; True if they differ."""
     if plain == assisted:
         _print(f"equal: all {len(plain)} tokens", style="green")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class Answer:
 
     said: Sequence[Token]
     seconds: float
-    ids: Sequence[int] = ()
+    ids: list[int] = field(default_factory=list)
 
     @property
     def rate(self) -> str:
