@@ -7,9 +7,8 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from hf_specdecpp.cli_options import BenchmarkConfig
+from hf_specdecpp.cli_options import BenchmarkConfig, Setting, describe
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.config.descriptions import Setting, describe
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.training.configuration import TrainingConfig
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import with_layers
 from hf_specdecpp.version import __version__

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.figures import median_of_ratios
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of

@@ -13,8 +13,7 @@ import tracemalloc
 from pathlib import Path
 
 from hf_specdecpp.lookup.rates import LookupRates, TextRates
-from hf_specdecpp.lookup.seen import Seen
-from hf_specdecpp.lookup.text import TextLookup
+from hf_specdecpp.lookup.text import Seen, TextLookup
 
 LENGTHS = (1_000, 8_000, 50_000)
 ROUNDS, ROUNDS_TIMED = 500, 100  # the fastest hundred count

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.clocks import computing_clock
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 
 SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
 NEW_TOKENS, REPETITIONS, WARM_UP = 96, 9, 3

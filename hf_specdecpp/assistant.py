@@ -17,7 +17,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
-from hf_specdecpp.drafts.kind import Kind, Loading
+from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
 from hf_specdecpp.drafts.known import (
     CONDITIONED,
     EAGLE3,
@@ -27,7 +27,6 @@ from hf_specdecpp.drafts.known import (
     override,
     ready_made,
 )
-from hf_specdecpp.drafts.stored import Parts, is_model
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing

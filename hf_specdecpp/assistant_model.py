@@ -13,13 +13,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.decisions import Decisions
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
-from hf_specdecpp.drafts.kind import Loading
+from hf_specdecpp.drafts.kind import Loading, Parts
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
-from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rehearsal import warm_up
@@ -36,9 +34,9 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import check_hash, check_same_tokenizer
 from hf_specdecpp.models.products import PackedWeights, quantise
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.models.vocabulary import check_hash, check_same_tokenizer
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.throughput.memory import Memory
 
@@ -50,7 +48,7 @@ class AssistantModel(PreTrainedModel):
     """An assistant of given parts. `SpecDecPPAssistant` adds the ways to make and store one.
 
     Attributes:
-        decisions: what the package decides beside the settings; for experiments (`config.decisions.Decisions`).
+        decisions: what the package decides beside the settings; for experiments (`config.speculation.Decisions`).
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
         memory: what was learned of targets while generating, and earlier answers if lookups search them

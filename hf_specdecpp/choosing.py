@@ -14,9 +14,8 @@ from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
-from hf_specdecpp.drafts.kind import Loading
+from hf_specdecpp.drafts.kind import Loading, Parts, raw_config
 from hf_specdecpp.drafts.known import LOOKUP, MTP, multi_token_layers, recognise
-from hf_specdecpp.drafts.stored import Parts, raw_config
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.hub.published import advice
 from hf_specdecpp.models import causal_lm

@@ -16,7 +16,7 @@ from rich.text import Text
 from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, TrainOptions, options_of, settings_from
 
 if TYPE_CHECKING:
-    from hf_specdecpp.drafts.stored import SelfCheck
+    from hf_specdecpp.drafts.kind import SelfCheck
     from hf_specdecpp.hub.inspection import Report
     from hf_specdecpp.serving import Exported
 

@@ -6,14 +6,80 @@ Imports nothing that is slow.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from hf_specdecpp.config.descriptions import describe
+ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)(?: \((?P<unit>[^)]*)\))?: (?P<meaning>.*)")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a settings dataclass.
+
+    Args:
+        name: of the field, after the names of the dataclasses around it: `"head.rank"`.
+        default: its default, `MISSING` where there is none.
+        kind: what it takes, its annotation written out: `"int | None"`, `'"before" | "after"'`.
+        unit: what its number counts, such as `"tokens"`; empty for what is no number.
+        meaning: a sentence or more, with Markdown's backticks.
+    """
+
+    name: str
+    default: Any
+    kind: str
+    unit: str
+    meaning: str
+
+
+def describe(cls: Any, path: str = "") -> Iterator[Setting]:
+    """The fields of a dataclass in their order; those of a dataclass within it follow under its name.
+
+    An entry of the docstring is `name (unit): meaning`, or `first, second (unit): meaning` for both. Fields of a base
+    class are described by its docstring.
+
+    Raises:
+        ValueError: a field has no entry.
+    """
+    hints = get_type_hints(cls)
+    meanings = {name: entry for base in reversed(cls.__mro__) for name, entry in _entries(base)}
+    for each in fields(cls):
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        if is_dataclass(default):
+            yield from describe(type(default), f"{path}{each.name}.")
+        elif each.name in meanings:
+            unit, meaning = meanings[each.name]
+            yield Setting(f"{path}{each.name}", default, _kind(hints[each.name]), unit, meaning)
+        else:
+            raise ValueError(
+                f"{cls.__name__}.{each.name} has no entry under Args: of the docstring, so nobody knows it."
+            )
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(_kind(one) for one in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " | ".join(f'"{value}"' for value in get_args(hint))
+    if hint is type(None):
+        return "None"
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _entries(cls: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    """`name, (unit, meaning)` of each entry under `Args:`; a deeper indented line goes on with the one before."""
+    _, _, rest = (inspect.getdoc(cls) or "").partition("\nArgs:\n")
+    section = re.split(r"\n(?=\S)", rest)[0]
+    for entry in re.split(r"\n(?=    \S)", section):
+        if match := ENTRY.fullmatch(" ".join(entry.split())):
+            for name in match["names"].split(", "):
+                yield name, (match["unit"] or "", match["meaning"])
+
 
 Settings = TypeVar("Settings")
 Command = TypeVar("Command", bound=Callable[..., Any])

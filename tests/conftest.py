@@ -16,7 +16,7 @@ from support.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp import files
-from hf_specdecpp.models import vocabulary
+from hf_specdecpp.models import loading
 from hf_specdecpp.throughput import known_costs
 
 
@@ -63,9 +63,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """An empty Hub that this process talks to, with a token, and an empty cache. Tests use the same ids again."""
     with HubServer() as server:
         point_client_at(monkeypatch, server, tmp_path / "cache", token="secret")  # noqa: S106
-        vocabulary._load_tokenizer.cache_clear()
+        loading._load_tokenizer.cache_clear()
         yield server
-    vocabulary._load_tokenizer.cache_clear()
+    loading._load_tokenizer.cache_clear()
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.decisions import Decisions
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.memory import Memory
 

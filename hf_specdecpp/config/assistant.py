@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import field
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from hf_specdecpp.config.bounds import TOKENS, check_fields
+from hf_specdecpp.config.checks import TOKENS, check_fields, check_values
 from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
-from hf_specdecpp.config.types import check_arguments
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.vocabulary import hash_of, tokenizer_of
+from hf_specdecpp.models.loading import hash_of, tokenizer_of
 from hf_specdecpp.provenance import commit_of
 
 # Bumped when an older version of this package could not read the repository correctly.
@@ -41,7 +41,7 @@ class SpecDecPPConfig(PretrainedConfig):
         adapter: whether `adapter/` holds a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.
-        vocab_hash: `vocabulary.hash_of` the target's tokenizer.
+        vocab_hash: `loading.hash_of` the target's tokenizer.
         acceptance_by_rank: for `"sampled"` and for `"greedy"` targets, how often the first, second, ... sibling was the
             accepted one, as evaluation measured it.
         calibration: for `"sampled"` and for `"greedy"` targets, intercept and slope of the line that log-odds of
@@ -51,55 +51,28 @@ class SpecDecPPConfig(PretrainedConfig):
 
     model_type = "specdecpp"
 
-    def __init__(
-        self,
-        target_id: str | None = None,
-        target_revision: str | None = None,
-        draft_kind: str = "independent",
-        draft_id: str | None = None,
-        draft_revision: str | None = None,
-        draft_layers: list[int] | None = None,
-        fusion: dict[str, Any] | None = None,
-        eagle3: dict[str, Any] | None = None,
-        dflash: dict[str, Any] | None = None,
-        adapter: bool = False,
-        head: dict[str, Any] | None = None,
-        draft_vocab_size: int | None = None,
-        vocab_hash: str | None = None,
-        acceptance_by_rank: dict[str, list[float]] | None = None,
-        calibration: dict[str, list[float]] | None = None,
-        speculation: dict[str, Any] | None = None,
-        vocab_size: int | None = None,
-        bos_token_id: int | None = None,
-        eos_token_id: int | list[int] | None = None,
-        pad_token_id: int | None = None,
-        format_version: int = FORMAT_VERSION,
-        specdecpp_version: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.target_id = target_id
-        self.target_revision = target_revision
-        self.draft_kind = draft_kind
-        self.draft_id = draft_id
-        self.draft_revision = draft_revision
-        self.draft_layers = draft_layers
-        self.fusion = fusion
-        self.eagle3 = eagle3
-        self.dflash = dflash
-        self.adapter = adapter
-        self.head = head
-        self.draft_vocab_size = draft_vocab_size
-        self.vocab_hash = vocab_hash
-        self.acceptance_by_rank = acceptance_by_rank or {}
-        self.calibration = calibration or {}
-        self.speculation = speculation if speculation is not None else SpeculationConfig().to_dict()
-        self.vocab_size = vocab_size
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        self.format_version = format_version
-        self.specdecpp_version = specdecpp_version
-        super().__init__(**kwargs)
+    target_id: str | None = None
+    target_revision: str | None = None
+    draft_kind: str = "independent"
+    draft_id: str | None = None
+    draft_revision: str | None = None
+    draft_layers: list[int] | None = None
+    fusion: dict[str, Any] | None = None
+    eagle3: dict[str, Any] | None = None
+    dflash: dict[str, Any] | None = None
+    adapter: bool = False
+    head: dict[str, Any] | None = None
+    draft_vocab_size: int | None = None
+    vocab_hash: str | None = None
+    acceptance_by_rank: dict[str, list[float]] = field(default_factory=dict)
+    calibration: dict[str, list[float]] = field(default_factory=dict)
+    speculation: dict[str, Any] = field(default_factory=lambda: SpeculationConfig().to_dict())
+    vocab_size: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    format_version: int = FORMAT_VERSION
+    specdecpp_version: str | None = None
 
     def note_target(self, target: CausalLM) -> None:
         """Take over what transformers compares between an assistant and its target, and where the target is from."""
@@ -125,20 +98,20 @@ class SpecDecPPConfig(PretrainedConfig):
                 "it could be misread. Upgrade: pip install -U hf-specdecpp"
             )
         # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
-        known = set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"}
+        known = inspect.get_annotations(cls, eval_str=True)
         theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
-        warn_unknown(sorted(set(config_dict) - theirs - known - REMOVED), "config.json")
+        warn_unknown(sorted(set(config_dict) - theirs - set(known) - REMOVED), "config.json")
         # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
-        own = {name: value for name, value in config_dict.items() if name in known}
-        check_arguments(cls.__init__, own)
+        own = {name: value for name, value in config_dict.items() if name in known and value is not None}
+        check_values(own, known)
         counts = dict.fromkeys(("vocab_size", "draft_vocab_size"), TOKENS)
         check_fields({name: own.get(name) for name in counts}, counts)
-        ranks = max(map(len, (own.get("acceptance_by_rank") or {}).values()), default=0)
+        ranks = max(map(len, own.get("acceptance_by_rank", {}).values()), default=0)
         if ranks > MOST_RANKS:
             raise ValueError(
                 f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use. Leave it out."
             )
-        for mode, line in (own.get("calibration") or {}).items():
+        for mode, line in own.get("calibration", {}).items():
             if mode not in MODES or len(line) != 2:
                 raise ValueError(
                     f"calibration={own['calibration']} must have two numbers, intercept and slope, for 'sampled' and "

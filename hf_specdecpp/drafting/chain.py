@@ -36,7 +36,7 @@ def point_mass(token: int, size: int, device: torch.device) -> Tensor:
 def next_step(
     session: Reading, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
-    """`step` of `draft_chain` after the text `input_ids` `[1, length]`."""
+    """`step` of `drafting` after the text `input_ids` `[1, length]`."""
     if (found := session.step(candidates)) is None:
         return None
     scores, hidden = found
@@ -106,18 +106,6 @@ def drafting(
     tokens = until_end(ids.tolist(), eos_token_ids)
     count = len(tokens)
     return DraftTree.chain(tokens, scores[:count], q[:count], ids[:count])
-
-
-def draft_chain(
-    step: Step,
-    rule: StoppingRule,
-    randomness: Randomness | None,
-    max_tokens: int,
-    eos_token_ids: Collection[int] = (),
-    unread: int = 1,
-) -> DraftTree:
-    """Draft one chain, alone: the arguments are those of `drafting`."""
-    return drafted_alone(drafting(step, rule, randomness, max_tokens, eos_token_ids, unread))
 
 
 def drafted_alone(row: Drafting) -> DraftTree:

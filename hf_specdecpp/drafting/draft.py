@@ -17,6 +17,11 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
+NO_STATES = (
+    "This assistant's draft reads hidden states of the target, which transformers' own loop does not hand over. Attach "
+    "the assistant: assistant.attach(model)."
+)
+
 
 class SharedText(Protocol):
     """What a draft may see of the text that its target has read: all but its last token (`generation.Prefix`)."""
@@ -206,9 +211,57 @@ class Draft:
 
     def describe(self) -> dict[str, Any]:
         """All that decides what drafting costs, beside the model; JSON-able."""
-        raise NotImplementedError
+        reads = None if self.reads is None else self.reads.to_config()
+        return {"reads": reads, "draft_vocab": None, "captured": self.is_captured}
 
     def check_can(self, what: str) -> None:
         """Raise `ValueError` if it cannot do this (`cannot`)."""
         if (reason := self.cannot.get(what)) is not None:
             raise ValueError(reason)
+
+
+class StateDraft(Draft):
+    """A draft beside the target that it has met, which reads the target's states and is no causal LM by itself.
+
+    Args:
+        model: on the target's device, in its dtype.
+        reader: of the target's states.
+        target: which it drafts for.
+
+    Attributes:
+        lacks: what it cannot do beside drafting unattached (`Draft.cannot`).
+    """
+
+    model: Any
+    draft_vocab = None  # all tokens
+    lacks: Mapping[str, str] = {}
+
+    def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
+        self.model, self.reader, self.beside = model, reader, Beside(target)
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        return {"unattached": NO_STATES, **self.lacks}
+
+    @property
+    def device(self) -> Any:
+        return self.model.device
+
+    @property
+    def dtype(self) -> Any:
+        return self.model.dtype
+
+    @property
+    def reads(self) -> Any:
+        return self.reader
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.reader.hidden_size)
+
+    @property
+    def embedding_size(self) -> int:
+        return int(self.reader.embedding_size)
+
+    def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
+        self.beside.check()

@@ -7,17 +7,12 @@ from typing import Any
 
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.drafting.captured import CapturedSession, CapturedSteps
-from hf_specdecpp.drafting.draft import Draft, Reading
+from hf_specdecpp.drafting.draft import NO_STATES, Draft, Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.checks import check_tree
-
-NO_STATES = (
-    "This assistant's draft reads hidden states of the target, which transformers' own loop does not hand over. Attach "
-    "the assistant: assistant.attach(model)."
-)
 
 
 class Drafter(DraftModel, Draft):
@@ -61,11 +56,7 @@ class Drafter(DraftModel, Draft):
             self.steps = CapturedSteps(self, fuse)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "reads": None if self.fusion is None else self.fusion.to_config(),
-            "draft_vocab": None if self.draft_vocab is None else self.draft_vocab.numel(),
-            "captured": self.is_captured,
-        }
+        return super().describe() | {"draft_vocab": None if self.draft_vocab is None else self.draft_vocab.numel()}
 
 
 def check_head(head: AcceptanceHead, drafter: Drafter, draft_name: str) -> None:

@@ -7,17 +7,17 @@ module made: none of a repository's numbers decides how long loading takes or ho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.bounds import CURE, LAYER, ROPE
-from hf_specdecpp.config.types import check_arguments
-from hf_specdecpp.files import load_strict
+from hf_specdecpp.config.checks import CURE, LAYER, ROPE, check_arguments
+from hf_specdecpp.files import Weights, load_strict
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, renew_rotary
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -44,12 +44,46 @@ def target_of(raw: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
+class Relative(NamedTuple):
+    """A draft like those that are read, and what it is known by: the names of its types, fields, or tensors."""
+
+    what: str
+    types: str = "(?!)"  # nothing
+    fields: Collection[str] = ()
+    tensors: str = "(?!)"
+
+
+def relative_by(relatives: Sequence[Relative], raw: Mapping[str, Any], own: str, *parts: str) -> str | None:
+    """Which relative a config is of, if it is of one.
+
+    Args:
+        own: the type of speculators that is none.
+        parts: of the config that have further fields.
+    """
+    said: dict[str, Any] = dict(raw)
+    for part in parts:
+        said |= mapping(raw, part)
+    names = f"{raw.get('architectures')} {raw.get(SPECULATORS)} {said.get('projector_type')} /{said.get('model_type')}"
+    # No experts, for example, are none; but 0 is also a token.
+    has = {name for name, value in said.items() if value not in (None, False) or name.endswith("_id") and value == 0}
+    for each in relatives:
+        if re.search(each.types, names, re.IGNORECASE) or not has.isdisjoint(each.fields):
+            return each.what
+    return None if raw.get(SPECULATORS, own) == own else f"a {raw[SPECULATORS]} draft of speculators"
+
+
+def relative_among(relatives: Sequence[Relative], tensors: Iterable[str]) -> str | None:
+    """Which relative tensors of these names are of, if they are of one."""
+    names = "\n".join(tensors)
+    return next((each.what for each in relatives if re.search(each.tensors, names, re.MULTILINE)), None)
+
+
 def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None = None) -> dict[str, Any]:
     """The rotary parameters of a draft's layers, as transformers takes them. They are its own, not a target's.
 
     Args:
         layers: the config of the layers, with `rope_parameters`, or with `rope_theta` and `rope_scaling`.
-        cure: a sentence that ends a message: what to do where they make no sense.
+        cure: what to do where they make no sense.
         theta: in the place of what stands there.
 
     Raises:
@@ -73,12 +107,7 @@ def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None 
 
 
 def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
-    """What a config says of a draft's layers, in transformers' names; bounds are not checked yet.
-
-    Args:
-        but: fields that are left out.
-        cure, theta: as above.
-    """
+    """What a config says of a draft's layers `but` some fields, in transformers' names; bounds are not checked yet."""
     names = [name for name in LAYER if name not in (*but, "rope_parameters") and config.get(name) is not None]
     return {**{name: config[name] for name in names}, "rope_parameters": rotary_parameters(config, cure, theta)}
 
@@ -94,34 +123,76 @@ def as_described(name: str) -> Iterator[None]:
         raise ValueError(f"No {name} can be built as it is described: {what}. {CURE}") from None
 
 
-def described(kind: type[Settings], title: str, arguments: dict[str, Any]) -> Settings:
-    """The settings with these arguments, which a file says; `ValueError` if they make none."""
-    with as_described(title):
-        check_arguments(kind, arguments)
-        return kind(**arguments)
+def own_reader(
+    settings: type[Settings], build: Callable[[Settings, Mapping[str, Tensor], str], Any], title: str
+) -> Callable[[dict[str, Any], Path], Any]:
+    """What reads a draft that was trained here, with these settings (`kind.OwnFile.read`)."""
+
+    def read(arguments: dict[str, Any], path: Path) -> Any:
+        with as_described(title):
+            check_arguments(settings, arguments)
+            made = settings(**arguments)
+        return build(made, Weights.at(path).all(), str(path))
+
+    return read
 
 
 # Tensors. -------------------------------------------------------------------------------------------------------------
 
 
-def as_in_file(
-    state: Mapping[str, Tensor], original: Callable[[str], str], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """The tensors of a module by their names in a file, in a dtype; as they are by default."""
-    return {original(name): tensor if dtype is None else tensor.to(dtype) for name, tensor in state.items()}
+@dataclass(frozen=True)
+class Names:
+    """What the tensors of a checkpoint are called here, and in its file.
+
+    Attributes:
+        patterns: each in turn is replaced in a name of the file by what stands beside it.
+        ignored: names of tensors that say nothing, such as rotary frequencies.
+        original: the name in a file of what has this name here: the patterns undone.
+    """
+
+    patterns: Sequence[tuple[str, str]] = ()
+    ignored: str = "(?!)"
+    original: Callable[[str], str] = str
+
+    def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+        """The tensors of a checkpoint by their names here; `ValueError` if two have one name."""
+        named: dict[str, Tensor] = {}
+        for there, tensor in tensors.items():
+            if re.search(self.ignored, there):
+                continue
+            if (name := renamed(there, self.patterns)) in named:
+                raise ValueError(
+                    f"{source} has {self.original(name)} twice, once as {there}, so it is not known which of them is "
+                    "meant. The file is damaged (download it again) or of a variant that hf_specdecpp does not know."
+                )
+            named[name] = tensor
+        return named
+
+    def in_file(self, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The tensors of a module by their names in a file, in a dtype; as they are by default."""
+        return {self.original(name): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
 
 
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
-    """The name here of a tensor of a checkpoint: each pattern in turn is replaced by what stands beside it."""
+    """The name here of a tensor of a checkpoint."""
     for pattern, here in patterns:
         name = re.sub(pattern, here, name)
     return name
 
 
-def check_depth(named: Iterable[str], depth: int, source: str) -> None:
-    """Raise `ValueError` unless tensors are of as many layers as a config says.
+def build(
+    make: Callable[[], Module], named: Mapping[str, Tensor], depth: int, source: str, title: str, names: Names = Names()
+) -> Module:  # fmt: skip
+    """A draft with the tensors of a checkpoint, which are taken as they are, not copied.
 
-    That is seen before layers are made, which takes time also on no device.
+    Args:
+        make: makes it; is called on no device.
+        named: the tensors, by the names that they have in it.
+        depth: how many layers the config says. That is compared first: making layers takes time also on no device.
+        source, title, names: where they are from, and what such drafts and their tensors are called, for messages.
+
+    Raises:
+        ValueError: it cannot be made, or a tensor is missing, unknown, of another shape, or of whole numbers.
     """
     found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
     if found != set(range(depth)):
@@ -129,71 +200,28 @@ def check_depth(named: Iterable[str], depth: int, source: str) -> None:
             f"{source} has tensors of {len(found)} layers, and config.json says {depth} (num_hidden_layers). The two "
             "do not belong together: download the repository again."
         )
-
-
-def check_tensors(
-    named: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    source: str,
-    variant: str,
-    original: Callable[[str], str] = str,
-) -> None:
-    """Raise `ValueError` unless a checkpoint has the tensors of a draft, by name and shape, in floating point.
-
-    Args:
-        expected: on no device.
-        source: where they are from.
-        variant: of what a draft is that has others.
-        original: the name in a file of what has this name here.
-    """
-    for what, names in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
-        if names:
+    with as_described(title), torch.device("meta"):
+        model = make()
+    expected: Mapping[str, Tensor] = model.state_dict()
+    for what, others in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
+        if others:
             raise ValueError(
-                f"{source} {what} {', '.join(sorted(map(original, names))[:9])}, so what the draft computes is not "
-                f"known. The file is incomplete (download it again), or of a variant {variant}that config.json does "
-                "not describe or hf_specdecpp does not know: look for another draft of the target."
+                f"{source} {what} {', '.join(sorted(map(names.original, others))[:9])}, so what the draft computes is "
+                f"not known. The file is incomplete (download it again), or of a variant of {title}s that config.json "
+                "does not describe or hf_specdecpp does not know: look for another draft of the target."
             )
     for name, wanted in expected.items():
-        tensor = named[name]
+        tensor, there = named[name], f"{source}: {names.original(name)}"
         if tensor.shape != wanted.shape:
             raise ValueError(
-                f"{source}: {original(name)} has shape {list(tensor.shape)}, and config.json makes it "
-                f"{list(wanted.shape)}. The two do not belong together: download the repository again."
+                f"{there} has shape {list(tensor.shape)}, and config.json makes it {list(wanted.shape)}. The two do "
+                "not belong together: download the repository again."
             )
         if not tensor.is_floating_point():
             raise ValueError(
-                f"{source}: {original(name)} holds {str(tensor.dtype)[6:]}, and weights are floating point. Quantised "
-                "drafts cannot be loaded: look for the draft in bfloat16."
+                f"{there} holds {str(tensor.dtype)[6:]}, and weights are floating point. Quantised drafts cannot be "
+                "loaded: look for the draft in bfloat16."
             )
-
-
-# Modules. -------------------------------------------------------------------------------------------------------------
-
-
-def build(
-    make: Callable[[], Module],
-    named: Mapping[str, Tensor],
-    depth: int,
-    source: str,
-    title: str,
-    original: Callable[[str], str] = str,
-) -> Module:
-    """A draft with the tensors of a checkpoint, which are taken as they are, not copied.
-
-    Args:
-        make: makes it; is called on no device.
-        named: the tensors, by the names that they have in it.
-        depth: how many layers the config says.
-        source, title: where they are from, and what such drafts are called, for messages.
-        original: the name in a file of what has this name here.
-
-    Raises:
-        ValueError: it cannot be made, or a tensor is missing, unknown or of another shape.
-    """
-    check_depth(named, depth, source)
-    with as_described(title), torch.device("meta"):
-        model = make()
-    check_tensors(named, model.state_dict(), source, f"of {title}s ", original)
     model.load_state_dict(named, assign=True)
     renew_rotary(model, torch.device("cpu"))
     return model.eval().requires_grad_(False)
@@ -203,10 +231,7 @@ def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: 
     """A module with these arguments, whose weights are in `path`. No memory is taken before they are seen to fit.
 
     Args:
-        kind: its class.
-        name: what it is called in a message.
-        arguments: of its class, from a file.
-        hint: ends the message if the weights are of another one.
+        name, hint: what it is called in a message, and what ends the message if the weights are of another one.
 
     Raises:
         ValueError: the arguments make no sense, or the file is damaged or does not fit them.
@@ -223,17 +248,14 @@ def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: 
     return module.eval()
 
 
-def meet(model: CausalLM, target: CausalLM, name: str, wrong: str | None, belongs: str) -> None:
-    """Bring a draft to its target, in the target's dtype.
+def meet(
+    model: CausalLM, target: CausalLM, name: str, wrong: str | None, belongs: str, dtype: torch.dtype | None = None
+) -> None:
+    """Bring a draft to its target, by default in the target's dtype; `ValueError` if something about it is `wrong`.
 
     Args:
-        name: of the draft, for messages.
-        wrong: what of it does not fit, if something does not.
-        belongs: which target it is for, in whole sentences.
-
-    Raises:
-        ValueError: something does not fit.
+        name, belongs: what the draft is called, and in whole sentences which target it is for.
     """
     if wrong is not None:
         raise ValueError(f"{name} {wrong} in {type(target).__name__}. {belongs}")
-    move(model, input_device(target), target.dtype)
+    move(model, input_device(target), dtype or target.dtype)

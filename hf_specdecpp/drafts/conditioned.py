@@ -1,4 +1,4 @@
-"""A draft of a layer or two of the target that reads its hidden states (`Conditioned`), and its input (`Fusion`)."""
+"""A draft of a layer or two of the target that reads its hidden states (`CONDITIONED`), and its input (`Fusion`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.checkpoints import read_module
-from hf_specdecpp.drafts.early_exit import EarlyExit
-from hf_specdecpp.drafts.kind import Trainable
-from hf_specdecpp.drafts.stored import OwnFile, Stored
+from hf_specdecpp.drafts.early_exit import EARLY_EXIT
+from hf_specdecpp.drafts.kind import Kind, OwnFile, Stored, Trainable
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import sizes_of
 from hf_specdecpp.models.target_states import StateReader
@@ -60,6 +59,8 @@ class Fusion(StateReader):
                 f"rank={rank} makes no sense: sizes are at least 1, layers are counted from 0."
             )
         self.hidden_size, self.embedding_size, self.reads, self.rank = hidden_size, embedding_size, reads, rank
+        sizes = {"hidden_size": hidden_size, "embedding_size": embedding_size}
+        self.arguments = {**sizes, "reads": reads, "rank": rank}
         self.fuse = _linear(hidden_size + embedding_size, embedding_size, rank)
         self.read = _linear(len(self.reads) * hidden_size, hidden_size, rank) if self.reads else None
         self.reset()
@@ -92,15 +93,6 @@ class Fusion(StateReader):
         fused: Tensor = self.fuse(torch.cat((states, embeddings), dim=-1))
         return fused
 
-    def to_config(self) -> dict[str, Any]:
-        """The arguments that make a fusion of this shape."""
-        return {
-            "hidden_size": self.hidden_size,
-            "embedding_size": self.embedding_size,
-            "reads": self.reads,
-            "rank": self.rank,
-        }
-
 
 def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
     if rank is None:
@@ -122,25 +114,29 @@ def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
     return read_module(Fusion, "fusion", arguments, path, hint)
 
 
-class Conditioned(EarlyExit):
-    """An early exit whose input is made of the target's states and the tokens after them."""
+def words(config: SpecDecPPConfig, target: str) -> str:
+    """Such as "layer 2 of the target, which reads its states"."""
+    several = len(config.draft_layers or []) != 1
+    return f"{EARLY_EXIT.describe(config, target)}, which read{'' if several else 's'} its states"
 
-    name = "conditioned"
-    stored = Stored(
+
+CONDITIONED = Kind(
+    name="conditioned",
+    rests_on="target",
+    draft=EARLY_EXIT.draft,
+    words=words,
+    stored=Stored(
         own=OwnFile(FUSION, "fusion", read_fusion),
         unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "
         "states, in a form that no other engine has, so nothing is exported. Engines serve drafts that read states in "
         "the form of EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE "
         "--output NEW`, then `specdecpp export NEW --output {output}`.",
-    )
-    trainable = Trainable(
+    ),
+    trainable=Trainable(
         cannot={
             "stay untrained": "a conditioned draft has to be trained, so leave it on",
             "late verdicts": NO_LATE_VERDICTS,
         }
-    )
-    cannot = {"replays": NO_REPLAYS}
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        several = len(config.draft_layers or []) != 1
-        return f"{super().describe(config, target)}, which read{'' if several else 's'} its states"
+    ),
+    cannot={"replays": NO_REPLAYS},
+)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
-from hf_specdecpp.drafts.stored import Parts, Stored
+from hf_specdecpp.drafts.kind import Kind, Loading, Parts, Stored, Trainable
 from hf_specdecpp.models.adapters import add_adapter
-from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit, per_layer
-from hf_specdecpp.models.loading import load_model
-from hf_specdecpp.models.vocabulary import check_hash
+from hf_specdecpp.models.loading import check_hash, load_model
 from hf_specdecpp.serving import Destination, Exported, write_plain_model
 
 
-def layers_of(target: CausalLM, config: SpecDecPPConfig, parts: Parts) -> Drafter:
+def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
     """Layers of a target as its draft."""
-    draft = early_exit(target, config.draft_layers or [])
+    draft = early_exit(how.target, config.draft_layers or [])
     if parts.adapter is not None:
         draft = add_adapter(draft, parts.adapter, merge=parts.merge)
     if parts.module is not None:
@@ -35,7 +30,7 @@ def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         )
     target = load_model(to.target, to.revision)
     check_hash(target, config.vocab_hash, config.target_id)
-    draft = layers_of(target, config, parts).model
+    draft = draft_of(config, parts, Loading(target=target)).model
     exported = write_plain_model(draft, to.target, to.revision, config, to)
     kinds = sorted(name for name, each in per_layer(target.config).items() if len(set(map(str, each))) > 1)
     if kinds and config.draft_layers != list(range(draft.config.num_hidden_layers)):
@@ -46,17 +41,17 @@ def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
     return exported
 
 
-class EarlyExit(Kind):
-    """Layers of the target, which share its tensors."""
+def words(config: SpecDecPPConfig, target: str) -> str:
+    """Such as "layers 0, 1 of the target"."""
+    layers = config.draft_layers or []
+    return f"layer{'s' if len(layers) != 1 else ''} {', '.join(map(str, layers))} of {target}"
 
-    name = "early_exit"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
-    stored = Stored(export=export)
-    trainable = Trainable(first_layers=4)
 
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        layers = config.draft_layers or []
-        return f"layer{'s' if len(layers) != 1 else ''} {', '.join(map(str, layers))} of {target}"
-
-    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
-        return layers_of(how.target, config, parts)
+EARLY_EXIT = Kind(
+    name="early_exit",
+    rests_on="target",
+    draft=draft_of,
+    words=words,
+    stored=Stored(export=export),
+    trainable=Trainable(first_layers=4),
+)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
-from hf_specdecpp.drafts.stored import Parts, Stored, pinned
+from hf_specdecpp.drafts.kind import Kind, Loading, Parts, Stored, Trainable, pinned
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.loading import load_draft
 from hf_specdecpp.serving import Destination, Exported, write_plain_model
@@ -29,16 +27,11 @@ def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
     return write_plain_model(model, str(config.draft_id), config.draft_revision, config, to)
 
 
-class Independent(Kind):
-    """A model of its own."""
-
-    name = "independent"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "draft"
-    stored = Stored(is_named=True, export=export)
-    trainable = Trainable()
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
-        return pinned(config)
-
-    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
-        return load(config, parts, how)
+INDEPENDENT = Kind(
+    name="independent",
+    rests_on="draft",
+    draft=load,
+    words=lambda config, _: pinned(config),
+    stored=Stored(is_named=True, export=export),
+    trainable=Trainable(),
+)

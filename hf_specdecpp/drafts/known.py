@@ -7,25 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafts.conditioned import Conditioned
-from hf_specdecpp.drafts.dflash.kind import DFlash
-from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.eagle3.kind import Eagle3
-from hf_specdecpp.drafts.early_exit import EarlyExit
-from hf_specdecpp.drafts.gemma4.kind import Gemma4
-from hf_specdecpp.drafts.independent import Independent
-from hf_specdecpp.drafts.kind import Kind
-from hf_specdecpp.drafts.lookup import Lookup
-from hf_specdecpp.drafts.mtp.kind import Mtp, repository_of
-from hf_specdecpp.drafts.stored import raw_config
+from hf_specdecpp.drafts.conditioned import CONDITIONED
+from hf_specdecpp.drafts.dflash.kind import DFLASH
+from hf_specdecpp.drafts.eagle3.kind import EAGLE3
+from hf_specdecpp.drafts.early_exit import EARLY_EXIT
+from hf_specdecpp.drafts.gemma4.kind import GEMMA4
+from hf_specdecpp.drafts.independent import INDEPENDENT
+from hf_specdecpp.drafts.kind import Kind, raw_config
+from hf_specdecpp.drafts.lookup import LOOKUP
+from hf_specdecpp.drafts.mtp.kind import MTP, repository_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
 
-INDEPENDENT, EARLY_EXIT, CONDITIONED = Independent(), EarlyExit(), Conditioned()
-DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP = DFlash(), Eagle3(), Gemma4(), Mtp(), Lookup()
 KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
+FORMATS = [(kind, form) for kind in KINDS if (form := kind.stored.format) is not None]
 TRAINED = {**BY_NAME, "block": DFLASH}  # names that `specdecpp train --draft` takes
 
 
@@ -54,7 +51,7 @@ def recognise(raw: Mapping[str, Any]) -> Kind | None:
         return BY_NAME.get(str(raw.get("draft_kind", SpecDecPPConfig().draft_kind)))
     if "draft_kind" in raw:  # a damaged one of an assistant
         return None
-    return next((kind for kind in KINDS if (form := kind.stored.format) is not None and form.recognises(raw)), None)
+    return next((kind for kind, form in FORMATS if form.recognises(raw)), None)
 
 
 def read_config(raw: dict[str, Any], kind: Kind, source: Repository, commit: str | None) -> SpecDecPPConfig:
@@ -85,12 +82,13 @@ def published(kind: Kind, source: Repository, commit: str | None, **fields: Any)
 def override(config: SpecDecPPConfig, values: Any) -> None:
     """Read a draft of others otherwise than its own config says; `ValueError` where there is nothing to override."""
     stored = kind_of(config).stored
-    if config.draft_id is None or stored.format is None or stored.format.readings is None or stored.own is None:
+    check = None if config.draft_id is None or stored.format is None else stored.format.check_overrides
+    if check is None or stored.own is None:
         raise ValueError(
             f"eagle3={values} says how an EAGLE-3 draft that others trained is to be read, and this assistant drafts "
             f"with {describe(config)}. Leave it out."
         )
-    setattr(config, stored.own.field, stored.format.readings.checked(values))
+    setattr(config, stored.own.field, check(values))
 
 
 def describe(config: SpecDecPPConfig) -> str:
@@ -112,12 +110,13 @@ def draft_name(config: SpecDecPPConfig) -> str:
 def ready_made(draft: CausalLM | str | Path) -> Kind | None:
     """The kind of a draft that cannot draft by itself, of a model object or of what a folder or Hub id holds, if it is
     there and can be reached."""
-    if isinstance(draft, DFlashModel):
-        return DFLASH
+    made = [kind for kind, form in FORMATS if form.module is not None and isinstance(draft, form.module)]
+    if made:
+        return made[0]
     raw = raw_config(draft)
     if raw is None or raw.get("model_type") == SpecDecPPConfig.model_type or "draft_kind" in raw:
         return None
-    return next((kind for kind in KINDS if (form := kind.stored.format) is not None and form.is_marked(raw)), None)
+    return next((kind for kind, form in FORMATS if (form.is_marked or form.recognises)(raw)), None)
 
 
 def multi_token_layers(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
-
 import torch
 from torch import Tensor
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft, Reading
-from hf_specdecpp.drafts.kind import Kind, Loading
-from hf_specdecpp.drafts.stored import Parts, Stored
+from hf_specdecpp.drafts.kind import Kind, Stored
 
 
 class NoDraft(Draft):
@@ -21,9 +17,6 @@ class NoDraft(Draft):
 
     def session(self, vocab_size: int) -> NothingRead:  # noqa: ARG002
         return NothingRead()
-
-    def describe(self) -> dict[str, Any]:
-        return {"reads": None, "draft_vocab": None, "captured": False}
 
 
 class NothingRead(Reading):
@@ -45,22 +38,17 @@ class NothingRead(Reading):
         """Nor to go on from."""
 
 
-class Lookup(Kind):
-    """Nothing drafts."""
-
-    name = "lookup"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "nothing"
-    stored = Stored(
+LOOKUP = Kind(
+    name="lookup",
+    rests_on="nothing",
+    draft=lambda *_: NoDraft(),
+    words=lambda *_: "text that was seen before",
+    stored=Stored(
         unserved="This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
         "candidates up by themselves, such as vLLM with the method ngram."
-    )
-    cannot = {
+    ),
+    cannot={
         "replays": "a recorded text has a q a place, and where nothing drafts there is none",
         "training": "there is nothing to train where all candidates are looked up",
-    }
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
-        return "text that was seen before"
-
-    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> NoDraft:  # noqa: ARG002
-        return NoDraft()
+    },
+)

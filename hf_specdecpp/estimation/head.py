@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_specdecpp.estimation.estimators import MODES, DraftStep
-from hf_specdecpp.estimation.features import NUM_SCALARS, NUM_SIBLINGS, SIBLING_MASS
+from hf_specdecpp.estimation.estimators import MODES, NUM_SCALARS, NUM_SIBLINGS, SIBLING_MASS, DraftStep
 
 # A head is a small part of a draft step. Sizes come from a repository's config, so they have bounds.
 MOST_BLOCKS, MOST_POSITIONS = 64, 1024

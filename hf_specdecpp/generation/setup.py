@@ -9,20 +9,18 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_specdecpp.config.decisions import Decisions
-from hf_specdecpp.config.speculation import Rule, SpeculationConfig
+from hf_specdecpp.config.speculation import Decisions, Rule, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_of
 from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.lookup.choice import Choice
-from hf_specdecpp.lookup.looking_up import LookingUp
+from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.cpu_products import FasterProducts, Part, large_layers
+from hf_specdecpp.models.loading import special_ids
 from hf_specdecpp.models.products import PackedWeights, Product, has_int8, quantise
-from hf_specdecpp.models.vocabulary import special_ids
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.chains import ChainPlan

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import kind_of
-from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import load_config, load_parts
 from hf_specdecpp.serving import Destination, Exported

@@ -15,8 +15,8 @@ from torch import nn
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import SelfCheck
 from hf_specdecpp.drafts.known import KINDS, kind_of
-from hf_specdecpp.drafts.stored import SelfCheck
 from hf_specdecpp.files import CHECKPOINT, INDEX, PICKLE, SHARDS, Repository
 from hf_specdecpp.hub import repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, load_config
@@ -88,15 +88,13 @@ def self_check(repository: Repository, target_id: str, revision: str | None = No
     config = load_config(repository)
     kind = kind_of(config)
     form = kind.stored.format
-    if form is None or form.readings is None:
+    if form is None or form.self_check is None:
         raise ValueError(
             f"--target without --convert checks how a draft that others trained is to be read, and this one, "
             f"{kind.describe(config)}, can be read in one way only. Measure it: specdecpp bench."
         )
     module = kind.stored.load(config, repository)
-    return form.readings.self_check(
-        config, module, load_model(target_id, revision), load_tokenizer(target_id, revision)
-    )
+    return form.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))
 
 
 def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> None:
@@ -117,7 +115,8 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
 def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
     promised = SpecDecPPConfig() if report.config is None else report.config
-    own = kind_of(promised).stored.own_file(promised)
+    own_file = kind_of(promised).stored.own_of(promised)
+    own = None if own_file is None else own_file.name
     modules = MODULES
     if report.is_foreign:
         own = INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT

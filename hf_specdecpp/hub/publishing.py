@@ -17,8 +17,8 @@ from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardD
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import describe, kind_of
-from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import Repository, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
@@ -50,8 +50,8 @@ class Contents:
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
         parts = self.parts
-        if parts.module is not None:
-            kind_of(config).stored.describe(config, parts.module)
+        if parts.module is not None and (own := kind_of(config).stored.own_of(config)) is not None:
+            setattr(config, own.field, parts.module.to_config())
         config.adapter = parts.adapter is not None
         config.draft_vocab_size = len(parts.draft_vocab) if parts.draft_vocab is not None else None
         config.calibration = config.calibration if self.calibration is None else self.calibration
@@ -70,8 +70,8 @@ def save(contents: Contents, folder: Path) -> None:
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
     parts = contents.parts
-    if parts.module is not None:
-        stored.save(config, parts.module, folder)
+    if parts.module is not None and (own := stored.own_of(config)) is not None:
+        save_tensors(own.tensors(parts.module), folder / own.name)
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:

@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.types import check_arguments
+from hf_specdecpp.config.checks import check_arguments
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.checkpoints import as_described, read_module
-from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.kind import Kind, Parts
 from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
-from hf_specdecpp.drafts.stored import Parts
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
 from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, load_strict, load_tensors, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import TargetStates

@@ -11,13 +11,12 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.config.decisions import Decisions
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.estimation.acceptance_rates import BIN_COUNT, PRIOR_COUNT, UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
-from hf_specdecpp.lookup.choice import Choice
+from hf_specdecpp.lookup.looking_up import Choice
 from hf_specdecpp.lookup.rates import LookupRates
-from hf_specdecpp.lookup.seen import Answers
+from hf_specdecpp.lookup.text import Answers
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from hf_specdecpp.config.bounds import BLOCK
+from hf_specdecpp.config.checks import BLOCK, check_types
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
-from hf_specdecpp.config.types import check_types
 from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.texts.sampling import Sampling

@@ -19,8 +19,7 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.kind import Kind
-from hf_specdecpp.drafts.stored import OwnFile, Parts
+from hf_specdecpp.drafts.kind import Kind, OwnFile, Parts
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
@@ -28,8 +27,13 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.loading import load_model, load_model_config, load_tokenizer
-from hf_specdecpp.models.vocabulary import check_same_tokenizer, tokenizer_of
+from hf_specdecpp.models.loading import (
+    check_same_tokenizer,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    tokenizer_of,
+)
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import Estimator
-from hf_specdecpp.estimation.features import NUM_SCALARS
+from hf_specdecpp.estimation.estimators import NUM_SCALARS, Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.sampling.without_replacement import Siblings, likeliest

@@ -10,15 +10,14 @@ import pytest
 import torch
 from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
 from support.plans import tell
-from support.toy_rounds import RULES, Models, ToyRound
+from support.toy_rounds import RULES, Models, ToyRound, draft_chain
 from torch import Tensor
 
 from hf_specdecpp.benchmark.replay import record
 from hf_specdecpp.benchmark.replay.chains import BASELINES, ChainReplay
 from hf_specdecpp.benchmark.replay.record import Record, Text
-from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.trees.tree import DraftTree
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_specdecpp.config.bounds import LAYER, ROPE, check_fields, check_layers
+from hf_specdecpp.config.checks import LAYER, ROPE, check_fields, check_layers
 from hf_specdecpp.drafts.dflash.config import BOUNDS as DFLASH
 from hf_specdecpp.drafts.dflash.config import DFlashSettings
 from hf_specdecpp.drafts.eagle3.config import BOUNDS as EAGLE3

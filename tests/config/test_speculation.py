@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hf_specdecpp import SpeculationConfig
-from hf_specdecpp.config.decisions import Decisions
-from hf_specdecpp.config.speculation import REMOVED
+from hf_specdecpp.config.speculation import REMOVED, Decisions
 
 
 def test_there_are_twelve_settings() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model

@@ -9,11 +9,10 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.stopping_rules import decides, distribution_of, make_step
-from support.toy_rounds import EOS, Models, make_estimator
+from support.toy_rounds import EOS, Models, draft_chain, make_estimator
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.estimation.head import AcceptanceHead

@@ -24,7 +24,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -253,6 +253,8 @@ def test_on_a_pretended_device(name: str, tmp_path: Path) -> None:
         if name in ("dflash", "gemma4"):
             session = draft.session(target.config.get_text_config().vocab_size)
             assert draft.reads is not None
+            if draft.shares_cache:
+                session.share(gemma4_files.read_by(moved, on_device(TEXT[:, :4])))
             states = on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64))
             session.begin_round(on_device(TEXT[:, :4]), 0, states)
             before = counts["read"]
@@ -370,9 +372,9 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path / "first")
     expected = drafted_by(assistant, target)
     assistant.save_pretrained(tmp_path / "stored")
-    own = assistant.kind.stored.own_file(assistant.config)
+    own = assistant.kind.stored.own_of(assistant.config)
     files = {path.name for path in (tmp_path / "stored").iterdir()}
-    assert files == {"README.md", "config.json", *([own] if own else [])}, "what others trained stays where it is"
+    assert files == {"README.md", "config.json", *([own.name] if own else [])}, "what others trained stays where it is"
     assistant.detach()
     report = inspect(Repository(str(tmp_path / "stored")))
     assert report.sound

@@ -28,14 +28,12 @@ PACKAGE = Path(hf_specdecpp.__file__).parent
 # The default of `draft_kind`, which repositories may leave out; fields; a contestant's name; names of others.
 ALLOWED = {
     ("config/assistant.py", "independent"),
-    ("config/assistant.py", "eagle3"),
-    ("config/assistant.py", "dflash"),
     ("benchmark/contestants.py", "lookup"),
     ("hub/publishing.py", "lookup"),
     ("serving.py", "eagle3"),
     ("assistant.py", "eagle3"),
 }
-SHARED = {"checkpoints", "kind", "known", "state_draft", "stored"}  # files of `drafts/` that are of no kind
+SHARED = {"checkpoints", "kind", "known"}  # files of `drafts/` that are of no kind
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
 # What may be imported of a kind's own files, and why.
 IMPORTED = {
@@ -100,7 +98,7 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
 
 def test_the_check_above_sees_names_imports_and_classes() -> None:
     assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
-    source = "from hf_specdecpp.drafts.dflash.drafter import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
+    source = "from hf_specdecpp.drafts.dflash.model import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
     assert imported_in(source) == {"Blocks": "dflash"}
     assert told_apart_in(source) == {"Blocks"}
     assert imported_in("from hf_specdecpp.drafts import lookup") == {"lookup": "lookup"}
@@ -142,8 +140,8 @@ def test_only_drafts_of_others_can_be_misread() -> None:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
         form = kind.stored.format
         assert (form is not None) == (kind.name in ("eagle3", "dflash", "gemma4", "mtp"))
-        assert (form is not None and form.readings is not None) == (kind.name == "eagle3")
-        if form is not None and form.readings is not None:
+        assert (form is not None and form.check_overrides is not None) == (kind.name == "eagle3")
+        if form is not None and form.check_overrides is not None:
             override(config, {"norm_output": True})
             assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
             config.draft_id = None

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
-from hf_specdecpp.estimation.features import NUM_SCALARS, NUM_SIBLINGS, SIBLING_MASS, scalar_features
+from hf_specdecpp.estimation.estimators import (
+    NUM_SCALARS,
+    NUM_SIBLINGS,
+    SIBLING_MASS,
+    DraftProbability,
+    DraftStep,
+    scalar_features,
+)
 from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
 
 SIZE, VOCAB = 6, 9

@@ -10,11 +10,10 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.plans import tell
-from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneUniform, ToyRound
+from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneUniform, ToyRound, draft_chain
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import RULES as RULE_NAMES
-from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.sampling import verification
 from hf_specdecpp.sampling.randomness import Randomness

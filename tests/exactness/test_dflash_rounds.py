@@ -14,16 +14,16 @@ import torch
 from support.dflash_files import DEPTH, HIDDEN, Checkpoint
 from support.exact_distribution import Tokens, exact_distribution, worst_error
 from support.models import tiny
-from support.toy_rounds import VERIFIERS, Models, ToyRound
+from support.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
 from support.toy_trees import ToyTree
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp.drafting.chain import draft_chain, next_step
+from hf_specdecpp.drafting.chain import next_step
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet, read_model
+from hf_specdecpp.drafts.dflash.model import DFlashDraft
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness

@@ -13,11 +13,11 @@ import pytest
 import torch
 from support.exact_distribution import Tokens, exact_distribution, worst_error
 from support.stand_ins import IMPOSSIBLE, TextReading, point_mass
-from support.toy_rounds import VERIFIERS, Models, ToyRound
+from support.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
 from support.toy_trees import ToyTree
 from torch import Tensor
 
-from hf_specdecpp.drafting.chain import draft_chain, next_step
+from hf_specdecpp.drafting.chain import next_step
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness

@@ -20,7 +20,7 @@ from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import successors

@@ -11,7 +11,7 @@ import torch
 from support.models import assistant_for, prompt, tiny, told
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 
 KINDS: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.5},

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdecpp import SpecDecPPAssistant, assist
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.text import Text

@@ -16,7 +16,7 @@ from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
 from support.outputs import PROCESSORS, only_neighbours
 from torch import Tensor
 
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 
 NEW_TOKENS = 30

@@ -16,11 +16,10 @@ from support.zoo import tiny_of
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.lookup.choice import Choice, by_estimate
-from hf_specdecpp.lookup.looking_up import LookingUp
+from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
 from hf_specdecpp.lookup.rates import LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.vocabulary import special_ids
+from hf_specdecpp.models.loading import special_ids
 
 PROMPT = prompt(12)
 COSTS = {"draft": 0.2, "verify": [1.0, 1.02, 1.04, 1.06, 1.1, 1.2]}

@@ -26,7 +26,7 @@ from transformers import StaticCache
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import text as texts
 from hf_specdecpp.caches.text import PathRows, StaticText, hold, move
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.hub.publishing import opening

@@ -19,7 +19,7 @@ from support.repos import files_of, greedy, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 OURS = {"README.md", "config.json", "acceptance_head.safetensors"}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_specdecpp.lookup.rates import LONGEST, classes_of
-from hf_specdecpp.lookup.seen import MOST_MATCHES, MOST_SINGLE, NOTHING, Answers, Seen
-from hf_specdecpp.lookup.text import EQUAL, Continuation, TextLookup
+from hf_specdecpp.lookup.text import EQUAL, MOST_MATCHES, MOST_SINGLE, NOTHING, Answers, Continuation, Seen, TextLookup
 
 
 def matching(seen: list[int], text: list[int], place: int) -> int:

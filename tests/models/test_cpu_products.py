@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize, vector_to_parameters
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, Part

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.cpu_products import FasterProducts

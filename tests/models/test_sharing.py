@@ -12,7 +12,7 @@ from support.snapshots import has_our_methods, of_own_class
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
 from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.mtp.kind import BOUNDS
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -29,7 +30,7 @@ from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.training.distillation import initial_block as block
 from support import dflash_files, eagle3_files, gemma4_files, mtp_files
 from support.models import random_fusion, random_layer, tiny
-from support.repos import greedy, head_for, save_adapter
+from support.repos import greedy, head_for, save_adapter, save_model
 
 MOST_SECONDS, MOST_MEGABYTES = 2.0, 300
 TEXT = torch.arange(1, 9)[None]
@@ -69,6 +70,33 @@ def _early_exit(folder: Path) -> Sound:
     made = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=head, draft_vocab=vocab)
     made.config.acceptance_by_rank = {"greedy": [0.5, 0.25], "sampled": [0.5]}
     return _ours(made, target, folder / "ours")
+
+
+def _head(folder: Path) -> Sound:
+    """Nothing of the draft but a head of the paper's kind, with all that its config can say."""
+    target = tiny("llama")
+    calibration = {"greedy": {"bias": 0.1, "temperatures": [1.0, 0.9]}, "sampled": {"bias": 0.0}}
+    head = head_for(target, num_blocks=3, tied=True, calibration=calibration)
+    made = SpecDecPPAssistant.from_early_exit(target, 1, head=head)
+    made.config.calibration = {"greedy": [0.1, 0.9]}
+    return _ours(made, target, folder)
+
+
+def _independent(folder: Path) -> Sound:
+    """An assistant's repository, and beside it that of its draft, a model of its own."""
+    target = tiny("llama")
+    save_model(tiny("llama", num_hidden_layers=1), folder / "draft")
+    SpecDecPPAssistant.from_draft(folder / "draft", head=head_for(target)).save_pretrained(folder / "ours")
+
+    def load(copy: Path, target: CausalLM) -> SpecDecPPAssistant:
+        return SpecDecPPAssistant.from_pretrained(copy / "ours", draft=copy / "draft", target=target)
+
+    return Sound(folder, target, load)
+
+
+def _lookup(folder: Path) -> Sound:
+    target = tiny("llama")
+    return _ours(assist(target, "lookup", default=False), target, folder)
 
 
 def _conditioned(folder: Path) -> Sound:
@@ -115,21 +143,39 @@ def _gemma4(variant: str) -> Callable[[Path], Sound]:
 
 def _mtp(family: str) -> Callable[[Path], Sound]:
     def make(folder: Path) -> Sound:
-        mtp_files.Files(family).save(folder)
-        return Sound(
-            folder, mtp_files.load(folder), lambda source, target: assist(target, "mtp", source=source, default=False)
-        )
+        files = mtp_files.Files(family)
+        target = mtp_files.load(files.save(folder))
+        # Of the target's own fields and tensors none are read but these.
+        config = json.loads((folder / "config.json").read_text())
+        nested = {"text_config": _known_to_mtp(config["text_config"])} if "text_config" in config else {}
+        (folder / "config.json").write_text(json.dumps(_known_to_mtp(config) | nested))
+        tensors, own = load_file(folder / "model.safetensors"), [name for layer in files.layers for name in layer]
+        save_file({name: tensors[name] for name in [*own, next(iter(tensors))]}, folder / "model.safetensors")
+        return Sound(folder, target, lambda source, target: assist(target, "mtp", source=source, default=False))
 
     return make
 
 
+def _known_to_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    known = (*BOUNDS, "chain_hidden_post_norm", "model_type", "hidden_size")
+    return {name: value for name, value in config.items() if name in known}
+
+
+MTP = {"MTP of Inkling": "inkling_text", "MTP of Step": "step3p7", "MTP of DeepSeek": "deepseek_v3"}
 MAKERS: dict[str, Callable[[Path], Sound]] = {
     "early exit": _early_exit,
+    "head": _head,
+    "independent": _independent,
+    "lookup": _lookup,
     "conditioned": _conditioned,
     "trained layer": _layer,
     "trained block": _block,
     "EAGLE-3": _eagle3("plain", "original"),
     "EAGLE-3, all tokens": _eagle3("all tokens", "original"),
+    "EAGLE-3.1": _eagle3("eagle-3.1", "original"),
+    "EAGLE-3, two layers": _eagle3("two layers", "original"),
+    "EAGLE-3 with the final state": _eagle3("final state", "original"),
+    "EAGLE-3 with embeddings": _eagle3("own embeddings", "original"),
     "EAGLE-3 of speculators": _eagle3("qwen3", "speculators"),
     "DFlash": _dflash("scaled", "original"),
     "DFlash of transformers": _dflash("windows", "transformers"),
@@ -138,6 +184,7 @@ MAKERS: dict[str, Callable[[Path], Sound]] = {
     "Gemma 4, clusters": _gemma4("clusters"),
     "MTP": _mtp("glm4_moe"),
     "MTP of Qwen": _mtp("qwen3_next"),
+    **{name: _mtp(family) for name, family in MTP.items() if family in mtp_files.FAMILIES},
 }
 
 # What makes transformers fetch or import, where a config of a model has it.
@@ -271,7 +318,7 @@ def check(sound: Sound, folder: Path, what: str) -> bool:
             inspect(Repository(str(folder)))
         try:
             assistant = sound.load(folder, sound.target)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, FileNotFoundError, ImportError) as error:  # the last: a package that its config names
             refusal = str(error)
         else:
             text = greedy(sound.target, assistant, TEXT, max_new_tokens=4, pad_token_id=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device

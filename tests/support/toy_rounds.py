@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.chain import Step, draft_chain
+from hf_specdecpp.drafting.chain import Step, drafted_alone, drafting
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
@@ -44,6 +44,18 @@ VERIFIERS: dict[str, Callable[..., tuple[int, int]]] = {
     "block, at once": partial(verify_at_once, verification="block"),
     "token, at once": partial(verify_at_once, verification="token"),
 }
+
+
+def draft_chain(
+    step: Step,
+    rule: StoppingRule,
+    randomness: Randomness | None,
+    max_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    unread: int = 1,
+) -> DraftTree:
+    """Draft one chain, alone: the arguments are those of `drafting`."""
+    return drafted_alone(drafting(step, rule, randomness, max_tokens, eos_token_ids, unread))
 
 
 def top_2(scores: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from support.models import assistant_for, partly_agreeing, prompt, tiny
 
 from hf_specdecpp import assist, files
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.config.decisions import Decisions
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.estimation.head import AcceptanceHead

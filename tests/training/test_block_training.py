@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import tensors_of
+from hf_specdecpp.drafts.dflash.model import DFlashDraft
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 from support.models import VOCAB_SIZE
+from support.toy_rounds import draft_chain
 from support.training_files import evaluated, training_run
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.chain import draft_chain
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule

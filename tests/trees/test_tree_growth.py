@@ -14,8 +14,7 @@ from support.toy_trees import KINDS, VOCAB, RandomDraft
 from torch import Tensor
 
 from hf_specdecpp import SpeculationConfig
-from hf_specdecpp.estimation.estimators import DraftProbability, Estimator
-from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scalar_features
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.without_replacement import BLOCK, Inverted, Likeliest, Ranked, Siblings
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape

@@ -42,7 +42,7 @@ from hf_specdecpp.benchmark.contestants import PLAIN
 from hf_specdecpp.benchmark.live import answer
 from hf_specdecpp.benchmark.loading import TEXTS, Benchmark, Question, RunLog
 from hf_specdecpp.cli_options import BenchmarkConfig
-from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows, seed_of

@@ -3,33 +3,26 @@ dialects (`read_settings`). Relatives are refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import Qwen3Config
 
-from hf_specdecpp.config.bounds import (
-    BLOCK,
-    CURE,
-    OF_TARGET,
-    POSITIVE,
-    TOKENS,
-    Bounds,
-    check_fields,
-    check_layers,
-)
-from hf_specdecpp.drafts.checkpoints import SPECULATORS, layers_of, mapping
+from hf_specdecpp.config import checks
+from hf_specdecpp.config.checks import Bounds, check_fields, check_layers
+from hf_specdecpp.drafts import checkpoints
+from hf_specdecpp.drafts.checkpoints import Relative
 
 NOT_NEGATIVE = (0.0, 2.0**31)
 BOUNDS: dict[str, Bounds] = {
-    "reads": [OF_TARGET],
-    "block_size": BLOCK,
-    "mask_token_id": range(TOKENS.stop),
+    "reads": [checks.OF_TARGET],
+    "block_size": checks.BLOCK,
+    "mask_token_id": range(checks.TOKENS.stop),
     "embedding_scale": NOT_NEGATIVE,
     "output_multiplier": NOT_NEGATIVE,
-    "logit_cap": POSITIVE,
-    "num_target_layers": range(1, OF_TARGET.stop + 1),
+    "logit_cap": checks.POSITIVE,
+    "num_target_layers": range(1, checks.OF_TARGET.stop + 1),
 }
 TRANSFORMERS = "muse_glimmer_assistant"
 NUMBERS = {
@@ -38,7 +31,27 @@ NUMBERS = {
 }
 SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # what is here what
 OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
-SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
+RELATIVES = (
+    Relative("DSpark, whose candidates depend on one another (a Markov head)", "dspark", {"markov_rank"}, "markov_"),
+    Relative(
+        "Domino, whose candidates depend on one another (a recurrent head over them, prefix_gru)",
+        "domino",
+        tensors=r"prefix_gru\.",
+    ),
+    Relative(
+        "DFlash2, whose candidates are selected one after another",
+        "dflash2",
+        {"selector_rank"},
+        r"candidate_selector|_conv\.",
+    ),
+    Relative("P-EAGLE", tensors="mask_hidden"),
+    Relative(
+        "a DFlash draft with attention sinks (attention_sink_bias)",
+        fields={"attention_sink_bias", "add_swa_attention_sink_bias"},
+        tensors="attention_sink_bias",
+    ),
+    Relative("a DFlash draft with an embedding of its own for mask tokens (mask_embedding)", tensors="mask_embedding"),
+)
 INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of this package (specdecpp train)"
 
 
@@ -91,7 +104,7 @@ class DFlashSettings:
         if not self.reads or self.places < 1:
             raise ValueError(
                 f"A DFlash draft with block_size={self.block_size} that reads layers {self.reads} proposes nothing: a "
-                f"block has at least 2 rows, made of outputs of the target. {CURE}"
+                f"block has at least 2 rows, made of outputs of the target. {checks.CURE}"
             )
 
     @property
@@ -110,7 +123,7 @@ class DFlashSettings:
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is of a DFlash checkpoint, or of a relative that is refused by name."""
-    names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
+    names = f"{raw.get('architectures')} {raw.get(checkpoints.SPECULATORS)}".lower()
     is_named = any(name in names for name in ("dflash", "dspark", "domino"))
     return "dflash_config" in raw or is_named or set(raw) >= OF_TRANSFORMERS
 
@@ -124,9 +137,9 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
     """
     refuse_relatives(raw)
-    is_nested, is_theirs = SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
-    layers = mapping(raw, "transformer_layer_config") if is_nested else raw
-    own = mapping(raw, "dflash_config")
+    is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
+    layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
+    own = checkpoints.mapping(raw, "dflash_config")
     said = {**raw, **own}
     check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS, needed=("block_size", "mask_token_id"))
     layer, has_other_windows = _layer(layers, said, is_theirs)
@@ -200,7 +213,7 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
         raise ValueError(
             f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {INSTEAD}."
         )
-    layer = layers_of(layers, ["mlp_bias"], f"{INSTEAD}.")
+    layer = checkpoints.layers_of(layers, ["mlp_bias"], f"{INSTEAD}.")
     types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
     some_have = isinstance(types, list) and "sliding_attention" in types
     all_have = bool(said.get("use_swa")) and not some_have
@@ -220,25 +233,10 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
     return layer, all_have
 
 
-def refuse_relatives(raw: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> None:
+def refuse_relatives(raw: Mapping[str, Any], tensors: Iterable[str] = ()) -> None:
     """Raise `ValueError` for other drafts, by their config, or by the names of their tensors."""
-    names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
-    own, held = mapping(raw, "dflash_config"), " ".join(tensors or {})
-    said = {**raw, **own}
-    found = None
-    if "dspark" in names or "markov_rank" in said or "markov_" in held:
-        found = "DSpark, whose candidates depend on one another (a Markov head)"
-    elif "domino" in names or said.get("projector_type") == "domino" or "prefix_gru." in held:
-        found = "Domino, whose candidates depend on one another (a recurrent head over them, prefix_gru)"
-    elif "dflash2" in names or "selector_rank" in own or "candidate_selector" in held or "_conv." in held:
-        found = "DFlash2, whose candidates are selected one after another"
-    elif raw.get(SPECULATORS, "dflash") != "dflash":
-        found = f"a {raw[SPECULATORS]} draft of speculators"
-    elif "mask_hidden" in held:
-        found = "P-EAGLE"
-    elif any(map(said.get, SINKS)) or "attention_sink_bias" in held:
-        found = "a DFlash draft with attention sinks (attention_sink_bias)"
-    elif "mask_embedding" in held:
-        found = "a DFlash draft with an embedding of its own for mask tokens (mask_embedding)"
+    found = checkpoints.relative_by(RELATIVES, raw, "dflash", "dflash_config") or checkpoints.relative_among(
+        RELATIVES, tensors
+    )
     if found is not None:
         raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {INSTEAD}.")

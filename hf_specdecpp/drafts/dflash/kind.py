@@ -3,87 +3,71 @@ checkpoints, whose names differ by dialect, are read, and a draft brought to its
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import as_in_file, described, renamed, target_of
+from hf_specdecpp.drafts.checkpoints import Names, own_reader, target_of
 from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, read_settings, refuse_relatives
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
-from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
-from hf_specdecpp.drafts.stored import Config, Format, OwnFile, Parts, Stored, Tensors, pinned
-from hf_specdecpp.files import Weights
+from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, Stored, Trainable, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
+from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
-from hf_specdecpp.models.vocabulary import outside
 
+TITLE = "DFlash draft"
+ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
 # What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
 RENAMED = (
     (r"^model\.", ""),
     (r"^(encoder\.)?fc\.", "reader.fc."),
     (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
 )
-# Buffers, and what speculators keeps of the target for training.
+# Ignored are buffers, and what speculators keeps of the target for training.
+NAMES = Names(
+    RENAMED,
+    r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$",
+    lambda name: ORIGINAL.get(name, name),
+)
 OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # of the settings; modules of the draft
 BELONGS = (
     "It takes the target's own embeddings and LM head, so it works with the target that it was trained for alone: load "
     "that one, or a draft of this one."
 )
-IGNORED = re.compile(r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$")
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-    """The draft that a config and its tensors make. The tensors are taken as they are, not copied.
-
-    Args:
-        source: where they are from, for messages.
+    """The draft that a `config.json` and its tensors make (`Format.read`).
 
     Raises:
         ValueError: they are of a relative, or a tensor is missing, unknown or of another shape.
     """
     refuse_relatives(raw, tensors)
-    names = {renamed(name, RENAMED) for name in tensors}
-    own: dict[str, Any] = {name: f"{part}.weight" in names for name, part in OWN.items()}
+    named = NAMES.here(tensors, source)
+    own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}
     return build(replace(read_settings(raw), **own), tensors, source)
 
 
 def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
     """The draft with these settings and the tensors of a checkpoint; errors as above."""
-    named = {renamed(name, RENAMED): tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
-    depth = settings.layer["num_hidden_layers"]
-    return checkpoints.build(lambda: DFlashModel(settings), named, depth, source, "DFlash draft")
+    named, depth = NAMES.here(tensors, source), settings.layer["num_hidden_layers"]
+    return checkpoints.build(lambda: DFlashModel(settings), named, depth, source, TITLE, NAMES)
 
 
 def tensors_of(
     model: DFlashModel, state: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a draft as a checkpoint of the original dialect has them.
-
-    Args:
-        state: of the model, where other processes have parts of it.
-        dtype: of its weights; as they are by default.
-    """
-    return as_in_file(state or model.state_dict(), original, dtype)
-
-
-def original(name: str) -> str:
-    """The name in a file of what is called `name` here: `RENAMED` undone."""
-    return {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}.get(name, name)
+    """The tensors of a draft as a checkpoint of the original dialect has them (`OwnFile.tensors`)."""
+    return NAMES.in_file(state or model.state_dict(), dtype)
 
 
 def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
-    """Bring a draft to its target, in the target's dtype.
-
-    Args:
-        name: of the draft, for messages.
+    """Bring a draft, which messages call `name`, to its target, in the target's dtype.
 
     Raises:
         ValueError: the draft was made for another target.
@@ -127,44 +111,42 @@ def _drop_shared(model: DFlashModel, target: CausalLM) -> None:
             model.settings = replace(model.settings, **dropped)
 
 
-class DFlashFormat(Format):
-    """The original dialect, that of transformers, and that of speculators."""
-
-    served_by = "vLLM and SGLang serve it from its own repository, with the method dflash"
-
-    def recognises(self, raw: Config) -> bool:
-        return looks_like_one(raw)
-
-    def fields(self, raw: Config) -> dict[str, Any]:
-        # The size is what transformers compares.
-        return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
-
-    def read(self, raw: Config, tensors: Tensors, source: str) -> DFlashModel:
-        return read_model(raw, tensors, source)
-
-    def of_model(self, draft: CausalLM) -> DFlashModel:
-        return draft if isinstance(draft, DFlashModel) else super().of_model(draft)
+def fields(raw: Config) -> dict[str, Any]:
+    """What a config says of an assistant, of which transformers compares the size."""
+    return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
 
-def read_own(arguments: dict[str, Any], path: Path) -> DFlashModel:
-    """A draft that was trained here, with these settings."""
-    settings = described(DFlashSettings, "DFlash draft", arguments)
-    return build(settings, Weights.at(path).all(), str(path))
+def words(config: SpecDecPPConfig, target: str) -> str:
+    """The draft in a few words."""
+    return f"DFlash blocks, which read states of {target}" if config.draft_id is None else f"DFlash {pinned(config)}"
 
 
-class DFlash(Kind):
-    """A block draft; `config.draft_id` names the repository that others trained it in."""
+def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> DFlashDraft:
+    """A draft that has met its target."""
+    meet(parts.module, how.target, words(config, "the target"))
+    return DFlashDraft(parts.module, how.target)
 
-    name = "dflash"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
-    stored = Stored(
-        own=OwnFile("dflash.safetensors", "dflash", read_own, tensors_of),
-        format=DFlashFormat(),
+
+# A block draft; `config.draft_id` names the repository that others trained it in.
+DFLASH = Kind(
+    name="dflash",
+    rests_on="target",
+    draft=draft_of,
+    words=words,
+    stored=Stored(
+        own=OwnFile("dflash.safetensors", "dflash", own_reader(DFlashSettings, build, TITLE), tensors_of),
+        format=Format(  # the original dialect, that of transformers, and that of speculators
+            read_model,
+            looks_like_one,
+            fields=fields,
+            module=DFlashModel,
+            served_by="vLLM and SGLang serve it from its own repository, with the method dflash",
+        ),
         unserved="This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
         "row sees a later one, and engines have not been tried with such blocks, so nothing is exported. They serve "
         "EAGLE-3 drafts: specdecpp train --draft eagle3.",
-    )
-    trainable = Trainable(
+    ),
+    trainable=Trainable(
         own_layers=True,
         blocks=True,
         cannot={
@@ -173,14 +155,6 @@ class DFlash(Kind):
             "stay untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made "
             "one: draft=REPO",
         },
-    )
-    cannot = {"replays": "a recorded text has one q a place, but a block's depends on where the round began"}
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        if config.draft_id is None:
-            return f"DFlash blocks, which read states of {target}"
-        return f"DFlash {pinned(config)}"
-
-    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> DFlashDraft:
-        meet(parts.module, how.target, self.describe(config))
-        return DFlashDraft(parts.module, how.target)
+    ),
+    cannot={"replays": "a recorded text has one q a place, but a block's depends on where the round began"},
+)

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import as_in_file, renamed
-from hf_specdecpp.drafts.eagle3.config import NUM_USUAL, TRAIN, Eagle3Settings, of_type
+from hf_specdecpp.drafts.checkpoints import Names, relative_among
+from hf_specdecpp.drafts.eagle3.config import NUM_USUAL, RELATIVES, TRAIN, Eagle3Settings, of_type, read_config
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 
 logger = logging.get_logger("hf_specdecpp")
@@ -30,37 +30,31 @@ RENAMED = (
     (r"^(fc|fc_norm|input_norm)\.", r"reader.\1."),
 )  # fmt: skip
 EMBEDDINGS = "decoder.embed_tokens.weight"
-IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+TITLE = "EAGLE-3 draft"
 
 
-def read_model(said: dict[str, Any], tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
-    """The draft that a config and its tensors make.
+def original(name: str) -> str:
+    """The name in a file of what is called `name` here: `RENAMED` undone."""
+    name = re.sub(r"^(decoder|reader)\.", "", name)
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
 
-    Args:
-        said: by the config (`config.read_config`).
-        tensors: as they are in the file.
-        source: where they are from, for messages.
+
+NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", original)
+
+
+def read_model(
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str, overrides: dict[str, Any] | None = None
+) -> Eagle3Model:
+    """The draft that a `config.json` and its tensors make (`Format.read`).
 
     Raises:
-        ValueError: a tensor is missing, unknown or of another shape, or token ids make no sense.
+        ValueError: the config is of a relative or makes no sense, a tensor is missing, unknown or of another shape, or
+            token ids make no sense.
     """
-    named = _named(tensors, source)
+    said = read_config(raw, overrides)
+    named = NAMES.here(tensors, source)
     _refuse_relatives(named, 2 * said["layer"]["hidden_size"], source)
     return build(settings_of(said, named), tensors, source)
-
-
-def _named(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if IGNORED.search(name):
-            continue
-        if (here := renamed(name, RENAMED)) in named:
-            raise ValueError(
-                f"{source} has {original(here)} twice, once as {name}, so it is not known which of them is meant. The "
-                "file is damaged or of a variant that hf_specdecpp does not know."
-            )
-        named[here] = tensor
-    return named
 
 
 def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
@@ -100,10 +94,10 @@ def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) 
     What the settings leave out may be left over: fc beside `use_aux_hidden_state: false`, and embeddings.
     """
     used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
-    named = {name: tensor for name, tensor in _named(tensors, source).items() if used.get(name, True)}
+    named = {name: tensor for name, tensor in NAMES.here(tensors, source).items() if used.get(name, True)}
     token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
     depth = settings.layer["num_hidden_layers"]
-    model = checkpoints.build(lambda: Eagle3Model(settings), named, depth, source, "EAGLE-3 draft", original)
+    model = checkpoints.build(lambda: Eagle3Model(settings), named, depth, source, TITLE, NAMES)
     model.token_ids = token_ids
     return model
 
@@ -152,22 +146,13 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
 
 def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:
     """Raise `ValueError` for other drafts, by their tensors; the attention of an EAGLE-3 layer is `wide`."""
-    names = " ".join(named)
     q = named.get("decoder.layers.0.self_attn.q_proj.weight")
     is_one = "decoder.layers.0.hidden_norm.weight" in named or (q is not None and list(q.shape)[1:] == [wide])
-    found = None
-    if "kv_a_proj" in names or "kv_b_proj" in names:
-        found = "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)"
-    elif ".experts." in names or "mlp.gate.weight" in names:
-        found = "an EAGLE-3 draft with a mixture of experts"
-    elif "mask_hidden" in named:
-        found = "P-EAGLE"
-    elif any(re.match(r"(medusa_head|heads|blocks|lm_heads|\d+)\.\d+\.", name) for name in named):
-        found = "Medusa heads"
-    elif "reader.fc.weight" in named and not is_one:
-        found = "a draft of EAGLE-1 or 2"
-    elif not is_one:
+    found = relative_among(RELATIVES, named)
+    if found is None and not is_one:
         found = "a model of its own, which assist(model, ...) takes if it is a causal LM with the target's tokens"
+        if "reader.fc.weight" in named:
+            found = "a draft of EAGLE-1 or 2"
     if found is not None:
         raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
 
@@ -177,19 +162,11 @@ def tensors_of(
 ) -> dict[str, Tensor]:
     """The tensors of a draft as a checkpoint of the original dialect has them, which every engine reads.
 
-    Args:
-        state: of the model, where other processes have parts of it.
-        dtype: of its weights; as they are by default.
+    The arguments are those of `OwnFile.tensors`.
     """
-    tensors = as_in_file(state or model.state_dict(), original, dtype)
+    tensors = NAMES.in_file(state or model.state_dict(), dtype)
     if (ids := model.token_ids) is not None:
         ids = ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(model.settings.layer["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
-
-
-def original(name: str) -> str:
-    """The name in a file of what is called `name` here: `RENAMED` undone."""
-    name = re.sub(r"^(decoder|reader)\.", "", name)
-    return re.sub(r"^layers\.0\.", "midlayer.", name)

@@ -9,33 +9,48 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from hf_specdecpp.config.bounds import (
-    DEPTH,
-    LAYER,
-    OF_TARGET,
-    SIZE,
-    TOKENS,
-    Bounds,
-    check_fields,
-    check_layers,
-)
-from hf_specdecpp.config.types import check_arguments
-from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, layers_of, mapping
+from hf_specdecpp.config import checks
+from hf_specdecpp.config.checks import Bounds, check_fields, check_layers, check_values, shown
+from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, Relative, layers_of, mapping, relative_by
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
 BOUNDS: dict[str, Bounds] = {
-    "state_size": SIZE,
-    "reads": [OF_TARGET],
-    "layer_ids": [range(OF_TARGET.stop + 1)],
-    "num_reads": range(DEPTH.stop),
-    "draft_vocab_size": TOKENS,
+    "state_size": checks.SIZE,
+    "reads": [checks.OF_TARGET],
+    "layer_ids": [range(checks.OF_TARGET.stop + 1)],
+    "num_reads": range(checks.DEPTH.stop),
+    "draft_vocab_size": checks.TOKENS,
 }
 OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-ABOVE: dict[str, Bounds] = {"target_hidden_size": SIZE, "draft_vocab_size": TOKENS}  # beside the layers
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ABOVE: dict[str, Bounds] = {"target_hidden_size": checks.SIZE, "draft_vocab_size": checks.TOKENS}  # beside the layers
+RELATIVES = (
+    Relative("Medusa heads", "medusa", {"medusa_num_heads"}, r"^(medusa_head|heads|blocks|lm_heads|\d+)\.\d+\."),
+    Relative("Hydra heads", "hydra", {"hydra_num_heads"}),
+    Relative("P-EAGLE", "peagle", {"parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token"}, "mask_hidden"),
+    Relative(
+        "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)",
+        "deepseek|(?-i:MLA)",
+        {"kv_lora_rank"},
+        "kv_[ab]_proj",
+    ),
+    Relative(
+        "an EAGLE-3 draft with a mixture of experts",
+        r"/\w*moe",
+        {"num_experts", "num_local_experts", "n_routed_experts"},
+        r"\.experts\.|mlp\.gate\.weight",
+    ),
+    Relative("a quantised EAGLE-3 draft", fields={"quantization_config", "compression_config"}),
+)
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those of the settings
+# and of their layers; `own_embeddings=False` takes the target's where the file has some.
+OVERRIDES: dict[str, Any] = {
+    **dict.fromkeys((*FLAGS, "own_embeddings"), bool),
+    "rope_theta": float,
+    "reads": list[int],
+}
 TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
 
 
@@ -122,22 +137,6 @@ class Eagle3Settings:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Overrides:
-    """What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those there.
-
-    `own_embeddings=False` takes the target's where the file has some.
-    """
-
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
-    rope_theta: float
-    reads: list[int]
-    own_embeddings: bool
-
-
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is of an EAGLE-3 checkpoint, or of a relative that is refused by name.
 
@@ -148,8 +147,8 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
 
 def is_marked(raw: Mapping[str, Any]) -> bool:
     """The same where a config says so itself; a causal LM of one layer does not."""
-    names = " ".join(map(str, _listed(raw.get("architectures")))).lower()
     marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads"}
+    names = str(raw.get("architectures")).lower()
     return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra"))
 
 
@@ -160,7 +159,7 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     is read, else there is none: tensors tell both.
 
     Args:
-        overrides: of its values (`Overrides`).
+        overrides: of its values (`OVERRIDES`).
 
     Raises:
         ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
@@ -169,26 +168,25 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     is_nested = SPECULATORS in raw
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
     eagle = mapping(raw, "eagle_config")
-    _refuse_relatives(raw, inner, eagle)
+    if (found := relative_by(RELATIVES, raw, "eagle3", "transformer_layer_config", "eagle_config")) is not None:
+        raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {TRAIN}.")
     place = "transformer_layer_config." if is_nested else ""
-    check_fields({name: inner.get(name) for name in NEEDED}, LAYER, place, NEEDED)
+    check_fields({name: inner.get(name) for name in NEEDED}, checks.LAYER, place, NEEDED)
     check_fields({name: raw.get(name) for name in ABOVE}, ABOVE)
     said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
-    flags = {name: said.get(name) or False for name in FLAGS}
-    if wrong := [f"{name}={value!r}" for name, value in flags.items() if type(value) is not bool]:
-        raise ValueError(f"{', '.join(wrong)} of config.json must be true or false. Say what is right: eagle3={{...}}.")
+    check_fields({name: said.get(name) or None for name in FLAGS}, dict.fromkeys(FLAGS, bool))
     ids, reads = _layer_ids(raw, eagle, is_nested), overrides.get("reads")
     if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
         reads = [each - 1 for each in ids]
     reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
     return {
-        "layer": _layer(inner, _layer_type(raw, inner), overrides.get("rope_theta")),
+        "layer": _layer(raw, inner, overrides.get("rope_theta")),
         "layer_ids": ids,
         "reads": reads,
         "state_size": raw.get("target_hidden_size") or inner["hidden_size"],
         "draft_vocab_size": raw.get("draft_vocab_size"),
         "own_embeddings": overrides.get("own_embeddings", True),
-        **flags,
+        **{name: bool(said.get(name)) for name in FLAGS},
         **({} if reads_states else {"num_reads": 0}),
     }
 
@@ -209,35 +207,18 @@ def _layer_ids(raw: Mapping[str, Any], eagle: Mapping[str, Any], is_nested: bool
     return ids
 
 
-def check_overrides(overrides: Any) -> Mapping[str, Any]:
+def check_overrides(overrides: Any) -> dict[str, Any]:
     """The overrides, if they are known and make sense; else `ValueError`."""
-    known = Overrides.__dataclass_fields__
-    if isinstance(overrides, Mapping) and (unknown := sorted(set(map(str, overrides)) - set(known))):
-        raise ValueError(f"eagle3 has {', '.join(unknown)}, which is not known. It may have {', '.join(known)}.")
-    check_arguments(Overrides, overrides, "eagle3.")
+    if not isinstance(overrides, dict):
+        raise ValueError(f"eagle3={shown(overrides)} must be a mapping.")
+    if unknown := sorted(set(map(str, overrides)) - set(OVERRIDES)):
+        raise ValueError(f"eagle3 has {', '.join(unknown)}, which is not known. It may have {', '.join(OVERRIDES)}.")
+    check_values(overrides, OVERRIDES, "eagle3.")
     if (theta := overrides.get("rope_theta")) is not None and theta <= 0:
         raise ValueError(f"eagle3.rope_theta={theta} must be above 0. Most drafts have {DEFAULT_THETA:.0f}.")
     if (reads := overrides.get("reads")) is not None and (not reads or min(reads) < 0):
         raise ValueError(f"eagle3.reads={reads} must list layers of the target, counted from 0.")
-    return overrides
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value] if value else []
-
-
-def _layer_type(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
-    """Of the draft's layers. Where a flat config's architecture is a Llama's, its `model_type` may be the target's."""
-    kind = inner.get("model_type") or ("qwen3" if SPECULATORS in raw else "llama")
-    names = " ".join(map(str, _listed(raw.get("architectures"))))
-    if isinstance(kind, str) and kind not in LAYER_CONFIGS and inner is raw and "llama" in names.lower():
-        kind = "llama"
-    if kind not in tuple(LAYER_CONFIGS):
-        raise ValueError(
-            f"The draft has layers of type {kind!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
-            f"{TRAIN}."
-        )
-    return str(kind)
+    return dict(overrides)
 
 
 def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -248,7 +229,7 @@ def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """
     if kind == "qwen3":
         return {**layer, "model_type": kind}
-    if "sliding_attention" in _listed(layer.get("layer_types")):
+    if "sliding_attention" in (layer.get("layer_types") or ()):
         raise ValueError(
             "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
             f"so it would see too much. {TRAIN}."
@@ -256,34 +237,22 @@ def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {name: value for name, value in layer.items() if name not in OF_QWEN3} | {"model_type": kind}
 
 
-def _layer(inner: Mapping[str, Any], kind: str, theta: float | None) -> dict[str, Any]:
-    """The config of the draft's layers, whose number tensors tell."""
-    is_its_own = inner.get("model_type") in (None, *LAYER_CONFIGS)  # else windows are the target's, too
+def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    """The config of the draft's layers, whose number tensors tell.
+
+    Where a flat config's architecture is a Llama's, its `model_type`, and windows, may be the target's.
+    """
+    said = inner.get("model_type")
+    kind = said or ("qwen3" if SPECULATORS in raw else "llama")
+    is_its_own = said in (None, *LAYER_CONFIGS)
+    if isinstance(kind, str) and not is_its_own and inner is raw and "llama" in str(raw.get("architectures")).lower():
+        kind = "llama"
+    if kind not in tuple(LAYER_CONFIGS):
+        raise ValueError(
+            f"The draft has layers of type {kind!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
+            f"{TRAIN}."
+        )
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
     layer = layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
-    check_fields(layer, LAYER)
+    check_fields(layer, checks.LAYER)
     return {"model_type": kind, **layer}
-
-
-def _refuse_relatives(raw: Mapping[str, Any], inner: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for other drafts that such a config may be of."""
-    said = {**inner, **raw, **eagle}
-    has = {name for name, value in said.items() if value is not None and value is not False}
-    names = " ".join(map(str, _listed(raw.get("architectures"))))
-    found = None
-    if (kind := raw.get(SPECULATORS, "eagle3")) != "eagle3":
-        found = {"peagle": "P-EAGLE"}.get(str(kind), f"a {kind} draft of speculators")
-    elif "medusa_num_heads" in has or "medusa" in names.lower():
-        found = "Medusa heads"
-    elif "hydra_num_heads" in has or "hydra" in names.lower():
-        found = "Hydra heads"
-    elif has & {"parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token"}:
-        found = "P-EAGLE"
-    elif "Deepseek" in names or "MLA" in names or "kv_lora_rank" in has:
-        found = "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)"
-    elif any(map(said.get, EXPERTS)) or "moe" in str(inner.get("model_type")):
-        found = "an EAGLE-3 draft with a mixture of experts"
-    elif has & {"quantization_config", "compression_config"}:
-        found = "a quantised EAGLE-3 draft"
-    if found is not None:
-        raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {TRAIN}.")

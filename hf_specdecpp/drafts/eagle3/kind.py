@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.bounds import LAYER
-from hf_specdecpp.drafts.checkpoints import described, target_of
+from hf_specdecpp.config.checks import LAYER
+from hf_specdecpp.drafts.checkpoints import own_reader, target_of
 from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS, NO_REPLAYS
-from hf_specdecpp.drafts.eagle3.checkpoint import build, read_model, tensors_of
+from hf_specdecpp.drafts.eagle3.checkpoint import TITLE, build, read_model, tensors_of
 from hf_specdecpp.drafts.eagle3.config import (
     FLAGS,
     OF_QWEN3,
@@ -24,19 +23,19 @@ from hf_specdecpp.drafts.eagle3.config import (
 )
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.drafts.kind import Kind, Loading, Trainable
-from hf_specdecpp.drafts.stored import (
+from hf_specdecpp.drafts.kind import (
     Config,
     Format,
+    Kind,
+    Loading,
     OwnFile,
     Parts,
-    Readings,
     SelfCheck,
     Stored,
-    Tensors,
+    Trainable,
     pinned,
 )
-from hf_specdecpp.files import CHECKPOINT, Weights, save_tensors, save_text
+from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving import Destination, Exported, eagle3_commands
@@ -44,81 +43,52 @@ from hf_specdecpp.serving import Destination, Exported, eagle3_commands
 WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]  # of the layers
 
 
-class Eagle3Readings(Readings):
-    """`from_pretrained(..., eagle3={...})`."""
-
-    def checked(self, overrides: Any) -> dict[str, Any]:
-        return dict(check_overrides(overrides))
-
-    def read(self, overrides: dict[str, Any], raw: Config, tensors: Tensors, source: str) -> Eagle3Model:
-        return read_model(read_config(raw, overrides), tensors, source)
-
-    def self_check(self, config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
-        meet(module, target, _described(config, "the target"))
-        found = compare(module, target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
-        best = better(found)
-        remarks = []
-        if best is not None:
-            override = {**(config.eagle3 or {}), **best.overrides}
-            remarks.append(f"Another reading agrees far better: {best.name}. Load the draft with eagle3={override}.")
-        if (share := (best or found[0]).agreement[0]) < GOOD:
-            remarks.append(
-                f"Only {share:.0%} of the first candidates agree, and a draft for this target has {GOOD:.0%} or more: "
-                "it is probably for another target, or read in a way that is not listed here."
-            )
-        fine = "The draft agrees as one for this target should, and no other reading agrees better by far."
-        return SelfCheck([(each.name, each.agreement) for each in found], remarks or [fine])
+def self_check(config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
+    """How well the draft guesses what `target` says, as it is read and in each other way (`Format.self_check`)."""
+    meet(module, target, words(config, "the target"))
+    found = compare(module, target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
+    best = better(found)
+    remarks = []
+    if best is not None:
+        override = {**(config.eagle3 or {}), **best.overrides}
+        remarks.append(f"Another reading agrees far better: {best.name}. Load the draft with eagle3={override}.")
+    if (share := (best or found[0]).agreement[0]) < GOOD:
+        remarks.append(
+            f"Only {share:.0%} of the first candidates agree, and a draft for this target has {GOOD:.0%} or more: "
+            "it is probably for another target, or read in a way that is not listed here."
+        )
+    fine = "The draft agrees as one for this target should, and no other reading agrees better by far."
+    return SelfCheck([(each.name, each.agreement) for each in found], remarks or [fine])
 
 
-class Eagle3Format(Format):
-    """The original dialect, and that of speculators."""
-
-    readings = Eagle3Readings()
-    no_model = (
-        "an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files, or make an assistant with one in "
-        "memory: from_eagle3(target, draft)"
-    )
-
-    def recognises(self, raw: Config) -> bool:
-        return looks_like_one(raw)
-
-    def is_marked(self, raw: Config) -> bool:
-        return is_marked(raw)
-
-    def fields(self, raw: Config) -> dict[str, Any]:
-        read_config(raw)  # says what is wrong with it
-        return {"target_id": target_of(raw)}
-
-    def read(self, raw: Config, tensors: Tensors, source: str) -> Eagle3Model:
-        return read_model(read_config(raw), tensors, source)
-
-    def facts(self, module: Any) -> dict[str, str]:
-        settings: Eagle3Settings = module.settings
-        layer, ids, count = settings.layer, settings.layer_ids, settings.draft_vocab_size
-        if settings.num_reads == 0:
-            reads = "its final state"
-        elif settings.reads or (ids and ids[0] == 1):
-            reads = f"outputs of layers {', '.join(map(str, settings.reads or ids or []))}, counted from 0"
-        elif ids is None:
-            reads = "outputs of the usual three layers, since its config names none"
-        else:
-            reads = f"layers {ids}, where it depends on the target whether these are inputs or outputs (--target ID)"
-        flags = [name for name in FLAGS if getattr(settings, name)]
-        own = {True: "its own", False: "the target's"}
-        return {
-            "draft": f"EAGLE-3, {layer['num_hidden_layers']} x {layer['model_type']}, {layer['hidden_size']} wide",
-            "reads of the target": reads,
-            "flags": ", ".join(flags) or "none",
-            "rope_theta": f"{settings.layer_config().rope_parameters['rope_theta']:g}",
-            "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
-            "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
-        }
+def fields(raw: Config) -> dict[str, Any]:
+    """What a config says of an assistant; `ValueError` if it is damaged."""
+    read_config(raw)
+    return {"target_id": target_of(raw)}
 
 
-def read_own(arguments: dict[str, Any], path: Path) -> Eagle3Model:
-    """A draft that was trained here, with these settings."""
-    settings = described(Eagle3Settings, "EAGLE-3 draft", arguments)
-    return build(settings, Weights.at(path).all(), str(path))
+def facts(module: Any) -> dict[str, str]:
+    """What `inspect` shows of a draft."""
+    settings: Eagle3Settings = module.settings
+    layer, ids, count = settings.layer, settings.layer_ids, settings.draft_vocab_size
+    if settings.num_reads == 0:
+        reads = "its final state"
+    elif settings.reads or (ids and ids[0] == 1):
+        reads = f"outputs of layers {', '.join(map(str, settings.reads or ids or []))}, counted from 0"
+    elif ids is None:
+        reads = "outputs of the usual three layers, since its config names none"
+    else:
+        reads = f"layers {ids}, where it depends on the target whether these are inputs or outputs (--target ID)"
+    flags = [name for name in FLAGS if getattr(settings, name)]
+    own = {True: "its own", False: "the target's"}
+    return {
+        "draft": f"EAGLE-3, {layer['num_hidden_layers']} x {layer['model_type']}, {layer['hidden_size']} wide",
+        "reads of the target": reads,
+        "flags": ", ".join(flags) or "none",
+        "rope_theta": f"{settings.layer_config().rope_parameters['rope_theta']:g}",
+        "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
+        "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
+    }
 
 
 def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG001
@@ -204,34 +174,50 @@ def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
     return found
 
 
-class Eagle3(Kind):
-    """A draft of the world's most common kind; `config.draft_id` names the repository that others trained it in."""
+def words(config: SpecDecPPConfig, target: str) -> str:
+    """The draft in a few words."""
+    if config.draft_id is None:
+        return f"an EAGLE-3 layer, which reads states of {target}"
+    otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
+    return f"EAGLE-3 {pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
 
-    name = "eagle3"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
-    stored = Stored(OwnFile("eagle3.safetensors", "eagle3", read_own, tensors_of), Eagle3Format(), export=export)
-    trainable = Trainable(
+
+def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Eagle3Drafter:
+    """A draft that has met its target."""
+    meet(parts.module, how.target, name := words(config, "the target"))
+    drafter = Eagle3Drafter(parts.module, how.target)
+    drafter.suspect = None if config.draft_id is None else name
+    return drafter
+
+
+# A draft of the world's most common kind; `config.draft_id` names the repository that others trained it in.
+EAGLE3 = Kind(
+    name="eagle3",
+    rests_on="target",
+    draft=draft_of,
+    words=words,
+    stored=Stored(
+        own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, TITLE), tensors_of),
+        format=Format(  # the original dialect, and that of speculators
+            read_model,
+            looks_like_one,
+            is_marked,
+            fields,
+            facts,
+            check_overrides,
+            self_check,
+            no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files, or make an assistant "
+            "with one in memory: from_eagle3(target, draft)",
+        ),
+        export=export,
+    ),
+    trainable=Trainable(
         own_layers=True,
         cannot={
             "stay untrained": "the layer has to be trained, so leave it on, or name the repository of a ready-made "
             "one: draft=REPO",
             "late verdicts": NO_LATE_VERDICTS,
         },
-    )
-    cannot = {"replays": NO_REPLAYS}
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        return _described(config, target)
-
-    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Eagle3Drafter:
-        meet(parts.module, how.target, self.describe(config))
-        drafter = Eagle3Drafter(parts.module, how.target)
-        drafter.suspect = None if config.draft_id is None else self.describe(config)
-        return drafter
-
-
-def _described(config: SpecDecPPConfig, target: str) -> str:
-    if config.draft_id is None:
-        return f"an EAGLE-3 layer, which reads states of {target}"
-    otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
-    return f"EAGLE-3 {pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
+    ),
+    cannot={"replays": NO_REPLAYS},
+)

@@ -6,27 +6,29 @@ Ids of layers count what goes into layers, or what comes out; a self-check compa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA
 from hf_specdecpp.drafts.eagle3.checkpoint import build, tensors_of
 from hf_specdecpp.drafts.eagle3.config import Eagle3Settings
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, trying
+from hf_specdecpp.models.loading import outside, tokenizer_of
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader, TargetStates
-from hf_specdecpp.models.vocabulary import outside, tokenizer_of
 
 logger = logging.get_logger("hf_specdecpp")
 
 STEPS = 2  # candidates of a round that are looked at: the state that the second reads tells `norm_output`
 BETTER_BY = 0.1  # of all places, so that chance does not decide
+BELONGS = "It was trained for another target, or is read wrongly."
 GOOD = 0.4  # of the first candidates, on plain English
 TEXT = """The old lighthouse at the end of the harbour had not been used for twenty years. When the town decided to sell
 it, nobody expected that a young engineer would buy it and turn it into a small museum. She repaired the stairs, painted
@@ -92,42 +94,25 @@ def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | N
     Raises:
         ValueError: the draft was made for another target.
     """
-    _check_fits(model, target, name)
-    move(model, input_device(target), dtype or target.dtype)
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    found = meanings(model.settings, depth)
-    if max(found[0], default=0) >= depth:
-        raise ValueError(
-            f"{name} reads the outputs of layers {found[0]}, counted from 0, and {type(target).__name__} has "
-            f"{depth} layers. It was trained for another target, or read wrongly."
+    config, settings = target.config.get_text_config(decoder=True), model.settings
+    depth, made_for, wrong = config.num_hidden_layers, settings.layer["vocab_size"], None
+    found = meanings(settings, depth) if settings.state_size == config.hidden_size else [[]]
+    largest = int(model.token_ids.max()) if model.token_ids is not None else -1
+    if settings.state_size != config.hidden_size:
+        wrong = f"reads states of {settings.state_size} numbers, and they have {config.hidden_size}"
+    elif largest >= config.vocab_size:
+        wrong = f"proposes token ids up to {largest}, and there are {config.vocab_size}"
+    elif max(found[0], default=0) >= depth:
+        wrong = f"reads the outputs of layers {found[0]}, counted from 0, and there are {depth}"
+    checkpoints.meet(model, target, name, wrong or outside(made_for, target), BELONGS, dtype)
+    if made_for != config.vocab_size:
+        logger.warning(
+            f"{name} was made for {made_for} token ids, and the target has {config.vocab_size}. That is harmless "
+            "padding if it is the same tokenizer; if almost nothing is accepted, it is not."
         )
     model.meet(target, found[0])
     if len(found) > 1:
         _settle(model, target, found)
-
-
-def _check_fits(model: Eagle3Model, target: CausalLM, name: str) -> None:
-    """Raise `ValueError` unless a draft was made for a target of these sizes."""
-    config = target.config.get_text_config(decoder=True)
-    settings = model.settings
-    if settings.state_size != config.hidden_size:
-        raise ValueError(
-            f"{name} reads states of {settings.state_size} numbers, and those of {type(target).__name__} have "
-            f"{config.hidden_size}. It was trained for another target."
-        )
-    largest = int(model.token_ids.max()) if model.token_ids is not None else -1
-    if largest >= config.vocab_size:
-        raise ValueError(
-            f"{name} proposes token ids up to {largest}, and {type(target).__name__} has {config.vocab_size}. It was "
-            "trained for a target with another tokenizer."
-        )
-    if (wrong := outside(settings.layer["vocab_size"], target)) is not None:
-        raise ValueError(f"{name} {wrong} in {type(target).__name__}. It was trained for another target.")
-    if settings.layer["vocab_size"] != config.vocab_size:
-        logger.warning(
-            f"{name} was made for {settings.layer['vocab_size']} token ids, and the target has {config.vocab_size}. "
-            "That is harmless padding if it is the same tokenizer; if almost nothing is accepted, it is not."
-        )
 
 
 def _settle(model: Eagle3Model, target: CausalLM, found: list[list[int]]) -> None:
@@ -140,14 +125,17 @@ def _settle(model: Eagle3Model, target: CausalLM, found: list[list[int]]) -> Non
             f"the former are read. If little is accepted, say otherwise: eagle3={{'reads': {found[1]}}}."
         )
         return
-    text = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    chosen = choose(model, target, found, text)
-    model.meet(target, chosen)
+    heard = Heard(target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
+
+    def rate(reads: list[int]) -> float:
+        model.meet(target, reads)
+        return heard.agreement(model)[0]
+
+    model.meet(target, chosen := max(found, key=rate))
     logger.info(f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {chosen}: these agree best.")
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """A way to read a checkpoint.
 
     Attributes:
@@ -239,12 +227,3 @@ def better(readings: list[Reading]) -> Reading | None:
     """The reading that guesses far better than the first one, if there is one."""
     best = max(readings, key=lambda reading: sum(reading.agreement))
     return best if sum(best.agreement) > sum(readings[0].agreement) + BETTER_BY else None
-
-
-def choose(model: Eagle3Model, target: CausalLM, candidates: list[list[int]], text: Tensor) -> list[int]:
-    """Of several lists of layers that a checkpoint may mean, that with which it guesses best."""
-    heard, rated = Heard(target, text), []
-    for reads in candidates:
-        model.meet(target, reads)
-        rated.append(heard.agreement(model)[0])
-    return candidates[rated.index(max(rated))]

@@ -57,9 +57,6 @@ class Eagle3Input(StateReader):
             states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)
 
-    def to_config(self) -> dict[str, Any]:
-        return self.arguments
-
     def normed(self, states: Tensor) -> Tensor:
         """What fc mixes, of the target's states `[..., width]`."""
         if self.input_norm is not None:

@@ -3,7 +3,6 @@ target's cache it attends to (`SharedRows`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from hf_specdecpp.drafting.draft import Reading, SharedText
-from hf_specdecpp.drafts.state_draft import StateDraft
+from hf_specdecpp.drafting.draft import Reading, SharedText, StateDraft
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
@@ -58,24 +56,6 @@ def check_readable(cache: Any) -> None:
         )
 
 
-def rows_of(text: SharedText, found: Mapping[str, int], window: int, device: torch.device) -> SharedRows:
-    """What a draft sees of a target's text.
-
-    Args:
-        found: by kind of layer: where its keys and values are (`sources`).
-        window: of layers with a window, which see as much as the target's: the token itself, and `window - 1` before.
-        device: the draft's.
-    """
-    shown, rows, masks = text.shown, {}, {}
-    for kind, place in found.items():
-        layer = text.cache.layers[place]
-        first = max(layer.keys.shape[2] - window + 1, 0) if kind == "sliding_attention" else 0
-        keys, values = (each[:, :, first:].to(device) for each in (layer.keys, layer.values))
-        rows[kind] = keys, values
-        masks[kind] = None if shown is None else _mask(shown[shown.shape[0] - keys.shape[2] :].to(device))
-    return SharedRows(rows, masks, text.position.to(device))
-
-
 def _mask(shown: Tensor) -> Tensor | None:
     """Hides what the prompt masked, unless that is all there is."""
     return shown[None, None, None] if bool(shown.any()) else None
@@ -106,7 +86,8 @@ class Gemma4Draft(StateDraft):
         self.own = model.config.get_text_config()
         found = sources(target.config.get_text_config(decoder=True))
         self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
-        self.heads = {layer.self_attn.layer_type: heads_of(layer.self_attn) for layer in model.model.layers}
+        clusters = model.config.centroid_intermediate_top_k if model.config.use_ordered_embeddings else None
+        reader.arguments = {"sources": self.sources, "clusters": clusters}
         self.embeddings = target.get_input_embeddings()
 
     @property
@@ -122,10 +103,6 @@ class Gemma4Draft(StateDraft):
     def session(self, vocab_size: int) -> SharedReading:
         return SharedReading(self, vocab_size)
 
-    def describe(self) -> dict[str, Any]:
-        clusters = self.model.config.centroid_intermediate_top_k if self.model.config.use_ordered_embeddings else None
-        return {"reads": {"sources": self.sources, "clusters": clusters}, "draft_vocab": None, "captured": False}
-
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
         known = tokens.where(tokens < len(self.embeddings.weight), 0)
@@ -133,15 +110,15 @@ class Gemma4Draft(StateDraft):
         return embeddings.to(tokens.device)
 
     def rows(self, text: SharedText) -> SharedRows:
-        """What it sees of a text."""
-        return rows_of(text, self.sources, self.own.sliding_window, self.device)
-
-    def nothing(self, count: int) -> SharedRows:
-        """As many rows of zeros, to measure what a step takes."""
-        zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        rows = {kind: zero.new_zeros((1, heads, count, size)) for kind, (heads, size) in self.heads.items()}
-        position = torch.tensor([[count]], device=self.device)
-        return SharedRows({kind: (each, each) for kind, each in rows.items()}, dict.fromkeys(rows), position)
+        """What it sees of a target's text: in layers with a window the token itself, and `window - 1` before."""
+        shown, rows, masks = text.shown, {}, {}
+        for kind, place in self.sources.items():
+            layer = text.cache.layers[place]
+            first = max(layer.keys.shape[2] - self.own.sliding_window + 1, 0) if kind == "sliding_attention" else 0
+            keys, values = (each[:, :, first:].to(self.device) for each in (layer.keys, layer.values))
+            rows[kind] = keys, values
+            masks[kind] = None if shown is None else _mask(shown[shown.shape[0] - keys.shape[2] :].to(self.device))
+        return SharedRows(rows, masks, text.position.to(self.device))
 
     def run(self, tokens: Tensor, states: Tensor, seen: SharedRows) -> tuple[Tensor, Tensor, Tensor]:
         """A step after each of n tokens, none of which sees another.
@@ -188,11 +165,12 @@ class SharedReading(Reading):
         vocab_size: width of the target's logits.
     """
 
+    length = 0
+
     def __init__(self, draft: Gemma4Draft, vocab_size: int) -> None:
         super().__init__()
         self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
-        self._length = 0
-        self._text: SharedText | None = None
+        self._text: Any = None  # a `SharedText`
         self._seen: SharedRows | None = None  # in this round
         self._states: dict[int, Tensor] = {}  # `[embedding_size]`: its own after nodes of a tree, or of a chain after 0
 
@@ -200,23 +178,16 @@ class SharedReading(Reading):
         check_readable(text.cache)
         self._text = text
 
-    @property
-    def length(self) -> int:
-        return self._length
-
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
-        self._length += new_tokens.shape[1]
+        self.length += new_tokens.shape[1]
         self._last, self._seen, self.passes = new_tokens[:, -1:].clone(), None, 0
         if states is not None:
             self._state = states[:, -1:].clone()
         self.unread = 1
 
     def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        if not candidates:
-            tokens, states = self._last, self._state
-        else:
-            tokens, states = candidates[-1].view(1, 1), self._states[0][None, None]
-        logits, hidden = self._pass(tokens, states, [0])
+        tokens = candidates[-1].view(1, 1) if candidates else self._last
+        logits, hidden = self._pass(tokens, self._states[0][None, None] if candidates else self._state, [0])
         return logits[0], hidden[0]
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
@@ -231,8 +202,7 @@ class SharedReading(Reading):
     def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """Logits and hidden states after some nodes; the states that further steps read are kept."""
         draft = self.draft
-        if self._seen is None:
-            self._seen = draft.nothing(self._length - 1) if self._text is None else draft.rows(self._text)
+        self._seen = self._seen or draft.rows(self._text)
         logits, hidden, further = draft.run(tokens.to(draft.device), states.to(draft.device, draft.dtype), self._seen)
         self._states.update(zip(nodes, further, strict=True))
         self.passes, self.unread = self.passes + 1, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -13,53 +13,41 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_specdecpp.config import checks
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.bounds import (
-    ACTIVATIONS,
-    CURE,
-    DEPTH,
-    FULL,
-    HEAD_SIZE,
-    HEADS,
-    LAYER,
-    ROPE,
-    SIZE,
-    SLIDING,
-    TOKENS,
-    Bounds,
-    check_fields,
-    check_layers,
-)
-from hf_specdecpp.config.types import shown
+from hf_specdecpp.config.checks import Bounds, check_fields, check_layers, shown
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import as_described, mapping
 from hf_specdecpp.drafts.gemma4.drafter import Gemma4Draft, heads_of, sources
-from hf_specdecpp.drafts.kind import Kind, Loading
-from hf_specdecpp.drafts.stored import Config, Format, Parts, Stored, Tensors, pinned
+from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, Stored, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
 from hf_specdecpp.models.early_exit import layer_stack
 
+BELONGS = (
+    "It reads the keys and values in the target's cache, so it works with the Gemma 4 that it was trained for alone: "
+    "load that one, or a draft of this target."
+)
 HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
 
 OWN: dict[str, Bounds] = {
-    "backbone_hidden_size": SIZE,
-    "num_centroids": TOKENS,
-    "centroid_intermediate_top_k": TOKENS,
+    "backbone_hidden_size": checks.SIZE,
+    "num_centroids": checks.TOKENS,
+    "centroid_intermediate_top_k": checks.TOKENS,
     "use_ordered_embeddings": bool,
     "tie_word_embeddings": bool,
 }
 # Of its layers. Those of one kind may have heads of their own, as the newest versions write it or as older ones do.
-HEADS_OF_LAYER: dict[str, Bounds] = {"head_dim": HEAD_SIZE, "num_key_value_heads": HEADS}
+HEADS_OF_LAYER: dict[str, Bounds] = {"head_dim": checks.HEAD_SIZE, "num_key_value_heads": checks.HEADS}
 TEXT: dict[str, Bounds] = {
-    **LAYER,
-    "hidden_activation": ACTIVATIONS,
-    "rope_parameters": {FULL: ROPE, SLIDING: ROPE},
-    "num_kv_shared_layers": range(DEPTH.stop),
-    "global_head_dim": HEAD_SIZE,
-    "num_global_key_value_heads": HEADS,
-    "per_layer_config": {str(layer): HEADS_OF_LAYER for layer in range(DEPTH.stop)},
+    **checks.LAYER,
+    "hidden_activation": checks.ACTIVATIONS,
+    "rope_parameters": {checks.FULL: checks.ROPE, checks.SLIDING: checks.ROPE},
+    "num_kv_shared_layers": range(checks.DEPTH.stop),
+    "global_head_dim": checks.HEAD_SIZE,
+    "num_global_key_value_heads": checks.HEADS,
+    "per_layer_config": {str(layer): HEADS_OF_LAYER for layer in range(checks.DEPTH.stop)},
     "use_bidirectional_attention": frozenset({"all", "vision"}),
-    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), range(TOKENS.stop)),
+    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), range(checks.TOKENS.stop)),
     **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "tie_word_embeddings"), bool),
 }
 
@@ -69,18 +57,15 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
     return re.fullmatch(r"gemma\d\w*_assistant", str(raw.get("model_type"))) is not None
 
 
-def vocab_size_of(raw: Mapping[str, Any]) -> int | None:
-    """Of the draft and its target, if the config says it; `ValueError` if it is no number."""
+def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of an assistant: the token ids of draft and target; `ValueError` if that is no number."""
     size = mapping(raw, "text_config").get("vocab_size")
     check_fields({"vocab_size": size}, TEXT)
-    return size
+    return {"vocab_size": size}
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> CausalLM:
-    """The assistant that a config and its tensors make. The tensors are taken as they are, not copied.
-
-    Args:
-        source: where they are from, for messages.
+    """The assistant that a `config.json` and its tensors make (`Format.read`).
 
     Raises:
         ValueError: this transformers has no such class, the config makes no sense, or a tensor is missing, unknown or
@@ -132,8 +117,11 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     check_fields(own, OWN)
     check_layers(layers, "text_config.", TEXT)
     rope = layers.get("rope_parameters")
-    if rope is not None and None in (rope.get(FULL), rope.get(SLIDING)):
-        raise ValueError(f"text_config.rope_parameters={shown(rope)} must have both {FULL} and {SLIDING}. {CURE}")
+    if rope is not None and None in (rope.get(checks.FULL), rope.get(checks.SLIDING)):
+        raise ValueError(
+            f"text_config.rope_parameters={shown(rope)} must have both {checks.FULL} and {checks.SLIDING}. "
+            f"{checks.CURE}"
+        )
     return {**own, "text_config": {"model_type": usual, **layers}}
 
 
@@ -151,32 +139,14 @@ def _checked_order(order: Tensor | None, count: int, source: str) -> Tensor:
     """The order of clusters, if it lists each of so many token ids once; else `ValueError`."""
     ids = None if order is None or order.is_floating_point() or order.shape != (count,) else order.cpu().long()
     if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
-        found = (
-            "is missing"
-            if order is None
-            else f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
-        )
+        found = "is missing"
+        if order is not None:
+            found = f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
         raise ValueError(
             f"{source}: {ORDER} {found}, and must list each of {count} token ids once, so that a cluster says "
             "which tokens are its own. Download the repository again."
         )
     return ids
-
-
-def meet(model: CausalLM, target: CausalLM, name: str) -> None:
-    """Bring an assistant to its target, in the target's dtype.
-
-    Args:
-        name: of the draft, for messages.
-
-    Raises:
-        ValueError: it was made for another target.
-    """
-    belongs = (
-        "It reads the keys and values in the target's cache, so it works with the Gemma 4 that it was trained for "
-        "alone: load that one, or a draft of this target."
-    )
-    checkpoints.meet(model, target, name, _misfit(model, target), belongs)
 
 
 def _misfit(model: CausalLM, target: CausalLM) -> str | None:
@@ -200,49 +170,52 @@ def _misfit(model: CausalLM, target: CausalLM) -> str | None:
     return None
 
 
-class Gemma4Format(Format):
-    """Repositories of transformers' class."""
-
-    served_by = "engines that serve such assistants read its own repository"
-
-    def recognises(self, raw: Config) -> bool:
-        return looks_like_one(raw)
-
-    def fields(self, raw: Config) -> dict[str, Any]:
-        return {"vocab_size": vocab_size_of(raw)}
-
-    def read(self, raw: Config, tensors: Tensors, source: str) -> CausalLM:
-        return read_model(raw, tensors, source)
-
-    def facts(self, module: Any) -> dict[str, str]:
-        own, config = module.config.get_text_config(), module.config
-        kinds = ", ".join(kind.removesuffix("_attention") for kind in own.layer_types)
-        clusters = f"{config.centroid_intermediate_top_k} of {config.num_centroids} clusters"
-        return {
-            "draft": f"Gemma 4 assistant, {own.num_hidden_layers} layers ({kinds}), {own.hidden_size} wide",
-            "reads of the target": f"its final state, {config.backbone_hidden_size} wide, its keys and values",
-            "draft vocabulary": f"{clusters if config.use_ordered_embeddings else 'all'} of {own.vocab_size} token ids",
-        }
-
-
-class Gemma4(Kind):
-    """An assistant of transformers' class, beside the target that it was trained for."""
-
-    name = "gemma4"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
-    stored = Stored(format=Gemma4Format(), is_named=True)
-    cannot = {
-        "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
-        "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",
+def facts(module: Any) -> dict[str, str]:
+    """What `inspect` shows of a draft."""
+    own, config = module.config.get_text_config(), module.config
+    kinds = ", ".join(kind.removesuffix("_attention") for kind in own.layer_types)
+    clusters = f"{config.centroid_intermediate_top_k} of {config.num_centroids} clusters"
+    return {
+        "draft": f"Gemma 4 assistant, {own.num_hidden_layers} layers ({kinds}), {own.hidden_size} wide",
+        "reads of the target": f"its final state, {config.backbone_hidden_size} wide, its keys and values",
+        "draft vocabulary": f"{clusters if config.use_ordered_embeddings else 'all'} of {own.vocab_size} token ids",
     }
 
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        if config.draft_id is None:
-            return f"a Gemma 4 assistant, which reads the cache of {target}"
-        return f"Gemma 4 assistant {pinned(config)}"
 
-    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Gemma4Draft:
-        meet(parts.module, how.target, self.describe(config))
-        drafter = Gemma4Draft(parts.module, how.target)
-        drafter.suspect = None if config.draft_id is None else self.describe(config)
-        return drafter
+def words(config: SpecDecPPConfig, target: str) -> str:
+    """The draft in a few words."""
+    if config.draft_id is None:
+        return f"a Gemma 4 assistant, which reads the cache of {target}"
+    return f"Gemma 4 assistant {pinned(config)}"
+
+
+def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Gemma4Draft:
+    """An assistant that has met its target."""
+    name, target = words(config, "the target"), how.target
+    checkpoints.meet(parts.module, target, name, _misfit(parts.module, target), BELONGS)
+    drafter = Gemma4Draft(parts.module, target)
+    drafter.suspect = None if config.draft_id is None else name
+    return drafter
+
+
+# An assistant of transformers' class, beside the target that it was trained for.
+GEMMA4 = Kind(
+    name="gemma4",
+    rests_on="target",
+    draft=draft_of,
+    words=words,
+    stored=Stored(
+        format=Format(
+            read_model,
+            looks_like_one,
+            fields=fields,
+            facts=facts,
+            served_by="engines that serve such assistants read its own repository",
+        ),
+        is_named=True,
+    ),
+    cannot={
+        "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
+        "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",
+    },
+)

@@ -7,21 +7,19 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.bounds import CURE, OF_TARGET, Bounds, check_fields
+from hf_specdecpp.config.checks import CURE, OF_TARGET, Bounds, check_fields
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.checkpoints import mapping, renamed
 from hf_specdecpp.drafts.conditioned import NO_REPLAYS
-from hf_specdecpp.drafts.kind import Kind, Loading
-from hf_specdecpp.drafts.mtp.drafter import MtpDraft
-from hf_specdecpp.drafts.mtp.model import POST_NORM, one_layer
-from hf_specdecpp.drafts.stored import Config, Format, Parts, Stored, Tensors, pinned
+from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, Stored, pinned
+from hf_specdecpp.drafts.mtp.model import POST_NORM, MtpDraft, one_layer
 from hf_specdecpp.files import Repository, check_finite
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
@@ -182,44 +180,6 @@ def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
             )
 
 
-class MtpFormat(Format):
-    """The repository of a target, which decodes without these layers. No `config.json` is recognised by them."""
-
-    no_model = "transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files"
-    served_by = (
-        "engines read them from the target itself, as `vllm serve TARGET --speculative-config "
-        """'{"method":"mtp","num_speculative_tokens":1}'` does"""
-    )
-    is_whole = False
-    most_config_bytes = MOST_BYTES
-    cure = "Name a repository that has them: assist(model, 'mtp', source=ID)."
-
-    def read(self, raw: Config, tensors: Tensors, source: str) -> MtpLayers:
-        return read_layers(raw, tensors, source)
-
-
-class Mtp(Kind):
-    """Layers beside those that the target decodes with; `config.draft_id` names the repository that holds them."""
-
-    name = "mtp"
-    rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
-    stored = Stored(format=MtpFormat(), is_named=True)
-    cannot = {
-        "replays": NO_REPLAYS,
-        "training": "multi-token layers are those of the target's checkpoint: take them as they are (assist), or "
-        "train with draft: eagle3",
-    }
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
-
-    def draft(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:  # noqa: ARG002
-        layers: MtpLayers = parts.module
-        made = [one_layer(tensors, place, how.target, layers.source) for place, tensors in enumerate(layers.tensors)]
-        drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
-        return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, how.target)
-
-
 def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
     """The repository with the multi-token layers of a target's checkpoint.
 
@@ -237,3 +197,43 @@ def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs
             "Name their repository: assist(model, 'mtp', source=ID_OR_FOLDER)."
         )
     return Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})
+
+
+def words(config: SpecDecPPConfig, target: str) -> str:
+    """The draft in a few words."""
+    return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
+
+
+def draft_of(_config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
+    """The layers beside their target."""
+    layers: MtpLayers = parts.module
+    made = [one_layer(tensors, place, how.target, layers.source) for place, tensors in enumerate(layers.tensors)]
+    drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
+    return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, how.target)
+
+
+# Layers beside those that the target decodes with; `config.draft_id` names the repository that holds them, which is
+# recognised by no `config.json`, since the target decodes without these layers.
+MTP = Kind(
+    name="mtp",
+    rests_on="target",
+    draft=draft_of,
+    words=words,
+    stored=Stored(
+        format=Format(
+            read_layers,
+            no_model="transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files",
+            served_by="engines read them from the target itself, as `vllm serve TARGET --speculative-config "
+            """'{"method":"mtp","num_speculative_tokens":1}'` does""",
+            is_whole=False,
+            most_config_bytes=MOST_BYTES,
+            cure="Name a repository that has them: assist(model, 'mtp', source=ID).",
+        ),
+        is_named=True,
+    ),
+    cannot={
+        "replays": NO_REPLAYS,
+        "training": "multi-token layers are those of the target's checkpoint: take them as they are (assist), or "
+        "train with draft: eagle3",
+    },
+)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.drafts.dflash.config import DFlashSettings
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet
-from hf_specdecpp.drafts.dflash.model import DFlashModel
+from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training.distillation.least_squares import (
     LEAST,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.bounds import ROPE
+from hf_specdecpp.config.checks import ROPE
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack

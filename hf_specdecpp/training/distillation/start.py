@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet as meet_block
-from hf_specdecpp.drafts.dflash.model import DFlashModel
+from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.drafts.eagle3.meeting import meet, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
 from hf_specdecpp.drafts.kind import Kind

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import in_blocks, in_rounds
-from hf_specdecpp.estimation.features import scalar_features
+from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates

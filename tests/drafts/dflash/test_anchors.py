@@ -12,9 +12,8 @@ from support.models import prompt
 from torch import Tensor
 
 from hf_specdecpp.drafting.unrolling import in_blocks
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet, read_model
-from hf_specdecpp.drafts.dflash.model import DFlashModel
+from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
 
 TEXTS = 1 + torch.cat((prompt(17), prompt(17, 5))) % (VOCAB - 1)

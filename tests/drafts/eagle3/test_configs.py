@@ -42,7 +42,7 @@ def test_a_config_that_lacks_numbers(tmp_path: Path, dialect: str, name: str) ->
         ({"draft_vocab_size": 0}, "draft_vocab_size=0 must be a whole number from 1 to"),
         ({"draft_vocab_size": True}, "draft_vocab_size=True must be a whole number"),
         ({"eagle_config": [1]}, "eagle_config=.* must be a mapping"),
-        ({"norm_output": "false"}, "norm_output='false' of config.json must be true or false"),
+        ({"norm_output": "false"}, "norm_output='false' must be true or false"),
         ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc and fc_norm are both set and exclude one another"),
         ({"partial_rotary_factor": 0.5}, r"rotates a part of each head only \(partial_rotary_factor=0.5\)"),
         ({"rope_scaling": {"partial_rotary_factor": 0.25}}, r"partial_rotary_factor=0.25"),

@@ -196,7 +196,7 @@ def test_a_draft_of_another_target(pair: tuple[Path, Path], tmp_path: Path) -> N
     tiny("llama", hidden_size=16, head_dim=8).save_pretrained(tmp_path)
     code, output = inspect(pair[1], "--target", tmp_path)
     assert code == 1
-    assert "reads states of 32 numbers, and those of LlamaForCausalLM have 16" in output
+    assert "reads states of 32 numbers, and they have 16 in LlamaForCausalLM" in output
 
 
 def test_only_what_can_be_misread_is_checked(draft: str, pair: tuple[Path, Path], tmp_path: Path) -> None:

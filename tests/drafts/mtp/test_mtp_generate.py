@@ -13,7 +13,7 @@ from transformers.generation import candidate_generator
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.mtp.drafter import MtpDraft
+from hf_specdecpp.drafts.mtp.model import MtpDraft
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.known_costs import Rounds

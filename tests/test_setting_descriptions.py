@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from hf_specdecpp.config.descriptions import Setting, describe
+from hf_specdecpp.cli_options import Setting, describe
 
 
 @dataclass

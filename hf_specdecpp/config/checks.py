@@ -1,4 +1,4 @@
-"""What a repository may say of a draft: known fields within bounds, checked before anything is made of them.
+"""Whether what files and users say is of the right type and within bounds, checked before anything is made of it.
 
 A repository is data of anybody. None of its numbers may decide how long loading takes, and none of its fields may name
 code that transformers would fetch and run, as `attn_implementation` can: fields that are not known do not get there.
@@ -6,13 +6,118 @@ code that transformers would fetch and run, as `attn_implementation` can: fields
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_specdecpp.config.types import shown
+UNIONS = (Union, UnionType)  # of `Literal[...] | None` and of `int | None`
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "left out"}
+LARGEST = 2**63  # no integer of a tensor is larger, and JSON has integers of any length
+
+
+def check_types(settings: Any, path: str = "") -> None:
+    """Raise `ValueError` naming the first field, in nested dataclasses too, whose value is of another type.
+
+    Args:
+        settings: a dataclass.
+        path: what its fields are called before their names, such as `"head."`.
+    """
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    check_values(values, _hints(settings.__class__), path)
+    for name, value in values.items():
+        if is_dataclass(value):
+            check_types(value, f"{path}{name}.")
+
+
+def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -> None:
+    """Raise `ValueError` unless `values` is a mapping of arguments that `function` has, of the types it annotates.
+
+    Args:
+        path: what the arguments are called before their names, such as `"head."`.
+    """
+    hints = _hints(function)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.rstrip('.')}={shown(values)} must be a mapping.")
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(f"{path}{unknown[0]} is not known; it may be of a newer version: pip install -U hf-specdecpp")
+    check_values(values, hints, path)
+
+
+def check_values(values: Mapping[str, Any], hints: Mapping[str, Any], path: str = "") -> None:
+    """Raise `ValueError` naming the first of these values that is not of the type that its annotation promises."""
+    for name, value in values.items():
+        if not _is(value, hints[name]):
+            raise ValueError(f"{path}{name}={shown(value)} must be {_name(hints[name])}.")
+
+
+@cache
+def _hints(annotated: Any) -> dict[str, Any]:  # kept, since a generation checks its settings
+    return get_type_hints(annotated)
+
+
+def _is(value: Any, rule: Any) -> bool:
+    """Whether a value is of an annotated type, or within bounds."""
+    kind, inner = get_origin(rule), get_args(rule)
+    if kind in UNIONS:
+        return any(_is(value, one) for one in inner)
+    if kind is Literal:
+        return value in inner
+    if kind is list or isinstance(rule, list):
+        item = inner[0] if kind is list else rule[0]
+        return isinstance(value, list | tuple) and all(_is(each, item) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_is(each, inner[1]) for each in value.values())
+    if isinstance(rule, range):
+        return type(value) is int and value in rule
+    if isinstance(rule, tuple):
+        return type(value) in (int, float) and rule[0] <= value <= rule[1]  # NaN is not
+    if isinstance(rule, frozenset):
+        return isinstance(value, str) and value in rule
+    if rule is Any:
+        return True
+    if isinstance(value, bool):
+        return rule is bool
+    if isinstance(value, int) and not -LARGEST < value < LARGEST:
+        return False
+    if rule is float:
+        return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, rule)
+
+
+def _name(rule: Any) -> str:
+    """Such as "a list, each item a whole number, or left out" for `list[int] | None`."""
+    kind, inner = get_origin(rule), get_args(rule)
+    if kind in UNIONS:
+        return " or ".join(_name(one) for one in inner)
+    if kind is Literal:
+        return "one of " + ", ".join(inner)
+    if kind is list or isinstance(rule, list):
+        return f"a list, each item {_name(inner[0] if kind is list else rule[0])}"
+    if kind is dict and inner[1] is not Any:
+        return f"a mapping, each value {_name(inner[1])}"
+    if isinstance(rule, range):
+        return f"{'an even' if rule.step == 2 else 'a whole'} number from {rule[0]} to {rule[-1]}"
+    if isinstance(rule, tuple):
+        return f"a number from {rule[0]:g} to {rule[1]:g}"
+    if isinstance(rule, frozenset):
+        return f"one of {', '.join(sorted(rule))}"
+    return NAMES.get(rule, "a mapping")
+
+
+def shown(value: Any) -> str:
+    """A value for a message: the start of a long one."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < LARGEST else "a number of more than 63 bits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# Bounds. --------------------------------------------------------------------------------------------------------------
 
 # What a field may be: a whole number in a range; a number from the first to the second of a pair; one of some names;
 # true or false (`bool`); a list of one of these; a mapping with fields of its own.
@@ -87,7 +192,7 @@ def check_fields(values: Any, known: Mapping[str, Bounds], path: str = "", neede
         bounds = known[name]
         if value is not None and isinstance(bounds, Mapping):
             check_fields(value, bounds, f"{path}{name}.")
-        elif value is not None and not _is_within(value, bounds):
+        elif value is not None and not _is(value, bounds):
             raise ValueError(f"{path}{name}={shown(value)} must be {_name(bounds)}. {CURE}")
 
 
@@ -104,26 +209,3 @@ def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Mapping[
     rope = layer.get("rope_parameters") or {}
     if rope.get("partial_rotary_factor") not in (None, 1.0) and rope.get("rope_type") not in WHOLE_HEADS:
         raise ValueError(f"rope_parameters={shown(rope)} rotate a part of each head, which is not supported. {CURE}")
-
-
-def _is_within(value: Any, bounds: Any) -> bool:
-    if isinstance(bounds, range):
-        return type(value) is int and value in bounds
-    if isinstance(bounds, tuple):
-        return type(value) in (int, float) and bounds[0] <= value <= bounds[1]  # NaN is not
-    if isinstance(bounds, list):
-        return isinstance(value, list) and all(_is_within(each, bounds[0]) for each in value)
-    if isinstance(bounds, frozenset):
-        return isinstance(value, str) and value in bounds
-    return type(value) is bounds
-
-
-def _name(bounds: Any) -> str:
-    """Such as "a whole number from 1 to 64"."""
-    if isinstance(bounds, range):
-        return f"{'an even' if bounds.step == 2 else 'a whole'} number from {bounds[0]} to {bounds[-1]}"
-    if isinstance(bounds, tuple):
-        return f"a number from {bounds[0]:g} to {bounds[1]:g}"
-    if isinstance(bounds, list):
-        return f"a list, each item {_name(bounds[0])}"
-    return "true or false" if bounds is bool else f"one of {', '.join(sorted(bounds))}"
