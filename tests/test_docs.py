@@ -224,8 +224,8 @@ def test_commands_run(code: str, folders: dict[str, str], tmp_path: Path, monkey
     """One after the other, with models of ours in the place of the ids and capitals that the page has."""
     monkeypatch.chdir(tmp_path)
     for name in FILES:
-        Path(name).write_text("".join(f'{{"prompt": "w{place} w{place + 1} w3"}}\n' for place in range(8)))
-    Path("short.yaml").write_text("rollouts: {max_new_tokens: 16}")
+        Path(name).write_text("".join(f'{{"prompt": "w{place} w{place + 1} w3"}}\n' for place in range(24)))
+    Path("short.yaml").write_text("rollouts: {max_new_tokens: 16, heldout: 0.5}")
     models = {**dict.fromkeys(("ID_OR_FOLDER", "ID", "org/model"), "target"), "org/assistant": "assistant"}
     for number, line in enumerate(ours(code)):
         named = models | {"REPO": "eagle3" if "inspect" in line and "--target" in line else "assistant"}

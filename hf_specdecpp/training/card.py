@@ -183,14 +183,16 @@ def summary(config: TrainingConfig) -> str:
             f"{number(best['discard_rate'])} candidates a generated token by {fixed}; the head's rule has no such point"
         )
     else:
-        share = "" if fewer is None else f" ({number(abs(fewer), percent=True)} {'fewer' if fewer >= 0 else 'more'})"
-        compared = f"{number(discards)} candidates a generated token, {number(best['discard_rate'])}{share} by {fixed}"
+        than = "beside"
+        if fewer is not None:
+            than = f"{number(abs(fewer), percent=True)} {'fewer' if fewer >= 0 else 'more'} than"
+        compared = f"{number(discards)} candidates a generated token, {than} {number(best['discard_rate'])} by {fixed}"
     named = "" if config.named_draft is None else f", draft={config.named_draft!r}"
     return "\n".join(
         (
             f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",
-            f"acceptance  {number(report['mean_acceptance'])} of a candidate on average ({report['texts']} texts, "
-            f"temperature {temperature})",
+            f"acceptance  {number(report['mean_acceptance'])} of a candidate on average ({report['texts']} "
+            f"text{'' if report['texts'] == 1 else 's'}, temperature {temperature})",
             f"discards    {compared}",
             f"use it      assist(model, {config.output!r}{named}); model.generate(**inputs)",
             "share it    the same command with --stage card --push_to_hub YOU/NAME",

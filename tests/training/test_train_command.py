@@ -57,6 +57,8 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
         assert result.exit_code == 0, result.output
         uploaded = hub.files("tester/trained")
     assert not unfinished.exists()
+    assert "{'" not in result.output, "what a Trainer logs is a line, no dictionary"
+    assert re.search(r"^epoch [\d.]+: loss [\d.]+, learning rate [\de.-]+$", result.output, flags=re.MULTILINE)
     check_the_summary(result.output, tmp_path)
     for path in (tmp_path / "out").rglob("*"):
         if path.is_file():
