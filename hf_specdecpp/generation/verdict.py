@@ -70,6 +70,8 @@ def _judged(stats: Counters, gain: float, passes: float) -> str:
         tokens = f"{stats.tokens_per_pass:.2f} tokens per target pass"
         who = "It pays" if (stats.speedup or 0.0) >= PAYS else "Later calls pay"
         return f"{who}: about {times:.2f} times the speed of {plain}, {tokens}.{products}"
+    # Where the call is faster all the same, "it" would be taken for the call.
+    lost = "Speculating does not pay here" if speed >= PAYS else "It does not pay"
     how = f"about as fast as {plain}" if times > LOSES else f"about {times:.2f} times the speed of {plain}"
     if 2 * stats.idle_rounds > stats.rounds:
         by_rule = not {"throughput", "draft"} & stats.remedies
@@ -77,10 +79,10 @@ def _judged(stats: Counters, gain: float, passes: float) -> str:
         return f"{why}: {stats.idle_rounds} of {stats.rounds} passes without candidates, {how}.{products}"
     if not stats.accepted:  # whatever the times say
         none = "the only candidate was not" if stats.drafted == 1 else f"none of {stats.drafted} candidates was"
-        return f"It does not pay: {none} accepted.{products} {_better_draft(stats)}"
+        return f"{lost}: {none} accepted.{products} {_better_draft(stats)}"
     if gain >= PAYS:
-        return f"It does not pay: {how}.{products}"
-    return f"It does not pay: {how}.{products} {_why_not(stats)}"
+        return f"{lost}: {how}.{products}"
+    return f"{lost}: {how}.{products} {_why_not(stats)}"
 
 
 def _why_not(stats: Counters) -> str:
