@@ -115,7 +115,7 @@ def test_plain_passes_are_those_of_the_machine_now() -> None:
     assert passes.seconds(1)[0] == pytest.approx(1.15 * 75.0)
     for seconds in (50.0, 52.0, 56.0) * 8:
         passes.note(4, "own", seconds)
-    assert passes.seconds(1) == (pytest.approx(1.15 * 52.0), pytest.approx(1.15 * 52.0))
+    assert passes.seconds(1) == pytest.approx((1.15 * 52.0, 1.15 * 52.0))
     assert ratio_of({(4, "own"): [1.0], (8, "packed"): [2.0]}, (3, "packed")) == 2.0
 
 
