@@ -330,13 +330,8 @@ def recall(kind: str, of: dict[str, Any]) -> Any:
 
 
 def remember(kind: str, of: dict[str, Any], value: Any) -> None:
-    """Keep what was measured in Hugging Face's assets cache. Where that is read-only, the next process measures again.
-
-    Args:
-        kind: of measurement, also the name of its folder.
-        of: all that the value depends on; JSON-able.
-        value: JSON-able.
-    """
+    """Keep what was measured of a kind in Hugging Face's assets cache, if that can be written; `value` and all that it
+    depends on (`of`) are JSON-able."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: huggingface_hub finds a file in the folder's place
         save_text(json.dumps({kind: value, "of": of}, indent=1), _measured_path(kind, of))
 

@@ -33,14 +33,10 @@ TOLERANCE_IN_HALF = 5e-2
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a draft is written, and what for.
+    """Where a draft is written, and what for: into `folder`, which becomes `output`, as commands name it, once all is
+    right.
 
-    Attributes:
-        folder: empty; what is written into it becomes `output` once all of it is there and right.
-        output: the folder that the user asked for, as commands name it.
-        target: Hub id or folder of the target, `None` where nobody has named it.
-        revision: of the target.
-        num_tokens: candidates a round, for engines that draft a fixed number.
+    An engine that drafts a fixed number of tokens drafts `num_tokens`; `target` is `None` where nobody has named it.
     """
 
     folder: Path

@@ -40,11 +40,9 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     """Write the head of `folder` to the new folder `out`, in our format; of a draft that others trained, its tensors.
 
     Args:
-        folder: `config.json` and `pytorch_model.bin` or, of a head, a safetensors file.
-        out: must not hold a `config.json` yet.
         tied: see `read_released_head`.
-        models: `draft_id`, `draft_revision`, `target_id`, `target_revision`: those that the head was trained with.
-            Without `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
+        models: `draft_id`, `draft_revision`, `target_id`, `target_revision`, which the head was trained with. Without
+            `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
 
     Raises:
         ValueError: a file is damaged, unsafe or not a SpecDec++ head, or `tied` is needed or wrong.

@@ -17,12 +17,9 @@ USUAL_TOKENS = 3  # a round, where the assistant's own rule decides in each roun
 
 
 def export(assistant: str | Path, output: str | Path, target: str | Path | None = None) -> Exported:
-    """Write the draft of an assistant into a new folder, for vLLM, SGLang, llama.cpp or plain transformers.
+    """Write the draft of an assistant into a folder that is new or empty, for vLLM, SGLang, llama.cpp or transformers.
 
-    Args:
-        assistant: Hub id or folder of its repository.
-        output: a folder that is new or empty; it is there in full, or not at all.
-        target: Hub id or folder of the target, in the place of what the assistant's `config.json` names.
+    `target` is a Hub id or folder, in the place of what the assistant's `config.json` names.
 
     Raises:
         ValueError: no engine serves a draft of this kind, or what was written is not the draft.

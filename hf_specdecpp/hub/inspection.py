@@ -41,15 +41,10 @@ class FileReport:
 
 @dataclass
 class Report:
-    """What `inspect` found.
+    """What `inspect` found: files that there are or that the config promises, and traps, which a sound assistant may
+    have.
 
-    Attributes:
-        name, commit: of the repository; a folder has no commit.
-        config: `None` if it cannot be read.
-        files: those that there are and those that the config promises.
-        traps: what a sound assistant can have, but may surprise somebody.
-        is_foreign: whether it is a draft's repository that others made, not an assistant's.
-        facts: what its draft is, by label, where the kind of draft has more to say than the config.
+    `config` is `None` if it cannot be read, and `facts` are of a draft that others made (`is_foreign`).
     """
 
     name: str

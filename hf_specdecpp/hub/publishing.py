@@ -29,14 +29,9 @@ from hf_specdecpp.version import __version__
 
 @dataclass(frozen=True)
 class Contents:
-    """What an assistant's repository is made of; `SpecDecPPAssistant.contents()` gives it.
+    """What an assistant's repository is made of (`SpecDecPPAssistant.contents`); the config is copied, never changed.
 
-    Attributes:
-        config: where draft and target come from. It is copied, never changed.
-        speculation: the defaults to store.
-        head: the acceptance head, or `None`.
-        parts: of the draft.
-        calibration: takes the place of the config's, or `None`.
+    `calibration` takes the place of the config's, unless it is `None`.
     """
 
     config: SpecDecPPConfig
@@ -105,14 +100,10 @@ def push(
     create_pr: bool = False,
     card: str | None = None,
 ) -> CommitInfo:
-    """Upload the assistant's repository to the Hub. A card that is there already is kept, unless `card` is given.
+    """Upload the assistant's repository to the Hub. A card that is there already is kept, unless the text of one is
+    given.
 
-    A target that was read from a folder is named without the folders above it.
-
-    Args:
-        repo_id: `"user/name"`; created if it does not exist.
-        commit_message, private, token, revision, create_pr: as in `huggingface_hub`.
-        card: text of the `README.md`; by default rendered from the assistant's config.
+    A target that was read from a folder is named without the folders above it. Arguments are as in `huggingface_hub`.
 
     Raises:
         ValueError: the draft is a local folder, which nobody else has.
@@ -159,14 +150,10 @@ THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub ye
 def make_card(
     config: SpecDecPPConfig, head: AcceptanceHead | None, training: dict[str, Any] | None = None
 ) -> ModelCard:
-    """The model card.
+    """The model card of a config, as the repository stores it, and of a head.
 
     Args:
-        config: as the repository stores it.
-        head: the acceptance head, or `None`.
-        training: what `training.card` knows of the run that made the assistant: `config`, `settings`, `evaluation`,
-            `rollouts`, `distillation`, `head_metrics`, `calibration`, `learning_curve`, `baseline`, `speed`,
-            `provenance`; of those that were not made, `None`.
+        training: the results of the run that made the assistant (`training.card.results`); `None` without one.
     """
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     bases = [Repository(name).name for name in ids]

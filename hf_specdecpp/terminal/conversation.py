@@ -91,11 +91,8 @@ class Conversation:
         self._held: list[int] = []  # the tokens that the cache holds
 
     def answer(self, message: str, stop: Stop, show: Callable[[str], None]) -> Answer:
-        """Say something, and have the answer.
-
-        Args:
-            stop: ends the answer early; what was said by then stays in the conversation.
-            show: is given the text of the answer, piece by piece.
+        """Say something, and have the answer, whose text `show` is given piece by piece, until it ends or `stop` ends
+        it.
 
         Raises:
             ValueError: the chat template refuses the conversation, or it is longer than the model can read. The message

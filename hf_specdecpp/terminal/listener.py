@@ -17,12 +17,9 @@ from hf_specdecpp.generation.stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer.
+    """What a token adds to the text of an answer, whether it is an accepted candidate, and the seconds to its pass.
 
-    Attributes:
-        text: what it adds. Of a character of several tokens the last one adds it, the others nothing.
-        accepted: a candidate that the target accepted; otherwise the target's own choice.
-        seconds: from the beginning of the call to the pass that confirmed or chose it.
+    Of a character of several tokens the last one adds it, the others nothing.
     """
 
     text: str

@@ -34,11 +34,8 @@ SPEED = "speed.json"
 
 
 def run(config: TrainingConfig) -> Path:
-    """Write the repository into `config.output`; its path. The card there is replaced.
-
-    The card also shows what is in `work/speed.json`, if that exists: `command`, `device`, `dtype` and `rows` of `set`,
-    `temperature`, `contestant`, `tokens_per_second`, `speedup`, `interval`, `same_passes`, `same_passes_interval`,
-    `tokens_per_pass` and `prompts`, which `specdecpp bench --card` writes.
+    """Write the repository into `config.output`; its path. The card there is replaced, and shows `work/speed.json`,
+    too, if `specdecpp bench --card` has written one.
 
     Raises:
         ValueError: the head has not been fitted or evaluated yet, or the run to compare with has not.

@@ -98,12 +98,9 @@ class Record(TypedDict):
 def record(
     text: Text, assistant: SpecDecPPAssistant, target: CausalLM, sampling: Sampling, seed: int, length: int = MAX_TOKENS
 ) -> Record:
-    """Record a text with a draft and its target.
+    """Record a text, as the target wrote it under `sampling`, for rules with rounds of up to `length` candidates.
 
-    Args:
-        text: as the target wrote it under `sampling`.
-        seed: of the coins and the draft's draws; another one is another sample of the same distribution.
-        length: most candidates in a round of any rule that will be replayed.
+    Another `seed` of the coins and the draft's draws is another sample of the same distribution.
     """
     drafter, reader, head = assistant.ready_drafter(), Reader(target), assistant.head
     vocab_size = target.config.get_text_config().vocab_size

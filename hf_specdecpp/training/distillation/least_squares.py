@@ -48,13 +48,10 @@ def is_usual(states: Tensor) -> Tensor:
 
 
 class LastLayer:
-    """The last layer of a target: what its MLP reads, and that MLP as far as a Llama layer can have the same.
+    """The last layer of a target: what its MLP reads, and that MLP as far as a draft's own layer can have the same.
 
     Where a layer has another kind of MLP, or a norm behind it, as Gemma's, nothing is copied, and what is looked at is
     all that the layer makes.
-
-    Args:
-        ours: the layer of a draft that begins with this MLP.
     """
 
     def __init__(self, target: CausalLM, ours: Any) -> None:

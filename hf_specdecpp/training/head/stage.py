@@ -33,9 +33,7 @@ Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
 def run(config: TrainingConfig) -> dict[str, float]:
     """Fit the head of `config` and write it to `work/head`; held-out metrics. Done if that was fitted like this.
 
-    With `head.learning_curve`, heads are also fitted on parts of the texts, the same number of epochs each; what came
-    of them is in `work/head/fraction-0.25` and so on. A killed run goes on where it was: finished shards of features,
-    then the newest checkpoint.
+    With `head.learning_curve`, heads are also fitted on parts of the texts, for as many epochs, in `fraction-0.25` etc.
 
     Raises:
         ValueError: there are no rollouts, a shard of features is damaged, or the loss is NaN.

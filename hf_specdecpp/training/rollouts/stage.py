@@ -87,7 +87,7 @@ def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
 
 
 def run(config: TrainingConfig) -> None:
-    """Answer all prompts that have no answer yet; does nothing if all have.
+    """Answer all prompts that have no answer yet.
 
     Raises:
         ValueError: prompts or settings make no sense, or there are answers from other settings.
