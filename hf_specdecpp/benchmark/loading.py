@@ -1,4 +1,4 @@
-"""What a benchmark runs on: the target, its assistant, who takes part, and the prompts."""
+"""What a benchmark runs on, the target, its assistant, who takes part and the prompts; and what it writes down."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")
 
+RUNS, ROUNDS, TEXTS, RECORDS = "runs.jsonl", "rounds.jsonl", "texts.jsonl", "records.jsonl"
+SETTINGS, RESULTS = "settings.json", "results.json"
 QUICK_PROMPTS, QUICK_TOKENS = 3, 48
 
 
@@ -180,9 +182,6 @@ def _digest(assistant: SpecDecPPAssistant) -> str:
 
 
 # What is written down -------------------------------------------------------------------------------------------------
-
-RUNS, ROUNDS, TEXTS, RECORDS = "runs.jsonl", "rounds.jsonl", "texts.jsonl", "records.jsonl"
-SETTINGS, RESULTS = "settings.json", "results.json"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Write an assistant's repository to a folder and to the Hub."""
+"""Write an assistant's repository to a folder and to the Hub, with its card, rendered from `card_template.md`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCA
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.version import __version__
+
+TEMPLATE = Path(__file__).with_name("card_template.md")
+NONE = "–"
+PAYS = 1.03  # below that speeds count as equal
+OTHERS = ("plain", "transformers", "prompt lookup")  # contestants of a benchmark that do not use the assistant
+THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
 
 
 @dataclass(frozen=True)
@@ -139,12 +145,6 @@ def push(
 
 
 # The card -------------------------------------------------------------------------------------------------------------
-
-TEMPLATE = Path(__file__).with_name("card_template.md")
-NONE = "–"
-PAYS = 1.03  # below that speeds count as equal
-OTHERS = ("plain", "transformers", "prompt lookup")  # contestants of a benchmark that do not use the assistant
-THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
 
 
 def make_card(

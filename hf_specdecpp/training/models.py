@@ -1,4 +1,4 @@
-"""The models of a training run, as far as it has got (`Trained`), and what of them is on disk."""
+"""The models of a training run, as far as it has got (`Trained`), what of them is on disk, and the draft vocabulary."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.trainers import process_state, save_json
 
+CONVERSATION = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 HEAD, HEAD_WEIGHTS, HEAD_CONFIG = "head", "head.safetensors", "head.json"
 
 
@@ -219,8 +220,6 @@ def digest(path: Path) -> str | None:
 
 
 # The draft vocabulary -------------------------------------------------------------------------------------------------
-
-CONVERSATION = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 
 
 def choose_vocab(

@@ -1,4 +1,4 @@
-"""What the stages with a `transformers.Trainer` share: processes, trackers, checkpoints and disks that fill up."""
+"""What the stages share: processes, trackers, checkpoints, disks that fill up, and records of what is made."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from hf_specdecpp.files import differences, read_json, save_tensors, save_text
 from hf_specdecpp.training.configuration import TrainingConfig
 
+logger = logging.get_logger("hf_specdecpp")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOGS = "logs"
 LOG_FOLDER = "TENSORBOARD_LOGGING_DIR"  # the variable that Trainer's callback reads when it is made
@@ -122,8 +123,6 @@ def telling_of_full_disks(folder: Path, size: int) -> Iterator[None]:
 
 
 # Records --------------------------------------------------------------------------------------------------------------
-
-logger = logging.get_logger("hf_specdecpp")
 
 
 class Record:

@@ -22,6 +22,8 @@ from hf_specdecpp.estimation.estimators import MODES, DraftProbability, DraftSte
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.figures import Floats
 
+SVIP_GAMMA = 0.15
+ADAEDL_GAMMA = 0.2
 MakeRule = Callable[[], StoppingRule]
 Round = tuple[int, int, int]  # candidates, how many stood, and how many tokens the draft had to read before
 
@@ -194,9 +196,6 @@ def _fastest(replay: ChainReplay, costs: Costs) -> list[Round]:
 
 
 # Rules of others ------------------------------------------------------------------------------------------------------
-
-SVIP_GAMMA = 0.15
-ADAEDL_GAMMA = 0.2
 
 
 class Baseline(StoppingRule):

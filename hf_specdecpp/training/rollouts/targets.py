@@ -1,4 +1,4 @@
-"""The target answers on this machine, in batches."""
+"""The target answers on this machine, in batches, or on an OpenAI-compatible server: vLLM, SGLang, llama.cpp, ..."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.models import load_target
 
+logger = logging.get_logger(__name__)
+
+ATTEMPTS = 6
+FIRST_DELAY = 1.0  # seconds; doubles from attempt to attempt
+TIMEOUT = 600.0  # seconds for one answer
+EVERY_TOKEN = 2**20  # as top_k: servers do not agree on 0 or -1 for "all"
+PATH = "/v1/completions"
 SHRINK_AT = 0.85  # share of answers still being written at which the others leave the batch
 
 
@@ -147,14 +154,6 @@ class _Preallocated(DynamicLayer):
 
 
 # A server -------------------------------------------------------------------------------------------------------------
-
-logger = logging.get_logger(__name__)
-
-ATTEMPTS = 6
-FIRST_DELAY = 1.0  # seconds; doubles from attempt to attempt
-TIMEOUT = 600.0  # seconds for one answer
-EVERY_TOKEN = 2**20  # as top_k: servers do not agree on 0 or -1 for "all"
-PATH = "/v1/completions"
 
 
 class ServerTarget:
